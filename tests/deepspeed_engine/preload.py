@@ -84,6 +84,14 @@ def patch() -> None:
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
     _patch_fused_adam()
     _patch_zero_dim_broadcast()
+    _patch_auto_ep()
+
+
+def _patch_auto_ep() -> None:
+    """Let AutoEP leave Transformers' recorders of router outputs alone, whose registry it does not fit."""
+    from deepspeed.module_inject import auto_ep
+
+    auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_, **__: None
 
 
 def _patch_fused_adam() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import torch
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.gloo import run
+from tests.interop.test_reshard_pipeline import FEW, MANY, TWO, Case
+from tests.pairwise import pairwise
 from tests.truth import Truth, assert_same
 from zckpt.errors import UnsupportedError, UsageError, ZckptError
 
 pytestmark = pytest.mark.interop
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
 SOURCES = ("s0_fp32_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3")
 FAST = {
     ("s0_fp32_dp2", 2, 3), ("s1_fp32_dp3", 3, 2), ("s2_bf16_dp4", 0, 3), ("s2_bf16_dp4", 3, 1),
@@ -99,6 +102,83 @@ def test_engine_goes_on_with_other_formats(target: str, stage: int, world_size: 
     made.parent.mkdir()
     zckpt.convert(FIXTURES / source, made, to=target)
     assert_resumes(made, SPECS[source].at(world_size, stage=stage), FIXTURES / source)
+
+
+SLICED = Spec(
+    "tp2_s2", model="megatron", world_size=4, tensor_parallel=2, universal_info=True, invariant=True, dtype="fp32",
+    groups=2, steps=3, steps_after=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        pytest.param(*case, marks=pytest.mark.nightly if n else [])
+        for n, case in enumerate(
+            [
+                (4, {"tensor_parallel": 4, "stage": 1}), (1, {"tensor_parallel": 1}), (2, {}), (6, {"stage": 3}),
+                (3, {"tensor_parallel": 1, "stage": 3}), (4, {"stage": 1}), (4, {"stage": 3}),
+            ]
+        )
+    ],
+)  # fmt: skip
+def test_engine_goes_on_with_slices_of_another_degree(
+    world_size: int, changes: dict[str, Any], made: Callable[[Spec], Path]
+) -> None:
+    source = made(SLICED)
+    assert_resumes(source, SLICED.at(world_size, **changes), source)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("source", ["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2"])
+@pytest.mark.parametrize("world_size", [2, 6])
+def test_engine_goes_on_with_slices_in_16_bits(source: str, world_size: int) -> None:
+    assert_resumes(FIXTURES / source, SPECS[source].at(world_size), FIXTURES / source)
+
+
+PIPELINES = [case for case in (*FEW, *MANY) if "elastic" not in case.source.name]
+FEWEST = Case(TWO, {"world_size": 1})
+
+
+@pytest.mark.parametrize(
+    "case", [FEWEST, *(pytest.param(case, marks=pytest.mark.nightly) for case in PIPELINES)], ids=str
+)
+def test_engine_goes_on_with_pipelines_of_other_stages(case: Case, made: Callable[[Spec], Path]) -> None:
+    source = made(case.source)
+    assert_resumes(source, case.resumed, source)
+
+
+# --- every stage at every number of ranks, to every other
+
+
+def train_and_save(rank: int, world_size: int, spec: Spec, folder: Path) -> None:
+    """Make a checkpoint of the real engine, written by zckpt, and the truth about it."""
+    from tests.deepspeed_engine.training import _produce
+
+    with zckpt.deepspeed.durable_saves(async_=world_size > 1):
+        _produce(rank, world_size, spec, folder)
+
+
+CELLS = [
+    pytest.param(*one.values, marks=pytest.mark.nightly)
+    for one in pairwise(range(4), (1, 2, 3, 4), range(4), (1, 2, 3, 4))
+    if not one.marks
+]
+
+
+@pytest.mark.parametrize(("stage", "ranks", "to_stage", "to_ranks"), CELLS)
+def test_engine_goes_on_from_every_stage_and_number_of_ranks(
+    stage: int, ranks: int, to_stage: int, to_ranks: int, shared: Callable[[str, Callable[[Path], Any]], Any]
+) -> None:
+    dtype = ("bf16", "fp32")[(stage + ranks) % 2]
+    spec = Spec(f"s{stage}_{dtype}_dp{ranks}", stage=stage, dtype=dtype, world_size=ranks, steps=3, steps_after=3)
+
+    def make(folder: Path) -> Path:
+        run(train_and_save, ranks, spec, folder)
+        return folder
+
+    folder = shared(f"cell-{spec.name}", make)
+    assert_resumes(folder, spec.at(to_ranks, stage=to_stage), folder)
 
 
 # --- what is asked for

@@ -103,6 +103,7 @@ def consolidate_command(
 @target_argument
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
+@dequantize_option
 @naming_options
 @write_options
 @source_options
@@ -112,6 +113,7 @@ def reshard_command(
     world_size: int,
     verify: bool,
     fingerprint: bool | None,
+    dequantize: bool,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -134,6 +136,7 @@ def reshard_command(
         world_size=world_size,
         verify=verify,
         fingerprint=bool(fingerprint),
+        dequantize=dequantize,
         reporter=reporter("reshard", quiet=quiet),
         **naming,
         **writing,

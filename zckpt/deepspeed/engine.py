@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zckpt.errors import MissingPackageError, UnsupportedError
-from zckpt.formats.deepspeed.in_place import Training
+from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
 from zckpt.operations.tensors import dtype_name
 
@@ -86,8 +86,8 @@ def stages(engine: Any) -> int:
 
 def kind_that_keeps(engine: Any) -> str | None:
     """Return what an engine has that keeps it from loading what was cut otherwise."""
-    if getattr(engine, "pipeline_parallelism", False) or stages(engine) > 1:
-        return "a pipeline"
+    if getattr(engine, "pipeline_parallelism", False) and not engine.zero_optimization():
+        return "a pipeline without ZeRO"
     if getattr(engine, "has_moe_layers", False):
         return "experts"
     if getattr(engine.optimizer, "swap_optimizer", False):
@@ -133,10 +133,11 @@ def training_of(engine: Any) -> Training:
     shapes = [{known[one]: tuple(getattr(one, "ds_shape", one.shape)) for one in group} for group in stored]
     group = getattr(optimizer, "dp_process_group", None) if stage else None
     ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
+    pipeline = _pipeline(engine)
     return Training(
         world_size=int(ranks),
         rank=torch.distributed.get_rank(group) if group is not None else 0,
-        tensor_parallel=int(engine.mp_world_size),
+        tensor_parallel=int(engine.mp_world_size) // (1 if pipeline is None else pipeline.stages),
         mp_rank=int(getattr(engine, "checkpoint_mp_rank", 0)),
         stage=stage,
         round_robin=stage in (1, 2) and bool(getattr(optimizer, "round_robin_gradients", False)),
@@ -150,7 +151,16 @@ def training_of(engine: Any) -> Training:
         names=list(names.values()),
         unpartitioned=None if form is None else
         Unpartitioned(form, [[known[one] for one in group] for group in numbered], scaling),
+        pipeline=pipeline,
     )  # fmt: skip
+
+
+def _pipeline(engine: Any) -> Pipeline | None:
+    if not getattr(engine, "pipeline_parallelism", False):
+        return None
+    tied = [getattr(layer, "key", None) if hasattr(layer, "tied_weight_attr") else None
+            for layer in engine.module._layer_specs]  # fmt: skip
+    return Pipeline(tuple(int(bound) for bound in engine.module.parts), tied, int(engine.stage_id))
 
 
 def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]]:

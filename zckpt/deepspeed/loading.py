@@ -97,8 +97,8 @@ def any_world_size(engine: Any = None) -> Iterator[Loading]:
     UsageError
         From `load_checkpoint`, on all ranks: the checkpoint is of another model or other param groups.
     UnsupportedError
-        The engine is of a kind that only loads what one like it saved (experts, pipelines, NVMe), or the checkpoint
-        holds what DeepSpeed's files cannot.
+        The engine is of a kind that only loads what one like it saved (experts, pipelines without ZeRO, NVMe), or the
+        checkpoint holds what DeepSpeed's files cannot.
     SourceError
         The checkpoint cannot be read.
     MissingPackageError
@@ -166,6 +166,7 @@ def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Ser
     wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
     if optimizer and training.stage:
         wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))
+    wanted += _own_layers(served)
     check_readable(served.file(shard) for shard in wanted)
     if scheduler and scheduler_of(served) is None:
         raise UsageError(
@@ -174,6 +175,16 @@ def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Ser
             advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
         )
     return served
+
+
+def _own_layers(served: Served) -> list[Shard]:
+    """Return the files of layers that a rank of a pipeline loads."""
+    training = served.training
+    if training.pipeline is None:
+        return []
+    every = [classify(name, name) for name in served.layers()]
+    slice_ = training.mp_rank % training.tensor_parallel
+    return [one for one in every if one and one.layer in training.pipeline.layers and (one.mp_rank or 0) == slice_]
 
 
 def _check_nothing_lost(checkpoint: Checkpoint) -> None:
@@ -247,13 +258,15 @@ def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
     training = served.training
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     names = []
-    for mp_rank in range(training.tensor_parallel):
+    for mp_rank in range(len(served.target.ranks)):
         for rank in range(training.world_size):
             names.append(f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
             if training.stage == 3:
                 names.append(f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt")
         if training.stage != 3:
             names.append(f"mp_rank_{mp_rank:02d}_model_states.pt")
+    if training.pipeline is not None:
+        names += served.layers()
     with names_folder() as folder:
         Path(folder, served.tag).mkdir()
         for name in names:

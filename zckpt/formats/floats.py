@@ -12,8 +12,13 @@ from zckpt.state import Checkpoint
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
 
-def with_floats(*checkpoints: AnyCheckpoint) -> list[AnyCheckpoint]:
+def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[AnyCheckpoint]:
     """Return checkpoints with float32 slots in the place of quantised state.
+
+    Parameters
+    ----------
+    keeps_files : bool
+        Whether DeepSpeed's are still of its files, to be cut for other ranks.
 
     Raises
     ------
@@ -24,9 +29,10 @@ def with_floats(*checkpoints: AnyCheckpoint) -> list[AnyCheckpoint]:
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    found = [_with_floats(one) for one in checkpoints]
+    found = [_with_floats(one, keeps_files=keeps_files) for one in checkpoints]
     every = [each for one in found for each in (*one.parameters.values(), *one.unnamed.values())]
-    if not any(isinstance(slot, Computed) for each in every for slot in each.slots.values()):
+    computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())
+    if not computed and not any(one.per_rank for one in checkpoints):  # of small tensors, a rank's is in floats
         raise UsageError(
             "no quantised state of an optimizer that could be made floats",
             path=checkpoints[0].source,
@@ -36,11 +42,11 @@ def with_floats(*checkpoints: AnyCheckpoint) -> list[AnyCheckpoint]:
     return found
 
 
-def _with_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+def _with_floats(checkpoint: AnyCheckpoint, *, keeps_files: bool) -> AnyCheckpoint:
     from zckpt.formats.deepspeed.quantised import with_float_slots  # verbs that never do this do not wait for it
     from zckpt.formats.torch_files.quantised import as_floats
 
-    path, own = checkpoint.source, with_float_slots(checkpoint)
+    path, own = checkpoint.source, with_float_slots(checkpoint, keeps_files=keeps_files)
     return replace(
         own,
         parameters={name: as_floats(one, path) for name, one in own.parameters.items()},

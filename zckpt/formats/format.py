@@ -121,6 +121,8 @@ class TargetFiles:
         Names of files that are copies of the source's as they are, whatever is in them.
     replaceable : callable
         Tells a name of a file that the format does not own, but a target that is to be replaced may have as well.
+    in_floats : bool
+        Whether quantised state is cut otherwise than in the source, so that what its codes stand for is to be compared.
     check : callable or None
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
     names : sequence of str or None
@@ -137,6 +139,7 @@ class TargetFiles:
     replaceable: Callable[[str], bool] = lambda _: False
     check: Callable[[], int] | None = None
     names: Sequence[str] | None = None
+    in_floats: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ class Proof:
         Files that arrive as they are, whatever is in them, by their names within the source.
     names : sequence of str or None
         Of the parameters that the target's optimizer numbers.
+    in_floats : bool
+        Whether what the codes of quantised state stand for is to be compared, which ranks have otherwise.
     verified : int, bytes
         What was compared.
     """
@@ -135,6 +137,7 @@ class Proof:
     restated: Collection[str] | None = ()
     copied: Collection[str] = ()
     names: Sequence[str] | None = None
+    in_floats: bool = False
     verified: int = 0
 
     @property
@@ -152,18 +155,24 @@ class Proof:
             Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
         """
         found = like_model(open_checkpoint(written, names=self.names), [one.name for one in self.checkpoint.tensors()])
-        prove(self.checkpoint, found, self.target)
+        source, target = (self.checkpoint, found) if not self.in_floats else _in_floats(self.checkpoint, found)
+        prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
         if self.verify:
-            self.verified = verify_bytes(
-                self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
-            )
+            self.verified = verify_bytes(source, target, self.target, memory=self.memory, reporter=self.reporter)
         if self.fingerprint:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
             data = bytes_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
             (more[0] if more else written / FINGERPRINT_NAME).write_bytes(data)
+
+
+def _in_floats(*checkpoints: Checkpoint) -> list[Checkpoint]:
+    """Return checkpoints with what each rank's codes stand for as slots."""
+    from zckpt.formats.deepspeed.quantised import with_float_slots
+
+    return [with_float_slots(one) for one in checkpoints]
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
@@ -44,6 +45,7 @@ def reshard(
     executor: Executor | str | None = None,
     direct: bool = False,
     drop: Sequence[str] = (),
+    dequantize: bool = False,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -70,6 +72,9 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
+    dequantize : bool
+        Write 8-bit state of bitsandbytes as float32, under the names that Adam has in torch. Without it, codes are cut
+        where each partition begins with a block of them.
     weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
@@ -94,7 +99,7 @@ def reshard(
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter, executor=executor, direct=direct, verb="reshard", resume=resume, restart=restart,
-        options={"world_size": world_size, "drop": drop, "names": names, **options},
+        options={"world_size": world_size, "drop": drop, "names": names, "dequantize": dequantize, **options},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     if naming.changes:
@@ -110,6 +115,8 @@ def reshard(
             raise UsageError("the target is inside the source", path=path, found=root)
     whole = checkpoint
     checkpoint, values, drop = without_rank_values(checkpoint, drop)
+    if dequantize:
+        [checkpoint] = with_floats(checkpoint, keeps_files=True)
     own = get(checkpoint.format)
     given = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
@@ -117,6 +124,7 @@ def reshard(
     dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names)
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names,
+                  laid.in_floats)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
-from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_auto_ep, of_experts
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
@@ -119,6 +119,12 @@ def _refuse(checkpoint: Checkpoint) -> None:
             path=path,
             expected="a source that is not elastic",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
+        )
+    if of_auto_ep(checkpoint):
+        raise UnsupportedError(
+            "experts that AutoEP has as one tensor are not written from another format",
+            path=path,
+            advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
         )
     if checkpoint.topology.pp > 1:
         raise UnsupportedError("pipeline stages are not written from another format", path=path,
@@ -337,8 +343,12 @@ def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> 
         return Scaling({LOSS_SCALER: _static(scale), DYNAMIC: False},
                        ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
     values = {key: known[key] for key in _COUNTED}
-    note = "the loss scaler's hysteresis starts afresh: without ZeRO there is none"
-    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, [note])
+    notes = [
+        "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
+        "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
+        "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
+    ]
+    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, notes)
 
 
 def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:

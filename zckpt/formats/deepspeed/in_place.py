@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import RecutOptions, foreign
-from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard
+from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
+from zckpt.formats.deepspeed.write_layers import layer_files
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
-from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
+from zckpt.formats.deepspeed.write_stage0 import form_of, stage0_tree
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
@@ -27,61 +31,6 @@ from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import as_filed
 from zckpt.state.partition import shard_numel
 from zckpt.torchfile import plain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """How a live engine cuts its state, and what it has. Names are those of its module.
-
-    Parameters
-    ----------
-    world_size, rank : int
-        Data-parallel ranks over which it cuts, and which of them this is.
-    tensor_parallel, mp_rank : int
-        Model-parallel ranks, and which of them this is.
-    stage : {0, 1, 2, 3}
-    round_robin, alignment, bf16_optimizer : bool
-    sub_group_size : int, elements
-        Of ZeRO-3.
-    dtype : str
-        Of the trained parameters.
-    groups : list of list of str
-        The trained parameters of each param group, in the optimizer's order.
-    stored : list of dict of str to shape
-        Those of each partition (a group; of ZeRO-3 a sub-group) in the order in which they lie in it.
-    partitions : list of int, elements
-        The size of each, on this rank.
-    names : list of list of str
-        All names of each parameter of the module, trained or not: several where it is tied.
-    unpartitioned : Unpartitioned or None
-        At stage 0: the form in which the optimizer takes its state; None where there is no optimizer.
-    """
-
-    world_size: int
-    rank: int
-    tensor_parallel: int
-    mp_rank: int
-    stage: int
-    round_robin: bool
-    alignment: bool
-    bf16_optimizer: bool
-    sub_group_size: int
-    dtype: str
-    groups: Sequence[Sequence[str]]
-    stored: Sequence[Mapping[str, tuple[int, ...]]]
-    partitions: Sequence[int]
-    names: Sequence[Sequence[str]]
-    unpartitioned: Unpartitioned | None = None
-
-    @property
-    def numbered(self) -> Sequence[Sequence[str]]:
-        """The parameters of each param group as the optimizer that the user gave numbers them."""
-        return self.groups if self.unpartitioned is None else self.unpartitioned.numbered
-
-    def __str__(self) -> str:
-        """Say it as a message does."""
-        sliced = f" x {self.tensor_parallel} tensor-parallel" if self.tensor_parallel > 1 else ""
-        return f"{self.world_size}{sliced} ranks of {f'ZeRO-{self.stage}' if self.stage else 'stage 0'}"
 
 
 @dataclass(slots=True)
@@ -100,6 +49,7 @@ class Served:
     training: Training
     notes: list[str] = field(default_factory=list)
     _files: dict[tuple[str, int, int], TargetFile] = field(default_factory=dict)
+    _layers: dict[str, object] = field(default_factory=dict)
 
     @property
     def tag(self) -> str:
@@ -114,6 +64,8 @@ class Served:
         UsageError
             It is none of this checkpoint.
         """
+        if shard.role == PIPELINE_LAYER:
+            return self._layer(shard)
         mp_rank, rank = shard.mp_rank or 0, shard.dp_rank or 0
         if shard.role not in (MODEL, OPTIMIZER) or mp_rank >= len(self.target.ranks) or rank >= self.target.world_size:
             raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=shard.path)
@@ -124,6 +76,18 @@ class Served:
             self._files[key] = torch_writer.lay_out(shard.path, tree)
         return self._files[key]
 
+    def layers(self) -> dict[str, object]:
+        """Return the contents of the files of a pipeline's layers, by their names."""
+        self._layers = self._layers or dict(layer_files(self.target))
+        return self._layers
+
+    def _layer(self, shard: Shard) -> TargetFile:
+        for name, tree in self.layers().items():
+            known = classify(name, name)
+            if known is not None and known.identity == shard.identity:
+                return torch_writer.lay_out(shard.path, tree)
+        raise UsageError("the engine asks for a layer that the checkpoint does not have", path=shard.path)
+
     def _model(self, mp: TargetRank, rank: int) -> object:
         tree = model_tree(self.target, mp, rank)
         return stage0_tree(tree, mp, self.training.unpartitioned) if self.training.stage == 0 else tree
@@ -133,7 +97,10 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
     """Tell whether a checkpoint is DeepSpeed's and cut as the engine cuts, so that it loads the files as they are."""
     origin = origin_of(checkpoint)
     topology = checkpoint.topology
-    if origin is None or topology.tp != training.tensor_parallel or topology.pp > 1:
+    stages = 1 if training.pipeline is None else training.pipeline.stages
+    if origin is None or (topology.tp, topology.pp) != (training.tensor_parallel, stages):
+        return False
+    if bool(origin.layers) != (training.pipeline is not None) or not _has_stage(origin, training):
         return False
     stage = origin.members[0].stage if origin.members else 0
     if stage == 0:
@@ -148,6 +115,18 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
         and zero_option(origin.model, "parameter_alignment") == (training.alignment and stage != 3)
         and (stage != 3 or [one.numel for one in first.masters] == list(training.partitions))
     )
+
+
+def _has_stage(origin: Origin, training: Training) -> bool:
+    """Tell whether a rank of a pipeline finds the partitions of its stage in its own file."""
+    if training.pipeline is None:
+        return True
+    members = origin.ranks[training.mp_rank].members if training.mp_rank < len(origin.ranks) else ()
+    if training.rank >= len(members):
+        return False
+    model = origin.ranks[training.mp_rank].models[0]
+    named = [name for shapes in model.param_shapes or () for name in shapes]
+    return sorted(named) == sorted(name for one in training.stored for name in one)
 
 
 def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Served:
@@ -173,9 +152,20 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
         parameter_alignment=training.alignment, tensor_parallel_size=training.tensor_parallel,
     )  # fmt: skip
     notes: tuple[str, ...] = ()
-    if _keeps_files(checkpoint, training) and optimizer:
+    if training.pipeline is not None:
+        found, options = _pipelines(checkpoint, training, options)
+    elif _keeps_files(checkpoint, training) and optimizer:
         found = as_filed(checkpoint)
     else:
+        if training.tensor_parallel > 1:
+            raise UnsupportedError(
+                "an engine with tensor parallelism loads in place what ZeRO-1 to 3 saved of the same param groups, "
+                "optimizer included, for these files say how to slice it",
+                path=checkpoint.source,
+                expected=f"DeepSpeed's, for {training}",
+                found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
+                advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+            )
         if checkpoint.per_rank and optimizer:
             raise UnsupportedError(
                 f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
@@ -193,6 +183,39 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     if optimizer and training.stage:
         _check(served)
     return served
+
+
+def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions) -> tuple[Checkpoint, RecutOptions]:
+    """Return a checkpoint for an engine of a pipeline, and how to cut it."""
+    origin, pipeline = origin_of(checkpoint), training.pipeline
+    if (
+        pipeline is None
+        or origin is None
+        or not origin.layers
+        or not origin.members
+        or origin.members[0].bf16_optimizer != training.bf16_optimizer
+    ):
+        raise UnsupportedError(
+            "an engine of a pipeline loads in place what pipelines under ZeRO-1 saved, with the same kind of optimizer",
+            path=checkpoint.source,
+            expected=f"DeepSpeed's, for {training}",
+            found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
+            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+        )
+    same = checkpoint.topology.pp == pipeline.stages and _has_same_layers(origin, pipeline, checkpoint.topology.tp)
+    return as_filed(checkpoint), options if same else pipeline.options(options)
+
+
+def _has_same_layers(origin: Origin, pipeline: Pipeline, tp: int) -> bool:
+    """Tell whether each stage of the source has trained parameters of the engine's layers of that stage alone."""
+    for stage, (low, high) in enumerate(pairwise(pipeline.bounds)):
+        for shapes in origin.ranks[stage * tp].models[0].param_shapes or ():
+            for name in shapes:
+                key = tied_key(name)
+                layers = (layer_of(name),) if key is None else [n for n, its in enumerate(pipeline.tied) if its == key]
+                if not any(low <= layer < high for layer in layers):
+                    return False
+    return True
 
 
 def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:

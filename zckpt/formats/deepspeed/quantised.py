@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.torch_files.quantised import ADAM, NESTED, block_of, pieces_of
 from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
 from zckpt.state.checkpoint import RankValue, keys_listed
@@ -23,8 +24,14 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 Pieces = Mapping[str, Slot]
 
 
-def with_float_slots(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) -> AnyCheckpoint:
     """Return a checkpoint with float32 slots in the place of what each rank has quantised of its partitions.
+
+    Parameters
+    ----------
+    keeps_files : bool
+        Whether it is still one of DeepSpeed's files, to be cut for other ranks; else it is written as from any other
+        format.
 
     Raises
     ------
@@ -55,8 +62,18 @@ def with_float_slots(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         else one
         for name, one in checkpoint.parameters.items()
     }
-    # what the files were is of codes: written as from any other format
-    return replace(checkpoint, parameters=parameters, per_rank=[], origin=None)
+    origin = _origin(checkpoint, parameters) if keeps_files else None
+    return replace(checkpoint, parameters=parameters, per_rank=[], origin=origin)
+
+
+def _origin(checkpoint: Checkpoint, parameters: dict[str, Parameter]) -> Origin | None:
+    """Return the files of a checkpoint of one model-parallel rank, with these parameters for what they describe."""
+    origin = origin_of(checkpoint)
+    if origin is None or len(origin.ranks) != 1:
+        return None
+    [files] = origin.ranks
+    state = replace(files.state, parameters=parameters, per_rank=[])
+    return replace(origin, ranks=[replace(files, state=state)])
 
 
 def _pieces(value: RankValue, path: str) -> tuple[str, Pieces]:
@@ -71,7 +88,7 @@ def _uncertain(name: str, path: str, found: object) -> UnsupportedError:
     return UnsupportedError(
         f"it is not certain what the 8-bit state of {name} is of",
         path=path,
-        expected="codes of two moments of each rank's partition, as bitsandbytes' Adam has them",
+        expected="codes of one or two moments of each rank's partition, in blocks, as bitsandbytes has them",
         found=found,
         advice="resume in the program that saved it, or `zckpt consolidate` the model",
     )
@@ -87,10 +104,15 @@ def _slots(parameter: Parameter, held: Mapping[str, Pieces], path: str) -> dict[
     for span in sorted((one for one in master.spans if one.extent.numel), key=lambda one: one.extent.start):
         position = (span.offset - bases[span.path]) // itemsize(span.dtype)
         pieces = held.get(span.path)
-        if pieces is None or not ADAM.keys() <= pieces.keys():
+        if pieces is None or not ADAM.keys() & pieces.keys():
             raise _uncertain(parameter.name, path, f"none of it in {span.path}")
         placed.append((span, position, pieces))
-    return {name: _slot(name, key, parameter, placed, path) for key, name in ADAM.items()}
+    states = {frozenset(ADAM.keys() & pieces.keys()) for _, _, pieces in placed}
+    if len(states) > 1:
+        raise _uncertain(parameter.name, path, "one moment on some ranks, two on others")
+    found = sorted(states.pop()) if states else []
+    names = ADAM if len(found) == len(ADAM) else {key: key for key in found}  # Lion's and momentum look alike
+    return {names[key]: _slot(names[key], key, parameter, placed, path) for key in found}
 
 
 def _slot(name: str, key: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Pieces]], path: str) -> Slot:

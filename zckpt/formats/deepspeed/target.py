@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed.auto_ep import fused_name
+from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
@@ -17,7 +20,8 @@ from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
-from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.formats.torch_files.quantised import NESTED
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
@@ -36,9 +40,9 @@ DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetGroup:
-    """A param group of one model-parallel rank of the target.
+    """A param group of one model-parallel rank of the target. What all its ranks have alike is found out once.
 
     Parameters
     ----------
@@ -79,20 +83,33 @@ class TargetGroup:
         """Return which of the ranks that share its parameters a data-parallel rank is."""
         return self.placement.position(rank * self.lanes + self.lane, len(self.experts))
 
-    @property
-    def numels(self) -> list[int]:
+    @cached_property
+    def numels(self) -> Sequence[int]:
         """Elements of each parameter, which are alike on all expert ranks."""
         return [p.numel for p in self.experts[0]]
 
-    @property
-    def starts(self) -> list[int]:
+    @cached_property
+    def starts(self) -> Sequence[int]:
         """Where each parameter starts in the flat buffer and, last, where that ends, in elements."""
         return flat_starts(self.numels, self.pads)
 
-    @property
+    @cached_property
     def partition(self) -> int:
         """Elements of one rank's partition of the flat buffer."""
         return flat_partition_numel(self.starts[-1], self.shared_by)
+
+    def keys(self, rank: int) -> list[str]:
+        """Return the optimizer's keys for the parameters of which a data-parallel rank holds elements, each once."""
+        return list(self._keys[self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))])
+
+    @cached_property
+    def _keys(self) -> list[list[str]]:
+        return list(map(slot_keys, self.experts))
+
+
+def slot_keys(parameters: Iterable[Parameter]) -> list[str]:
+    """Return the optimizer's keys for parameters, each once."""
+    return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +160,8 @@ class Target:
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
         How the layers of a pipeline are dealt; None: as they are.
+    codes : dict of int to Codes
+        8-bit state that is cut for other ranks, by param group.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
@@ -163,6 +182,7 @@ class Target:
     stages: Stages | None = None
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
+    codes: dict[int, Codes] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -234,7 +254,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
             lanes = own.lanes if unit.per_rank else 1
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
         target.ranks.append(rank)
-    refuse_to_cut(target)
+    cut_rank_values(target)
     return target
 
 
@@ -315,13 +335,25 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if origin.layers:
         raise UnsupportedError("experts in the stages of a pipeline are not resharded", path=path)
     if stage == 3:
-        raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
+        raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
+    fused = any(fused_name(name) for files in origin.ranks for name in files.state.parameters)
+    if fused and (options.round_robin or options.parameter_alignment):
+        raise UnsupportedError(
+            "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
+            path=path,
+            expected="no round_robin, no parameter_alignment",
+        )
 
 
-def refuse_to_cut(target: Target) -> None:
-    """Raise UnsupportedError where state that is each rank's own would have to be cut for other ranks."""
+def cut_rank_values(target: Target) -> None:
+    """Raise UnsupportedError where state that is each rank's own would have to be cut for others, and cannot be."""
     checkpoint, first = target.checkpoint, target.origin.members[0]
     if not checkpoint.per_rank or is_cut_alike(target):
+        return
+    quantised = any(value.key == NESTED for value in checkpoint.per_rank)
+    found = codes_of(target) if quantised else None
+    if found is not None:
+        target.codes.update(found)
         return
     dp = checkpoint.topology.dp
     raise UnsupportedError(
@@ -330,7 +362,7 @@ def refuse_to_cut(target: Target) -> None:
         path=checkpoint.source,
         expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
         found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",
-        advice=how_to_drop(checkpoint.per_rank),
+        advice=HINT if quantised else how_to_drop(checkpoint.per_rank),
     )
 
 

@@ -129,6 +129,7 @@ def recut(job: Job) -> TargetFiles:
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
+        in_floats=bool(target.codes),
     )
 
 

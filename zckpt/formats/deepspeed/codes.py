@@ -1,0 +1,162 @@
+"""8-bit state of bitsandbytes cut for other ranks, as it is: codes and scales, where blocks allow it.
+
+    flat buffer   |block |block |block |block |block |...
+    rank          |0             |1             |...         a partition's first block begins with it
+    state1, 2     codes of a rank's partition                  } of other ranks: the same, cut elsewhere
+    absmax1, 2    a scale for each of its blocks               }
+    qmap1, 2      what codes stand for: the same on all ranks
+    state1, 2     float32 alone, of a small partition: cut anywhere
+
+Blocks of all ranks are blocks of the flat buffer if every partition begins with a multiple of a block, before and
+after; that of a single rank always does. Otherwise a block would have elements with two scales, and nothing but
+floats can be written: `--dequantize`. What a longer buffer has at its end is padding of whole blocks, of scale 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from zckpt.formats.torch_files.quantised import NESTED, block_of, pieces_of
+from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
+from zckpt.state import Extent, Slot
+from zckpt.storage.files import opened, read_at
+from zckpt.torchfile import FromFile, Tensor
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.target import Target, TargetGroup
+
+HINT = "--dequantize writes 8-bit state as float32, for an optimizer that keeps it so"
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """The 8-bit state of a param group, on all ranks of the source.
+
+    Parameters
+    ----------
+    values : sequence of FromFile
+        As each rank has it, in order.
+    pieces : sequence of mapping
+        The tensors of each.
+    partition : int, elements
+    block : int, elements
+        1, where all of it is float32.
+    """
+
+    values: Sequence[FromFile]
+    pieces: Sequence[Mapping[str, Slot]]
+    partition: int
+    block: int
+
+    def of(self, rank: int, partition: int) -> FromFile:
+        """Return the state of a rank of the target whose partition has so many elements."""
+        first = self.values[0]
+        node = first.node if isinstance(first.node, dict) else {}
+        return replace(first, node={key: self._tensor(key, value, rank, partition) for key, value in node.items()})
+
+    def _tensor(self, key: object, like: Tensor, rank: int, partition: int) -> object:
+        kind = str(key)[:-1]
+        if kind == "qmap":
+            return like
+        unit = self.block if kind == "absmax" else 1
+        numel, held = -(-partition // unit), -(-self.partition // unit)
+        start, contents = rank * (partition // unit), []
+        for source, pieces in enumerate(self.pieces):
+            low, high = max(start, source * held), min(start + numel, (source + 1) * held)
+            if low < high:
+                slot = pieces[str(key)]
+                extent = Extent.flat(slot.shape, low - source * held, high - low)
+                contents.append(SlotContent(low - start, slot, f"{key} of rank {source}", extent))
+        return view(new_storage(like.dtype, numel, contents), (numel,), like=like)
+
+
+def codes_of(target: Target) -> dict[int, Codes] | None:
+    """Return the 8-bit state of each param group; None where some of it cannot be cut for a target's ranks.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not known what the state is.
+    DamagedFileError
+        Codes, scales and map do not belong together.
+    """
+    checkpoint, details = target.checkpoint, target.checkpoint.details
+    first = target.origin.members[0]
+    alike = (
+        all(value.key == NESTED and not value.mp_rank for value in checkpoint.per_rank)
+        and len(target.ranks) == len(target.origin.ranks) == 1
+        and 3 not in (target.stage, first.stage)
+        and not (target.elastic or first.elastic or target.round_robin or details.get("round_robin_gradients"))
+        and target.alignment == bool(details.get("parameter_alignment"))
+    )
+    if not alike:
+        return None
+    found: dict[int, Codes] = {}
+    for group in target.ranks[0].groups:
+        codes = _group(target, group)
+        if codes is not None and not _fits(codes, group):
+            return None
+        if codes is not None:
+            found[group.index] = codes
+    return found if found.keys() == {value.group for value in checkpoint.per_rank} else None
+
+
+def _group(target: Target, group: TargetGroup) -> Codes | None:
+    """Return the state of a group; None where not every rank has the same kinds of it."""
+    path, what = target.checkpoint.source, f"group {group.index}"
+    own = sorted((one for one in target.checkpoint.per_rank if one.group == group.index), key=lambda one: one.rank)
+    values = [one.value for one in own if isinstance(one.value, FromFile)]
+    pieces = [pieces_of(value, what, path)[1] for value in values]
+    if not pieces or len(pieces) != len(target.origin.members) or len(group.experts) != 1:
+        return None
+    first = pieces[0]
+    if any(_forms(one) != _forms(first) for one in pieces) or not first.keys() <= KNOWN:
+        return None
+    if any(len(slot.shape) != 1 for slot in first.values()):  # AdEMAMix has two moments in one
+        return None
+    maps = [key for key in first if key[:-1] == "qmap"]
+    if any(_bytes(first[key]) != _bytes(one[key]) for key in maps for one in pieces[1:]):
+        return None
+    states = {key: slot for key, slot in first.items() if key[:-1] == "state"}
+    blocks = {
+        block_of(key, slot, first.get(f"absmax{key[-1]}"), first.get(f"qmap{key[-1]}"), what, path)
+        for key, slot in states.items()
+        if slot.dtype != "float32" or f"absmax{key[-1]}" in first
+    }
+    sizes = {slot.shape for slot in states.values()}
+    if len(sizes) != 1 or len(blocks) > 1:
+        return None
+    return Codes(values, pieces, math.prod(sizes.pop()), blocks.pop() if blocks else 1)
+
+
+KNOWN = frozenset(f"{kind}{number}" for kind in ("state", "qmap", "absmax") for number in "12")
+"""Of bitsandbytes, by blocks: tensors of one dimension."""
+
+
+def _forms(pieces: Mapping[str, Slot]) -> object:
+    return {key: (slot.dtype, slot.shape) for key, slot in pieces.items()}
+
+
+def _bytes(slot: Slot) -> bytes:
+    """Return the bytes of a small tensor."""
+    return b"".join(_read(slot))
+
+
+def _read(slot: Slot) -> Iterator[bytes]:
+    for span in slot.spans:
+        with opened(span.path) as descriptor:
+            yield read_at(descriptor, span.offset, slot.nbytes, path=span.path)
+
+
+def _fits(codes: Codes, group: TargetGroup) -> bool:
+    """Tell whether every block of the source is one of the target, and what is more there is padding of whole ones."""
+    before, after, block = len(codes.pieces), group.shared_by, codes.block
+    end = before * codes.partition
+    return (
+        (before == 1 or codes.partition % block == 0)
+        and (after == 1 or group.partition % block == 0)
+        and (after * group.partition <= end or end % block == 0)
+    )
