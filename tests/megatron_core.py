@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class Live:
     """What a rank trains."""
 
     def __init__(self, spec: Spec) -> None:
-        _patch()
+        patch()
         from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -119,16 +120,14 @@ class Live:
     def save(self, run: Path) -> None:
         """Write `run` as Megatron-LM lays it out."""
         from megatron.core.dist_checkpointing import save
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has children
         folder = run / "iter_0000002"
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
             (run / "latest_checkpointed_iteration.txt").write_text("2")
         dist.barrier()
-        save(self._sharded(loading=False), str(folder))
-        filesystem_async._results_queue._manager.shutdown()
+        with writers():
+            save(self._sharded(loading=False), str(folder))
         dist.barrier()
 
     def load(self, folder: Path) -> None:
@@ -218,7 +217,7 @@ class OnCpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _patch() -> None:
+def patch() -> None:
     """Let it do on a CPU what it does on a GPU. None of it changes what is written."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -248,6 +247,16 @@ def _patch() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+@contextlib.contextmanager
+def writers() -> Iterator[None]:
+    """Let a rank have the processes that write its files, and end the one that stays."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    yield
+    filesystem_async._results_queue._manager.shutdown()
 
 
 # --- what ranks run

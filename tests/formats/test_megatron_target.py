@@ -17,6 +17,7 @@ import zckpt
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.keys import Placed, filed_names, placed
+from zckpt.torchfile import read_torchfile
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 OTHER = FIXTURES / "other"
@@ -73,6 +74,8 @@ def test_megatrons_own_checkpoints_arrive_whole(name: str, tmp_path: Path) -> No
     assert [list(one.parameters) for one in found.param_groups] == [list(g.parameters) for g in expected.param_groups]
     assert set(expected.metadata) <= set(found.metadata) | {"content_metadata"}
     assert take_inventory(found).left_out == []
+    assert ("optimizer sharding" in found.details) is ("plain" not in name and name != "mcore_legacy_tp2_pp2")
+    assert found.metadata["content_metadata"].get("non_homogeneous_layers", False) is (name == "mcore_bf16_moe_freq")
     assert not zckpt.verify(tmp_path / "out", deep=True).findings
 
 
@@ -100,6 +103,24 @@ def test_keys_and_common_values_are_megatrons(tmp_path: Path) -> None:
     common = zckpt.open(folder).metadata
     assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
     assert common["checkpoint_version"] == 3.0
+
+
+@pytest.mark.parametrize("name", ["mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2"])
+def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name: str, tmp_path: Path) -> None:
+    """Each tensor is a slice, but for gated layers, of which each half is. 0.13 itself has loaded such files."""
+    source = OTHER / name / "ckpt"
+    zckpt.convert(source, tmp_path / "out", to="megatron", optimizer="flattened", verify=True)
+    assert zckpt.diff(source, tmp_path / "out").equal
+    about = dcp.FileSystemReader(tmp_path / "out" / "iter_0000004").read_metadata()
+    theirs = {key: one["nd_reformulated_orig_global_shape"] for key, one in about.mcore_data.items()}
+    cut = {key: tuple(about.state_dict_metadata[key].size) for key in theirs}
+    assert len(theirs) == len([key for key in about.state_dict_metadata if key.startswith("optimizer.state.")])
+    for key, found in cut.items():
+        shape = theirs[key]
+        is_stacked = ".experts." in key if name == "mcore_bf16_moe_freq" else "decoder.layers." in key
+        own, gated = int(is_stacked), "linear_fc1.weight" in key and name != "mcore_bf16_plain_tp2"
+        assert found[own:-1] == (1 + gated, *(1 for _ in shape[own + 1 :])), key
+        assert torch.Size(found).numel() == torch.Size(shape).numel()
 
 
 def test_other_names_and_ties_come_back(tmp_path: Path) -> None:
@@ -167,7 +188,7 @@ def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path: Path) ->
     source = OTHER / "mcore_bf16_moe_freq" / "ckpt"
     for size, chained in ((1, False), (2, True), (None, True)):
         zckpt.convert(source, tmp_path / str(size), to="megatron", expert_parallel_size=size)
-        common = torch.load(tmp_path / str(size) / "iter_0000004" / "common.pt", weights_only=False)
+        common = read_torchfile(tmp_path / str(size) / "iter_0000004" / "common.pt").root  # names classes of Megatron's
         assert (sorted(common["optimizer"]) == [0, 1]) is chained
         compared = zckpt.diff(source, tmp_path / str(size))
         assert compared.equal is chained

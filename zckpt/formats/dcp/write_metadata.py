@@ -15,7 +15,7 @@ written. The pickle is written opcode by opcode, as there may be a million items
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -69,9 +69,20 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
 
-def metadata(entries: Sequence[Entry], *, paths: bool = True) -> bytes:
-    """Return the content of `.metadata`, with the path of each key or without."""
-    return _Metadata().pickle(entries, paths=paths)
+def metadata(
+    entries: Sequence[Entry], *, paths: bool = True, flattened: Mapping[str, tuple[int, ...]] | None = None
+) -> bytes:
+    """Return the content of `.metadata`.
+
+    Parameters
+    ----------
+    entries : sequence of Entry
+    paths : bool
+        Whether to say the path of each key.
+    flattened : mapping of str to tuple of int, optional
+        The shapes of tensors that Megatron-Core flattens, by key: `mcore_data`, where it looks for them.
+    """
+    return _Metadata().pickle(entries, paths=paths, flattened=flattened or {})
 
 
 class _Metadata:
@@ -88,7 +99,7 @@ class _Metadata:
         self.sizes: dict[tuple[int, ...], int] = {}
         self.repeated: dict[object, bytes] = {}
 
-    def pickle(self, entries: Sequence[Entry], *, paths: bool) -> bytes:
+    def pickle(self, entries: Sequence[Entry], *, paths: bool, flattened: Mapping[str, tuple[int, ...]]) -> bytes:
         writer = self.writer
         self.new(CLASSES, "Metadata")
         writer.out += b"}("
@@ -105,6 +116,9 @@ class _Metadata:
         writer.out += b"N"
         writer.text("version")
         writer.text(VERSION)
+        if flattened:
+            writer.text("mcore_data")
+            self.mapping(self.flattened, flattened.items())
         writer.out += b"ub."
         return bytes(writer.out)
 
@@ -166,6 +180,14 @@ class _Metadata:
             else:
                 writer.text(part)
         writer.out += b"t"
+
+    def flattened(self, one: tuple[str, tuple[int, ...]]) -> None:
+        key, shape = one
+        self.writer.text(key)
+        self.writer.out += b"}"
+        self.writer.text("nd_reformulated_orig_global_shape")
+        self.writer.shape(shape)
+        self.writer.out += b"s"
 
     def storage(self, one: tuple[Entry, int]) -> None:
         writer, (entry, number) = self.writer, one

@@ -53,8 +53,8 @@ class Options:
     optimizer: str | None = option(
         str,
         None,
-        "Whose state it is: of the distributed optimizer, or of one that is not. Default: as SOURCE, or the first.",
-        choices=("distributed", "plain"),
+        "distributed; flattened: that of megatron-core up to 0.13; plain: another. Default: as SOURCE, or distributed.",
+        choices=("distributed", "flattened", "plain"),
     )
     layers: str | None = option(
         str,

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
@@ -35,14 +37,15 @@ from zckpt.formats.megatron.directory import (
     FOLDER,
     FORMAT,
     MARK,
+    OPTIMIZER_FILE,
     OWN_NAME,
     RELEASE,
     TORCH_DIST,
     TRACKER,
     folder_of,
 )
-from zckpt.formats.megatron.keys import Placed, check_names, filed_names, placed
-from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER
+from zckpt.formats.megatron.keys import Placed, check_names, filed_names, is_of_one_layer, placed
+from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.megatron.write_groups import Group, groups_of, optimizer_node, step_of
@@ -51,15 +54,18 @@ from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.torchfile import FromFile
 
-FULLY_RESHARDABLE = "fully_reshardable"
-"""How the distributed optimizer cuts its state: as the model's."""
+DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
+"""Whose state it is: the distributed optimizer's, in either form, or another's."""
 
-DISTRIBUTED, PLAIN = "distributed", "plain"
-"""Whose state it is."""
+SHARDING = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
+"""How the distributed optimizer cuts its state: as the model's; each slice flattened, of which here each is a whole."""
 
 APART, STACKED = "apart", "stacked"
 LAYERS = "layers"
 """Under which `Checkpoint.details` say that the files have each layer under keys of its own."""
+
+SCALERS = (SCALER, f"1.{SCALER}")
+"""Under which `Checkpoint.optimizer_metadata` have the loss scalers, that of experts where it is another."""
 
 EMPTY = [None]
 """The state of a module that has none."""
@@ -75,18 +81,23 @@ RESTATED = frozenset({CONTENT, VERSION, ITERATION})
 
 _MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
+_FIRST = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)([0-9]*)")
 _SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 
 
+@dataclass(frozen=True, slots=True)
 class Stacked(TensorPiece):
-    """A whole slot that is one index of a larger tensor's first axes."""
+    """A slot that is one index of a larger tensor's first axes, or a range of it from element `start`."""
 
-    __slots__ = ()
+    start: int = 0
 
     @property
     def extent(self) -> Extent:
-        """What of the slot it is: all."""
-        return Extent.whole(self.tensor.slot.shape)
+        """What of the slot it is."""
+        shape, numel = self.tensor.slot.shape, math.prod(self.sizes)
+        if numel == math.prod(shape):
+            return Extent.whole(shape)
+        return Extent.flat(shape, self.start, numel)
 
 
 @dataclass(slots=True)
@@ -95,6 +106,7 @@ class Items:
 
     tensors: dict[str, tuple[tuple[int, ...], str, list[Stacked]]] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
+    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def add(self, prefix: str, at: Placed, slot: Slot, dtype: str, label: str) -> None:
         """Add a slot of a tensor of the model at its place."""
@@ -102,6 +114,22 @@ class Items:
         sizes = (*(1 for _ in at.index), *slot.shape)
         _, _, pieces = self.tensors.setdefault(prefix + at.key, ((*at.sizes, *slot.shape), dtype, []))
         pieces.append(Stacked(SlotTensor(slot, dtype, label), offsets, sizes))
+
+    def add_flat(self, prefix: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int) -> None:
+        """Add a slot flattened, as `stacked` describes it, in equal parts along its first axis.
+
+        Of a gated layer it has to be two: its halves are loaded one by one, and two of one chunk are not.
+        """
+        key, rest = prefix + at.key, tuple(1 for _ in slot.shape[1:])
+        self.flattened[key] = (*at.sizes, *slot.shape)
+        numel = slot.numel // parts
+        whole = (*at.sizes, *((parts, *rest) if slot.shape else ()), numel)
+        _, _, pieces = self.tensors.setdefault(key, (whole, dtype, []))
+        for part in range(parts):
+            inner = (part, *(0 for _ in rest)) if slot.shape else ()
+            offsets = (*at.index, *inner, 0)
+            sizes = (*(1 for _ in offsets[1:]), numel)
+            pieces.append(Stacked(SlotTensor(slot, dtype, label), offsets, sizes, part * numel))
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -122,24 +150,28 @@ def lay_out(job: Job) -> TargetFiles:
     kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
     apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
     places = placed(kinds, apart=apart, path=checkpoint.source)
-    one_by_one = not any(at.sizes for name, at in places.items() if ".layers." in name)
+    one_by_one = any(is_of_one_layer(at.key) for at in places.values())
     items = Items()
     for name, (slot, dtype) in tensors.items():
         items.add("", places[filed[name]], slot, dtype, name)
-    plain = (options.optimizer or _optimizer(checkpoint)) == PLAIN
-    sharding = None if plain or not trained else FULLY_RESHARDABLE
+    kind = options.optimizer or _optimizer(checkpoint)
+    sharding = SHARDING.get(kind) if trained else None
     for name, one in trained.items():
-        for key, slot, dtype in _state(checkpoint, one, tensors[name], plain=plain):
-            items.add(f"optimizer.state.{key}.", places[filed[name]], slot, dtype, f"{key}/{name}")
+        for key, slot, dtype in _state(checkpoint, one, tensors[name], kind):
+            prefix, label = f"optimizer.state.{key}.", f"{key}/{name}"
+            if kind == FLATTENED:
+                items.add_flat(prefix, places[filed[name]], slot, dtype, label, 2 if _is_gated(name, tensors) else 1)
+            else:
+                items.add(prefix, places[filed[name]], slot, dtype, label)
     held = _objects(checkpoint, places, items)
     groups = _groups(checkpoint, options.expert_parallel_size, notes)
     step = step_of(checkpoint, list(trained.values()))
     folder = _folder(checkpoint, options.iteration, trained=bool(trained))
     tree = _common(checkpoint, folder, sharding, held, one_by_one=one_by_one)
     if groups:
-        scaler = checkpoint.optimizer_metadata.get(SCALER)
-        held |= {SCALER}
-        tree[OPTIMIZER] = optimizer_node(groups, step, sharding=sharding, scaler=scaler)
+        scalers = {key: value for key, value in checkpoint.optimizer_metadata.items() if key in SCALERS}
+        held |= set(scalers)
+        tree[OPTIMIZER] = optimizer_node(groups, step, sharding=sharding, scalers=[scalers.get(key) for key in SCALERS])
     own = own_tree(checkpoint, held=held, groups=[one.members for one in groups],
                    names={new: name for name, new in filed.items()})  # fmt: skip
     mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1, "common_backend": "torch",
@@ -177,11 +209,15 @@ def _slots(one: Parameter | None) -> tuple[str, ...]:
 
 
 def _optimizer(checkpoint: Checkpoint) -> str:
-    """Return whose state a source has: of a plain optimizer where Megatron-Core wrote it, and said nothing else."""
+    """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
+    said = arguments_of(checkpoint.metadata.get("args")).get("use_distributed_optimizer")
+    if isinstance(said, bool):
+        return DISTRIBUTED if said else PLAIN
     origin = checkpoint.details.get("origin")
     facts = origin if isinstance(origin, Mapping) else {"format": checkpoint.format, **checkpoint.details}
-    of_megatron = facts.get("format") == FORMAT and any(one.group is not None for one in checkpoint.parameters.values())
-    return PLAIN if of_megatron and "optimizer sharding" not in facts else DISTRIBUTED
+    flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
+    distributed = facts.get("format") != FORMAT or "optimizer sharding" in facts or flat
+    return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
 
 
 def _stored_apart(checkpoint: Checkpoint) -> bool:
@@ -191,16 +227,14 @@ def _stored_apart(checkpoint: Checkpoint) -> bool:
 
 
 def _state(
-    checkpoint: Checkpoint, one: Parameter, model: tuple[Slot, str], *, plain: bool
+    checkpoint: Checkpoint, one: Parameter, model: tuple[Slot, str], kind: str
 ) -> Iterator[tuple[str, Slot, str]]:
     """Yield key, slot and type of all that the optimizer has of a parameter."""
     written, dtype = model
     master = one.slots.get(MASTER)
-    if not plain:  # which is a copy of a float32 weight, too
+    if kind != PLAIN or dtype != "float32":  # the distributed optimizer's has a copy of a float32 weight, too
         source = master or written
-        yield "param", source, source.dtype if master is not None else "float32"
-    elif dtype != "float32":
-        yield "fp32_param", master or written, master.dtype if master is not None else "float32"
+        yield "param" if kind == DISTRIBUTED else "fp32_param", source, "float32" if master is None else source.dtype
     for key, slot in one.slots.items():
         if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
             continue
@@ -208,6 +242,13 @@ def _state(
             raise UnsupportedError(f"Megatron has no place for {key} of {one.name}", path=checkpoint.source,
                                    expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
         yield key, slot, slot.dtype
+
+
+def _is_gated(name: str, tensors: Mapping[str, tuple[Slot, str]]) -> bool:
+    """Tell whether a tensor is of the first layer of a gated unit, which has twice the rows that the second expects."""
+    match = _FIRST.fullmatch(name)
+    second = tensors.get(f"{match[1]}linear_fc2.weight{match[2] or ''}") if match is not None else None
+    return second is not None and tensors[name][0].shape[0] == 2 * second[0].shape[-1]
 
 
 def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items) -> set[str]:
@@ -294,7 +335,9 @@ def _common(
     if one_by_one:
         content["non_homogeneous_layers"] = True
     if sharding is not None:
-        content |= {"distrib_optim_sharding_type": sharding, "distrib_optim_fully_reshardable_mem_efficient": False}
+        content["distrib_optim_sharding_type"] = sharding
+    if sharding == SHARDING[DISTRIBUTED]:
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
     tree |= {VERSION: CURRENT, CONTENT: content}
     if folder != RELEASE:
         tree[ITERATION] = int(folder.rpartition("_")[2])
@@ -328,7 +371,7 @@ def _items(items: Items, folder: str, world_size: int) -> list[TargetFile]:
         rank = _least(least, archives.nbytes(node))
         offset, nbytes = archives.put(files[rank], node)
         entries.append(Entry(key, (), None, (), (Chunk((), (), names[rank], offset, nbytes),)))
-    content = metadata(entries, paths=False)
+    content = metadata(entries, paths=False, flattened=items.flattened)
     index = TargetFile(f"{folder}/{INDEX}", len(content), [Literal(0, content)])
     return [*(file for file in files if file.nbytes), index]
 
