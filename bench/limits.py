@@ -50,7 +50,10 @@ def make_adapter(work: Path, width: int) -> Path:
 def verbs(source: Path, adapter: Path, target: Path) -> dict[str, list[str]]:
     """Return the arguments of every verb that reads or writes elements."""
     given, out = str(source), str(target)
-    formats = ("universal", "zckpt", "dcp", "consolidated", "deepspeed", "zero-redundancy", "transformers-trainer")
+    formats = (
+        "universal", "zckpt", "dcp", "consolidated", "deepspeed", "zero-redundancy", "transformers-trainer",
+        "fsdp-rank-files", "accelerate",
+    )  # fmt: skip
     return {
         "consolidate": ["consolidate", given, f"{out}.safetensors", "--slots", "all"],
         "consolidate to bfloat16, .pt": ["consolidate", given, f"{out}.pt", "--dtype", "bfloat16"],
@@ -64,6 +67,7 @@ def verbs(source: Path, adapter: Path, target: Path) -> dict[str, list[str]]:
         "fingerprint": ["fingerprint", given],
         "verify --deep": ["verify", given, "--deep"],
         "inspect": ["inspect", given],
+        "map": ["map", given, "--json"],
     }
 
 

@@ -1,16 +1,17 @@
 """One table of every verb against a plain copy, and against the programs that do the same job.
 
     python bench/table.py [--megabytes N ...] [--repeat N] [--cores N ...] [--cache warm cold] [--only VERB ...]
-                          [--work DIR] [--skip-peers]
+                          [--work DIR] [--skip-peers] [--large-repeat N]
 
 The checkpoint is that of bench/checkpoint.py, ZeRO-2 by 8 ranks, as large as --megabytes says; with several sizes the
 growth of memory is judged. Held against `cp` and `sync`: of the checkpoint what writes all of it, of its float32 model
 what writes a model (a cast, too, and a mean, which read as much or more). Held against `cat`: what only reads.
 
 All take turns in one run, on 1 and on 2 cores, with all sources in the page cache (warm) and none (cold: dropped by
-posix_fadvise). Anonymous memory, of all processes of a command, and disk are the most of a run that is not timed; bytes
-read and written are what /proc/PID/io counts. `extra` is disk taken at most, in multiples of what is left at the end.
-Exit 1 if a target is missed.
+posix_fadvise). Of a checkpoint above LARGE_MEGABYTES every command is timed once, on the most cores, and the peers in
+the watched run only: `--megabytes 500 8000` takes some 20 minutes of an idle machine. Anonymous memory, of all
+processes of a command, and disk are the most of a run that is not timed; bytes read and written are what /proc/PID/io
+counts. `extra` is disk taken at most, in multiples of what is left at the end. Exit 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ POLL_SECONDS = 0.02
 # The targets.
 COPY_RATIO, CAST_RATIO = 1.10, 1.5
 GROWTH_MB = 16.0  # of anonymous memory, from the smallest checkpoint to the largest
+
+LARGE_MEGABYTES = 2000  # from here on, what is measured is how memory grows, and that speed stays
 
 VOCABULARY, LAYERS, BYTES_OF_PARAMETER = 51281, 12, 14  # of bench/checkpoint.py: bfloat16, three slots of float32
 
@@ -70,6 +73,7 @@ class Peaks:
 
     memory: float = 0.0
     extra: float = math.nan
+    seconds: float = math.nan
 
 
 def width_for(megabytes: int) -> int:
@@ -131,6 +135,9 @@ def _peers(run: Path, out: Path, dcp: Path) -> list[Contender]:
     ]
 
 
+PEERS = frozenset({"zero_to_fp32", "ds_to_universal", "dcp_to_torch"})
+
+
 def forget(paths: Sequence[Path]) -> None:
     """Drop files from the page cache."""
     for path in paths:
@@ -180,6 +187,7 @@ def run_once(one: Contender, taken: Taken | None = None) -> Peaks:
         taken.io.append(io)
     else:
         watcher.join()
+        peaks.seconds = seconds
         left = disk_use(*parents) - before
         peaks.extra = max(peaks.extra / left, 1.0) if left > 0 else math.nan
     return peaks
@@ -229,9 +237,20 @@ def measure(every: list[Contender], repeat: int, cores: int, *, cold: bool) -> d
                     _renewed(one, found[one.name])
                 else:
                     run_once(one, found[one.name])
+                    if one.target is not None:
+                        clear(one.target)
     finally:
         os.sched_setaffinity(0, allowed)
     return found
+
+
+def watched(one: Contender, every: list[Contender]) -> Peaks:
+    """Run a command and watch it; what it wrote stays only if others read it."""
+    warm(one.sources)
+    peaks = run_once(one)
+    if one.target is not None and not _is_needed(one, every):
+        clear(one.target)
+    return peaks
 
 
 def _is_needed(one: Contender, every: list[Contender]) -> bool:
@@ -266,6 +285,17 @@ def table(every: list[Contender], taken: dict[str, Taken], peaks: dict[str, Peak
     return "\n".join(lines)
 
 
+def table_of_peers(every: list[Contender], peaks: dict[str, Peaks]) -> str:
+    """Return what the peers, and what they are held against, took while they were watched."""
+    names = {*PEERS, *(one.against for one in every if one.name in PEERS)}
+    lines = [f"{'command':<17}{'s':>10}{'anon MB':>10}{'extra':>7}"]
+    for one in every:
+        if one.name in names:
+            p = peaks[one.name]
+            lines.append(f"{one.name:<17}{p.seconds:>10.3f}{p.memory:>10.1f}{p.extra:>7.2f}")
+    return "\n".join(lines)
+
+
 def judged(every: list[Contender], taken: dict[str, Taken], label: str) -> list[Target]:
     """Return the targets of speed."""
     return [
@@ -287,7 +317,8 @@ def main() -> int:
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--cache", choices=["warm", "cold"], nargs="+", default=["warm", "cold"])
     parser.add_argument("--only", nargs="+", help="these commands, and what they are held against")
-    parser.add_argument("--work", type=Path, default=HERE / "cache", help="folder for 12 x the checkpoint")
+    parser.add_argument("--large-repeat", type=int, default=1, help="of checkpoints above 2 GB (default: 1)")
+    parser.add_argument("--work", type=Path, default=HERE / "cache", help="folder for 6 x the checkpoint")
     parser.add_argument("--skip-peers", action="store_true")
     options = parser.parse_args()
     work = options.work.resolve()
@@ -305,13 +336,18 @@ def main() -> int:
         clear(work / "targets")
         (work / "targets").mkdir()
         try:
-            peaks = {one.name: run_once(one) for one in every}
+            peaks = {one.name: watched(one, every) for one in every}
             for one in every:
                 if one.limit is not None:
                     memory.setdefault(one.name, []).append(peaks[one.name].memory)
-            for cores in options.cores:
+            large = size > LARGE_MEGABYTES
+            if large and not options.skip_peers:
+                print(f"{size} MB, peers, watched\n\n{table_of_peers(every, peaks)}\n", flush=True)
+                every = [one for one in every if one.name not in PEERS]
+            for cores in [max(options.cores)] if large else options.cores:
                 for cache in options.cache:
-                    taken = measure(every, options.repeat, cores, cold=cache == "cold")
+                    repeat = options.large_repeat if large else options.repeat
+                    taken = measure(every, repeat, cores, cold=cache == "cold")
                     label = f"{size} MB, {cache}, {cores} core{'s' if cores > 1 else ''}"
                     print(f"{label}\n\n{table(every, taken, peaks)}\n", flush=True)
                     targets += judged(every, taken, label)

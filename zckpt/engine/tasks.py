@@ -27,8 +27,8 @@ from zckpt.version import __version__
 TASK_NBYTES = 128 << 20
 """Moved by a task at most: large enough that sending it costs nothing, small enough to be done again."""
 
-LEAST_TASK_NBYTES = 8 << 20
-"""Moved by a task at least, where there are so many: as much as by a batch."""
+LEAST_TASK_NBYTES = 32 << 20
+"""Moved by a task at least, where there are so many: of 8 MB in memory, sending it would take as long as doing it."""
 
 TASK_BATCHES = 64
 """Most batches in a task: of tiny tensors they have many items and few bytes."""

@@ -27,8 +27,8 @@ from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Checksum, Literal
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import Workers
+from zckpt.storage import distant
 from zckpt.storage.crc32 import combine, crc32
-from zckpt.storage.distant import ahead
 from zckpt.storage.memory import buffers_within
 
 LEAST_PART_NBYTES = 5 << 20
@@ -50,6 +50,9 @@ Item = Piece | PackPiece | Literal
 
 class PartSink(Protocol):
     """Where the parts of a file go, in any order; called from several threads, once for each part."""
+
+    def copy(self, number: int, path: str, offset: int, nbytes: int) -> bool:
+        """Let the store make a part of bytes that a file in it has; return whether it has done so."""
 
     @property
     def part_nbytes(self) -> int | None:
@@ -207,18 +210,48 @@ def make(part: Part, sources: WatchedSources) -> bytearray:
 def _made(part: Part, checks: Checks) -> tuple[bytearray, list[Seen], int]:
     """Make a part; return also what was read of watched files, and how many bytes of tensors there are in it."""
     some = [item for item in part.items if isinstance(item, Piece)]
-    with WatchedSources(checks.watched) as sources, ahead(ranges_read(some)):
+    with WatchedSources(checks.watched) as sources, distant.ahead(ranges_read(some)):
         data = make(part, sources)
+    return data, sources.seen, _moved(part)
+
+
+def _moved(part: Part) -> int:
+    """Return how many bytes of tensors begin in a part."""
     starting = (item for item in part.items if item.offset >= part.offset)
-    nbytes = sum(
+    return sum(
         item.nbytes if isinstance(item, Piece) else item.moved_nbytes
         for item in starting
         if not isinstance(item, Literal)
     )
-    return data, sources.seen, nbytes
+
+
+def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
+    """Return which range of a file elsewhere a part is, unchanged: path, offset, bytes; None: of none.
+
+    Bytes that are to be held against a checksum have to come by here.
+    """
+    if part.nbytes < LEAST_PART_NBYTES:
+        return None
+    path, start, at = "", 0, part.offset
+    for item in part.items:
+        if not isinstance(item, Piece) or not item.is_bytewise or item.offset > at:
+            return None
+        source = item.copies[0].sources[0]
+        begins = source.offset - item.offset  # of the file there, at the beginning of that here
+        if not path:
+            path, start = source.path, begins
+        if (source.path, begins) != (path, start):
+            return None
+        at = max(at, _end(item))
+    if at < part.offset + part.nbytes or path in checks.watched or distant.found(path) is None:
+        return None
+    return path, start + part.offset, part.nbytes
 
 
 def _send_part(part: Part, held: Held, sink: PartSink, checks: Checks) -> tuple[list[Seen], int]:
+    whole_range = None if held.sums else passing(part, checks)
+    if whole_range is not None and sink.copy(part.number, *whole_range):
+        return [], _moved(part)
     data, seen, nbytes = _made(part, checks)
     for number, ready in held.add(part, data):
         sink.send(number, ready)
@@ -276,6 +309,11 @@ class Held:
         for index, one in enumerate(self._checksums):
             if one.start == one.end:
                 self._state(index)
+
+    @property
+    def sums(self) -> bool:
+        """Whether the file states checksums, so that its bytes have to be seen."""
+        return bool(self._checksums)
 
     def _places(self, one: Checksum) -> set[int]:
         return {at // self._step for offset in one.offsets for at in (offset, offset + 3)}

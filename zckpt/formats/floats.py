@@ -31,7 +31,8 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
     """
     found = [_with_floats(one, keeps_files=keeps_files) for one in checkpoints]
     every = [each for one in found for each in (*one.parameters.values(), *one.unnamed.values())]
-    if not any(isinstance(slot, Computed) for each in every for slot in each.slots.values()):
+    computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())
+    if not computed and not any(one.per_rank for one in checkpoints):  # of small tensors, a rank's is in floats
         raise UsageError(
             "no quantised state of an optimizer that could be made floats",
             path=checkpoints[0].source,

@@ -14,7 +14,6 @@ from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.consolidated.optimizer import optimizer_path
-from zckpt.formats.floats import with_floats
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -156,7 +155,7 @@ class Proof:
             Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
         """
         found = like_model(open_checkpoint(written, names=self.names), [one.name for one in self.checkpoint.tensors()])
-        source, target = with_floats(self.checkpoint, found) if self.in_floats else (self.checkpoint, found)
+        source, target = (self.checkpoint, found) if not self.in_floats else _in_floats(self.checkpoint, found)
         prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
         if self.verify:
@@ -167,6 +166,13 @@ class Proof:
 
             data = bytes_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
             (more[0] if more else written / FINGERPRINT_NAME).write_bytes(data)
+
+
+def _in_floats(*checkpoints: Checkpoint) -> list[Checkpoint]:
+    """Return checkpoints with what each rank's codes stand for as slots."""
+    from zckpt.formats.deepspeed.quantised import with_float_slots
+
+    return [with_float_slots(one) for one in checkpoints]
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

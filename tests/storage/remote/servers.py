@@ -52,21 +52,34 @@ def serving(kind: str, directory: Path) -> Iterator[int]:
         "sftp": ["--user", USER, "--pass", PASSWORD],
         "webdav": ["--user", USER, "--pass", PASSWORD],
     }[kind]
-    server = subprocess.Popen(
-        [rclone(), "serve", kind, "--addr", f"127.0.0.1:{port}", *options, *looks, "--config", os.devnull,
-         str(directory)],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    program = [rclone(), "serve", kind, "--addr", f"127.0.0.1:{port}", *options, *looks, "--config", os.devnull,
+               str(directory)]  # fmt: skip
+    with _running(program, port):
+        yield port
+
+
+@contextmanager
+def moto() -> Iterator[int]:
+    """Serve S3 from memory, by the package `moto`, which also copies ranges between objects; yield the port."""
+    port = free_port()
+    with _running([sys.executable, "-m", "moto.server", "-p", str(port)], port):
+        yield port
+
+
+@contextmanager
+def _running(program: list[str], port: int) -> Iterator[None]:
+    """Run a server until the context ends; it answers from its beginning on."""
+    server = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(500):
+        for _ in range(1500):
             with socket.socket() as one:
                 if one.connect_ex(("127.0.0.1", port)) == 0:
                     break
-            assert server.poll() is None, "rclone has ended"
+            assert server.poll() is None, "the server has ended"
             time.sleep(0.02)
         else:
-            raise AssertionError("rclone does not answer")
-        yield port
+            raise AssertionError("the server does not answer")
+        yield
     finally:
         server.terminate()
         server.wait(10)

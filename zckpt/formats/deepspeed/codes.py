@@ -115,6 +115,8 @@ def _group(target: Target, group: TargetGroup) -> Codes | None:
     first = pieces[0]
     if any(_forms(one) != _forms(first) for one in pieces) or not first.keys() <= KNOWN:
         return None
+    if any(len(slot.shape) != 1 for slot in first.values()):  # AdEMAMix has two moments in one
+        return None
     maps = [key for key in first if key[:-1] == "qmap"]
     if any(_bytes(first[key]) != _bytes(one[key]) for key in maps for one in pieces[1:]):
         return None
@@ -125,7 +127,7 @@ def _group(target: Target, group: TargetGroup) -> Codes | None:
         if slot.dtype != "float32" or f"absmax{key[-1]}" in first
     }
     sizes = {slot.shape for slot in states.values()}
-    if len(sizes) != 1 or len(blocks) > 1 or any(len(shape) != 1 for shape in sizes):
+    if len(sizes) != 1 or len(blocks) > 1:
         return None
     return Codes(values, pieces, math.prod(sizes.pop()), blocks.pop() if blocks else 1)
 

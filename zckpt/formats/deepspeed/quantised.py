@@ -88,7 +88,7 @@ def _uncertain(name: str, path: str, found: object) -> UnsupportedError:
     return UnsupportedError(
         f"it is not certain what the 8-bit state of {name} is of",
         path=path,
-        expected="codes of two moments of each rank's partition, as bitsandbytes' Adam has them",
+        expected="codes of one or two moments of each rank's partition, in blocks, as bitsandbytes has them",
         found=found,
         advice="resume in the program that saved it, or `zckpt consolidate` the model",
     )
@@ -104,10 +104,15 @@ def _slots(parameter: Parameter, held: Mapping[str, Pieces], path: str) -> dict[
     for span in sorted((one for one in master.spans if one.extent.numel), key=lambda one: one.extent.start):
         position = (span.offset - bases[span.path]) // itemsize(span.dtype)
         pieces = held.get(span.path)
-        if pieces is None or not ADAM.keys() <= pieces.keys():
+        if pieces is None or not ADAM.keys() & pieces.keys():
             raise _uncertain(parameter.name, path, f"none of it in {span.path}")
         placed.append((span, position, pieces))
-    return {name: _slot(name, key, parameter, placed, path) for key, name in ADAM.items()}
+    states = {frozenset(ADAM.keys() & pieces.keys()) for _, _, pieces in placed}
+    if len(states) > 1:
+        raise _uncertain(parameter.name, path, "one moment on some ranks, two on others")
+    found = sorted(states.pop()) if states else []
+    names = ADAM if len(found) == len(ADAM) else {key: key for key in found}  # Lion's and momentum look alike
+    return {names[key]: _slot(names[key], key, parameter, placed, path) for key in found}
 
 
 def _slot(name: str, key: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Pieces]], path: str) -> Slot:

@@ -15,11 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from zckpt.engine.boxes import row_major
-from zckpt.engine.cast import cast
-from zckpt.engine.read import read_extent
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import slot_of
@@ -146,7 +142,11 @@ def _reading(order: Sequence[str], numels: Mapping[str, int], numel: int, fits: 
 
 def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) -> Fits:
     """Return what holds a flat master against weights, at both ends of each."""
+    import numpy as np  # here, for no other checkpoint is opened by its elements
+
     from zckpt.compare.weights import ELEMENTS_PER_END, not_rounded
+    from zckpt.engine.cast import cast
+    from zckpt.engine.read import read_extent
 
     first: dict[str, bytes] = {}
     rounded: dict[tuple[int, str], bytes | None] = {}

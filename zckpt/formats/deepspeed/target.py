@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed.auto_ep import fused_name
 from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
@@ -19,7 +21,7 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
 from zckpt.formats.torch_files.quantised import NESTED
-from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
@@ -38,9 +40,9 @@ DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetGroup:
-    """A param group of one model-parallel rank of the target.
+    """A param group of one model-parallel rank of the target. What all its ranks have alike is found out once.
 
     Parameters
     ----------
@@ -81,20 +83,33 @@ class TargetGroup:
         """Return which of the ranks that share its parameters a data-parallel rank is."""
         return self.placement.position(rank * self.lanes + self.lane, len(self.experts))
 
-    @property
-    def numels(self) -> list[int]:
+    @cached_property
+    def numels(self) -> Sequence[int]:
         """Elements of each parameter, which are alike on all expert ranks."""
         return [p.numel for p in self.experts[0]]
 
-    @property
-    def starts(self) -> list[int]:
+    @cached_property
+    def starts(self) -> Sequence[int]:
         """Where each parameter starts in the flat buffer and, last, where that ends, in elements."""
         return flat_starts(self.numels, self.pads)
 
-    @property
+    @cached_property
     def partition(self) -> int:
         """Elements of one rank's partition of the flat buffer."""
         return flat_partition_numel(self.starts[-1], self.shared_by)
+
+    def keys(self, rank: int) -> list[str]:
+        """Return the optimizer's keys for the parameters of which a data-parallel rank holds elements, each once."""
+        return list(self._keys[self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))])
+
+    @cached_property
+    def _keys(self) -> list[list[str]]:
+        return list(map(slot_keys, self.experts))
+
+
+def slot_keys(parameters: Iterable[Parameter]) -> list[str]:
+    """Return the optimizer's keys for parameters, each once."""
+    return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +335,14 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if origin.layers:
         raise UnsupportedError("experts in the stages of a pipeline are not resharded", path=path)
     if stage == 3:
-        raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
+        raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
+    fused = any(fused_name(name) for files in origin.ranks for name in files.state.parameters)
+    if fused and (options.round_robin or options.parameter_alignment):
+        raise UnsupportedError(
+            "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
+            path=path,
+            expected="no round_robin, no parameter_alignment",
+        )
 
 
 def cut_rank_values(target: Target) -> None:

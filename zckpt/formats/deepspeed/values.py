@@ -7,7 +7,10 @@ optimizer sees a rank's partition as one parameter. What it computes over "the p
 
     Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
     bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
-                    (older: the same keys without that dict around them)
+                    (older: the same keys without that dict around them); `codes` says where these can be cut
+
+Files do not say of which class an optimizer was; keys are what is known of it. Tests step the real classes (all of
+torch.optim, Adafactor of transformers, bitsandbytes' where it is installed) and hold their state against this.
 
 What follows from the number of steps alone is the same on all ranks: where it differs, files are mixed up.
 
@@ -38,6 +41,7 @@ MODEL_RULES = (
         Rule((key, "**"), IMPLIED, "ranks and version of the run")
         for key in ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version")
     ),
+    Rule(("ds_autoep_layers", "**"), IMPLIED, "which rank has which experts"),
     *optimizer_rules("optimizer"),
     *optimizer_rules("optimizer", "optimizer_state_dict"),
 )

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from zckpt.formats.deepspeed.auto_ep import fused_name, fused_pads
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetRank, slot_keys
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
-from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -93,6 +94,10 @@ def config_tree(target: Target) -> object:
     sliced = changed.get("tensor_parallel")
     if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
         changed["tensor_parallel"] = {**sliced, "autotp_size": target.tp}
+    experts = changed.get("expert_parallel")
+    if isinstance(experts, dict) and type(experts.get("autoep_size")) is int:
+        degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
+        changed["expert_parallel"] = {**experts, "autoep_size": degree}
     return FromFile.of(target.origin.model.file, changed)
 
 
@@ -110,11 +115,6 @@ def _stage(target: Target) -> Object:
 
 def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, object]:
     return {**{key: value_node(value) for key, value in group.hyperparameters.items()}, "params": params}
-
-
-def _slot_keys(parameters: list[Parameter]) -> list[str]:
-    """Return the optimizer's keys for these parameters, each once."""
-    return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
 def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
@@ -163,7 +163,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         full = partition if target.bf16_optimizer else stripped
         masters.append(_partition(parameters, MASTER, shares, partition, full, like=like))
         length = stripped if target.elastic else partition
-        keys = _slot_keys(parameters)
+        keys = group.keys(rank)
         tensors: dict[object, object] = {}
         muon = keeps_whole_matrices(
             group.values.hyperparameters, target.origin.model.config, partition=target.bf16_optimizer
@@ -196,7 +196,9 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         cut["ds_version"] = source.version
     # The version that wrote the source may write alignment pads down, even if they are zero.
     if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
-        cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
+        cut["param_alignment_paddings"] = [
+            fused_pads([p.name for p in group.of(rank)], group.pads) for group in mp.groups
+        ]
     return cut
 
 
@@ -231,10 +233,16 @@ def _contents(parameter: Parameter, key: str, start: int, position: int, numel: 
 
 
 def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMapping:
-    mapping = OrderedMapping()
+    found: dict[str, tuple[int, int]] = {}
     for f in shares:
-        state: dict[object, object] = {"numel": f.numel, "start": f.position}
-        mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
+        name = parameters[f.index].name
+        whole = fused_name(name) or name  # of experts that are one tensor, their shares follow each other
+        numel, start = found.get(whole, (0, f.position))
+        found[whole] = numel + f.numel, start
+    mapping = OrderedMapping()
+    for name, (numel, start) in found.items():
+        state: dict[object, object] = {"numel": numel, "start": start}
+        mapping[name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
     return mapping
 
 
@@ -273,7 +281,7 @@ class _Shards:
     def __init__(self, parameters: Sequence[Parameter], world_size: int) -> None:
         self.parameters = list(parameters)
         self.world_size = world_size
-        self.keys = _slot_keys(self.parameters)
+        self.keys = slot_keys(self.parameters)
         self.held = [shard_numel(p.numel, world_size) for p in parameters]
         self.starts = [0, *accumulate(self.held)]
         self._rows = {key: self._row(key) for key in (MASTER, *self.keys)}

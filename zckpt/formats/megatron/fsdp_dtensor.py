@@ -26,7 +26,7 @@ from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, leaves
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.names import BUFFERS, in_order, stored
-from zckpt.formats.megatron.objects import OPTIMIZER, attributes_of, topology_from
+from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, topology_from
 from zckpt.formats.megatron.stacked import joined
 from zckpt.state import Checkpoint, Duplicate
 from zckpt.state.inventory import IMPLIED, Claim
@@ -84,7 +84,7 @@ def read(place: Place) -> Checkpoint:
         checkpoint.duplicates.append(Duplicate("parameter", name, name, copy.slot(slot), original.slot(slot), None))
     _settle(checkpoint)
     args = tree.get("args")
-    known = attributes_of(args.node) if isinstance(args, ObjectItem) else {}
+    known = arguments_of(args.node) if isinstance(args, ObjectItem) else {}
     checkpoint.topology, checkpoint.world_size = topology_from(known, checkpoint)
     return checkpoint
 

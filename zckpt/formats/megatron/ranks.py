@@ -20,7 +20,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
-from zckpt.formats.megatron.objects import attributes_of
+from zckpt.formats.megatron.objects import arguments_of as attributes_of
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 

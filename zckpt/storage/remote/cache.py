@@ -14,8 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from zckpt.errors import DamagedFileError
+
+if TYPE_CHECKING:
+    from zckpt.storage.remote.stores import Listed, Store
 
 EDGE_NBYTES = 1 << 16
 """Of the beginning and the end of a file, fetched when any of it is asked for."""
@@ -100,6 +104,8 @@ class RemoteFile:
         self.nbytes = nbytes
         self.identity = identity
         self.shown = shown
+        self.origin: tuple[Store, Listed] | None = None
+        """The store, and what it lists of the file, if it is in one."""
         self._fetch = fetch
         self._fetching = threading.Lock()
         self._lock = threading.Lock()  # of what is held; nobody waits for a store under it

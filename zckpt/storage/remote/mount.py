@@ -132,6 +132,7 @@ class Mount:
         shown = self._url_of(path)
         fetch = partial(_fetch_from, self.store, one, shown)
         file = RemoteFile(one.nbytes, fetch, f"{one.nbytes}-{one.version}", shown)
+        file.origin = self.store, one
         self.files[str(path)] = one, file
         distant.add(str(path), file)
 

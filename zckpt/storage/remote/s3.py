@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.attempts import status_of
 from zckpt.storage.remote.stores import Listed, Store, changed
 
@@ -38,6 +40,11 @@ class S3Store(Store):
 
     checks_versions = True
 
+    def __init__(self, address: Address) -> None:
+        self._asking = threading.Lock()
+        self._copies: bool | None = None
+        super().__init__(address)
+
     def _open(self) -> tuple[Any, str]:
         return _file_system(os.getpid(), _settings()), "/".join([self.address.host, *self.address.parts])
 
@@ -45,6 +52,17 @@ class S3Store(Store):
         self.fs.invalidate_cache()
         found: Mapping[str, Mapping[str, Any]] = self.fs.find(self.root, detail=True)
         return found
+
+    def same_as(self, other: S3Store) -> bool:
+        """Tell whether the other is the same server, and who we are there: it copies from one to the other."""
+        return self.fs is other.fs
+
+    def copies(self, ask: Callable[[], bool]) -> bool:
+        """Tell whether it makes parts of ranges of its objects; `ask` finds out, and is called once."""
+        with self._asking:
+            if self._copies is None:
+                self._copies = ask()
+            return self._copies
 
     def call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401  # what botocore returns
         """Make one request; errors are those of s3fs."""
@@ -77,7 +95,7 @@ class S3Store(Store):
                 Range=f"bytes={offset}-{offset + nbytes - 1}", IfMatch=f'"{etag}"',
             )  # fmt: skip
         except Exception as error:
-            if _is_precondition(error):
+            if is_precondition(error):
                 raise changed(one.key) from error
             raise
         async with found["Body"] as body:
@@ -87,5 +105,6 @@ class S3Store(Store):
             return data
 
 
-def _is_precondition(error: BaseException) -> bool:
+def is_precondition(error: BaseException) -> bool:
+    """Tell whether a request was refused since an object is another one by now."""
     return status_of(error) == 412 or "PreconditionFailed" in str(error) or "pre-conditions" in str(error)

@@ -1,5 +1,8 @@
 """Files on their way into S3: uploads in parts, which are no objects before they are completed.
 
+A part that is a range of another object, unchanged, is copied by the store, where it can; whether it can is found out
+once, with an upload that is aborted.
+
 What a run that was killed has left is gone on with by content: a part that the store has under the same number, of the
 same size and with the MD5 of what would be sent, is not sent again. When all parts of all files have come, a note
 beside the target lists them, so that a run that was killed while it completed them need not make any of them again.
@@ -8,21 +11,41 @@ beside the target lists them, so that a run that was killed while it completed t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import md5
 from typing import Any
 
 from zckpt.errors import TargetError
+from zckpt.storage import distant
 from zckpt.storage.remote.attempts import attempt, status_of
-from zckpt.storage.remote.s3 import S3Store
+from zckpt.storage.remote.cache import RemoteFile
+from zckpt.storage.remote.s3 import S3Store, is_precondition
+from zckpt.storage.remote.stores import changed
 from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
 _OF_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
 """The ETag of an object that was made of parts: the MD5 of their MD5s, and how many they are."""
+
+
+MOST_COPIED_NBYTES = 5 << 30
+"""What S3 copies by one request."""
+
+
+def listed(
+    store: S3Store, method: str, name: str, markers: Sequence[str], arguments: Mapping[str, str], shown: str
+) -> Iterator[dict[str, Any]]:
+    """Yield what a store lists in pages."""
+    following: dict[str, str] = {}
+    while True:
+        page = attempt(partial(store.call, method, **{**arguments, **following}), shown, writing=True)
+        yield from page.get(name, ())
+        following = {key: page[f"Next{key}"] for key in markers if page.get(f"Next{key}")}
+        if not page.get("IsTruncated") or not following:
+            return
 
 
 class S3Uploads(Uploads):
@@ -58,27 +81,16 @@ class S3Uploads(Uploads):
         """Return the uploads to the target's keys; none where who may write is not allowed to list them."""
         place = self.s3.place(self.key)
         try:
-            found = list(self._listed("list_multipart_uploads", "Uploads", ("KeyMarker", "UploadIdMarker"),
-                                      {**self._bucket(), "Prefix": place["Key"]}))  # fmt: skip
+            found = list(listed(self.s3, "list_multipart_uploads", "Uploads", ("KeyMarker", "UploadIdMarker"),
+                                {**self._bucket(), "Prefix": place["Key"]}, self.store.address.shown))  # fmt: skip
         except TargetError:
             return []
         return [one for one in found if one["Key"] == place["Key"] or one["Key"].startswith(f"{place['Key']}/")]
 
     def _parts(self, place: dict[str, str]) -> Iterator[dict[str, Any]]:
         with suppress(TargetError):  # it is gone by now
-            yield from self._listed("list_parts", "Parts", ("PartNumberMarker",), place)
-
-    def _listed(
-        self, method: str, name: str, markers: Sequence[str], arguments: dict[str, str]
-    ) -> Iterator[dict[str, Any]]:
-        """Yield what a store lists in pages."""
-        while True:
-            found = attempt(partial(self.s3.call, method, **arguments), self.store.address.shown, writing=True)
-            yield from found.get(name, ())
-            following = {key: found[f"Next{key}"] for key in markers if found.get(f"Next{key}")}
-            if not found.get("IsTruncated") or not following:
-                return
-            arguments = {**arguments, **following}
+            shown = self.store.address.shown
+            yield from listed(self.s3, "list_parts", "Parts", ("PartNumberMarker",), place, shown)
 
     def _sweep(self) -> None:
         """Abort what is unfinished: of runs that were killed, and where the answer was lost that named an upload."""
@@ -100,6 +112,8 @@ class S3Uploads(Uploads):
 
     def sent(self) -> Sent:
         """Return of each upload its id and its parts."""
+        for one in self._open.values():
+            one.check()
         return {name: one.state() for name, one in self._open.items()}
 
     def adopt(self, sent: Sent) -> None:
@@ -233,6 +247,7 @@ class S3Sink:
         """ETag and bytes of those that have come, by their numbers from 1 on."""
         self.there: dict[int, dict[str, Any]] = {}
         """What the store has of an upload that is gone on with."""
+        self._copied: set[int] = set()
         self._place["UploadId"] = upload or self._call("create_multipart_upload")["UploadId"]
 
     def _call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401
@@ -254,6 +269,66 @@ class S3Sink:
         found = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
         self.parts[number + 1] = found["ETag"], len(data)
 
+    def copy(self, number: int, path: str, offset: int, nbytes: int) -> bool:
+        """Let the store make a part of what one of its objects has, of the version that was listed.
+
+        Returns
+        -------
+        bool
+            False: the file is elsewhere, or the store does not do that, and is not asked again.
+        """
+        file = distant.found(path)
+        origin = file.origin if isinstance(file, RemoteFile) else None
+        if origin is None or nbytes > MOST_COPIED_NBYTES:
+            return False
+        store, one = origin
+        if not isinstance(store, S3Store) or not self._store.same_as(store):
+            return False
+        arguments: dict[str, object] = {
+            "PartNumber": number + 1,
+            "CopySource": store.place(one.key),
+            "CopySourceRange": f"bytes={offset}-{offset + nbytes - 1}",
+            "CopySourceIfMatch": one.version,
+        }
+        if not self._store.copies(lambda: self._is_copied(arguments)):
+            return False
+        try:
+            answer = self._call("upload_part_copy", **arguments)
+        except TargetError as error:
+            if error.__cause__ is not None and is_precondition(error.__cause__):
+                raise changed(path) from error
+            raise
+        self.parts[number + 1] = answer["CopyPartResult"]["ETag"], nbytes
+        self._copied.add(number + 1)
+        return True
+
+    def _is_copied(self, arguments: Mapping[str, object]) -> bool:
+        """Tell whether the store copies ranges; of another upload: some take the request for a part without bytes."""
+        place = {key: self._place[key] for key in ("Bucket", "Key")}
+        place["UploadId"] = self._store.call("create_multipart_upload", **place)["UploadId"]
+        try:
+            answer = self._store.call("upload_part_copy", **place, **arguments)
+            return bool(answer.get("CopyPartResult", {}).get("ETag"))
+        except Exception:  # noqa: BLE001  # whatever it is, the bytes can come by here
+            return False
+        finally:
+            with suppress(Exception):
+                self._store.call("abort_multipart_upload", **place)
+
+    def check(self) -> None:
+        """Raise TargetError unless the parts that the store has made are as large as they should be."""
+        if not self._copied:
+            return
+        pages = listed(self._store, "list_parts", "Parts", ("PartNumberMarker",), self._place, self._shown)
+        there = {part["PartNumber"]: part["Size"] for part in pages}
+        wrong = min((one for one in self._copied if there.get(one) != self.parts[one][1]), default=None)
+        if wrong is not None:
+            raise TargetError(
+                f"part {wrong} is not as it was to be copied", path=self._shown,
+                expected=f"{self.parts[wrong][1]} bytes", found=there.get(wrong),
+            )  # fmt: skip
+        self._copied.clear()
+
     def state(self) -> tuple[str, dict[int, tuple[str, int]]]:
         """Return the upload's id and its parts."""
         return self._place["UploadId"], self.parts
@@ -265,6 +340,7 @@ class S3Sink:
 
     def complete(self) -> None:
         """Make an object of the parts."""
+        self.check()
         every = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self.parts.items())]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": every})
