@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, command, environment, refused, succeeded
+from tests.pairwise import each
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
@@ -80,8 +81,7 @@ WRITTEN: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["s3", "sftp", "webdav"])
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(("name", "kind"), [*((name, "s3") for name in WRITTEN), *each(WRITTEN, ["sftp", "webdav"])])
 def test_what_is_written_to_a_store_is_what_is_written_on_disk(
     kind: str, name: str, served: Callable[[str], Served], s3: Served, tmp_path: Path
 ) -> None:
@@ -168,7 +168,7 @@ def test_the_source_is_no_target(s3: Served) -> None:
 
 
 def test_faults_while_writing(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
-    """A hundred of them: requests refused, answers cut, connections dropped."""
+    """Forty of them: requests refused, answers cut, connections dropped."""
     seen = faults = 0
 
     def fault(_method: str, _path: str) -> str | None:
@@ -181,11 +181,11 @@ def test_faults_while_writing(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> No
     s3_proxy.fault = fault
     for n in range(20):
         zckpt.convert(SOURCE, f"{s3.url}/faults/{n}", to="dcp", world_size=2)
-        if faults >= 100:
+        if faults >= 40:
             break
     s3_proxy.fault = lambda _method, _path: None
     zckpt.convert(SOURCE, tmp_path / "dcp", to="dcp", world_size=2)
-    assert faults >= 100
+    assert faults >= 40
     for one in (s3.directory / "faults").iterdir():
         assert contents(one) == contents(tmp_path / "dcp")
     assert unfinished() == []

@@ -24,6 +24,7 @@ from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
 from zckpt.formats.megatron.flat import with_flat
+from zckpt.formats.megatron.keys import is_of_one_layer
 from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
@@ -39,9 +40,6 @@ MASTERS = frozenset({"param", "fp32_param"})
 
 _SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
-ONE_LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.[0-9]+\..*")
-"""A key of a layer that is not stacked."""
-
 _NEMO = "model."
 """Before every key of NeMo 1."""
 
@@ -166,7 +164,7 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[st
     if all(name.startswith(_NEMO) for name in found):
         names = {name: name.removeprefix(_NEMO) for name in found}
     names |= {name: other for name, other in given.items() if name in found}
-    if any(one.axes == () and ONE_LAYER.fullmatch(one.key) for one in stored(keys.model)):
+    if any(is_of_one_layer(key) for key in keys.model):
         checkpoint.details["layers"] = "apart"
     for name in in_order(found):
         parameter = found[name]
