@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # Tests start many processes: what they import is compiled once, whatever the caller's setting.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all check bench fixtures clean
+.PHONY: demo test test-all check bench compatibility fixtures clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,10 @@ bench: $(VENV)/.development
 	-$(BIN)/python bench/remote.py
 	-$(BIN)/python bench/cold_start.py
 	-$(BIN)/python bench/limits.py
+
+# Each version of DeepSpeed is installed in bench/cache, and they run one after the other.
+compatibility: $(VENV)/.development
+	$(BIN)/python bench/compatibility.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

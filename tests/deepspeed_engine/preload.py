@@ -89,8 +89,10 @@ def patch() -> None:
 
 def _patch_auto_ep() -> None:
     """Let AutoEP leave Transformers' recorders of router outputs alone, whose registry it does not fit."""
-    from deepspeed.module_inject import auto_ep
-
+    try:
+        from deepspeed.module_inject import auto_ep
+    except ImportError:  # before DeepSpeed 0.19
+        return
     auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_, **__: None
 
 
