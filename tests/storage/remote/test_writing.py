@@ -167,8 +167,9 @@ def test_the_source_is_no_target(s3: Served) -> None:
     assert contents(s3.directory / "source") == before
 
 
-def test_faults_while_writing(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
-    """Forty of them: requests refused, answers cut, connections dropped."""
+@pytest.mark.parametrize("most", [40, pytest.param(100, marks=pytest.mark.nightly)])
+def test_faults_while_writing(most: int, s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    """Requests refused, answers cut, connections dropped."""
     seen = faults = 0
 
     def fault(_method: str, _path: str) -> str | None:
@@ -179,14 +180,15 @@ def test_faults_while_writing(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> No
         return found
 
     s3_proxy.fault = fault
-    for n in range(20):
-        zckpt.convert(SOURCE, f"{s3.url}/faults/{n}", to="dcp", world_size=2)
-        if faults >= 40:
+    directory = f"faults-{most}"
+    for n in range(most // 2):
+        zckpt.convert(SOURCE, f"{s3.url}/{directory}/{n}", to="dcp", world_size=2)
+        if faults >= most:
             break
     s3_proxy.fault = lambda _method, _path: None
     zckpt.convert(SOURCE, tmp_path / "dcp", to="dcp", world_size=2)
-    assert faults >= 40
-    for one in (s3.directory / "faults").iterdir():
+    assert faults >= most
+    for one in (s3.directory / directory).iterdir():
         assert contents(one) == contents(tmp_path / "dcp")
     assert unfinished() == []
 

@@ -84,7 +84,11 @@ def read_common(path: Path) -> Common:
 
 def topology_of(common: Common, checkpoint: Checkpoint) -> tuple[Topology, int]:
     """Return how many ranks of each kind the arguments say, and how many in all: or wrote the files."""
-    arguments = common.arguments
+    return topology_from(common.arguments, checkpoint)
+
+
+def topology_from(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
+    """Return what `topology_of` does, of the arguments themselves."""
     sizes = {name: value for key, name in RANKS if type(value := arguments.get(key)) is int and value > 0}
     world = arguments.get("world_size")
     return Topology(**sizes), world if type(world) is int and world > 0 else checkpoint.world_size
