@@ -3,7 +3,7 @@
 A fork server imports DeepSpeed once (seconds) and forks every rank from itself, so that the calling process needs
 neither DeepSpeed nor to be safe to fork. Ranks stay and are used again: what torch and DeepSpeed do when they are
 first used costs as much as a small test. Every call joins them again, and a rank that failed, hung or was left
-otherwise than it was found (`tests/rank_state.py`), as every engine of DeepSpeed leaves it, is replaced.
+otherwise than it was found (`tests/rank_state.py`, which puts back what an engine of DeepSpeed leaves) is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLLECTIVE_TIMEOUT = 100  # seconds a rank waits for its peers; then it says its
 TIMEOUT = 180  # seconds for the whole run
 GRACE = 2.0  # seconds that the other ranks get to report, too, once one has failed
 LEAVING = 30.0  # seconds that a rank gets to leave a world that has done its work
-KEPT = 6  # ranks that stay: few tests need more
+KEPT = 12  # ranks that stay: no test needs more
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.deepspeed_engine.preload"])
@@ -233,6 +233,7 @@ def _rank_main(parent: connection.Connection) -> None:
     from tests.rank_state import State
 
     preload.patch()
+    before = State()
     try:
         while True:
             number, world_size, scratch, task = parent.recv()
@@ -242,7 +243,7 @@ def _rank_main(parent: connection.Connection) -> None:
             os.close(log)
             try:
                 function, args = pickle.loads(task)
-                before = State()
+                before.learn()
                 _join(number, world_size, scratch / "rendezvous")
                 result = function(number, world_size, *args)
                 (scratch / f"result{number}").write_bytes(pickle.dumps(result))

@@ -1,4 +1,4 @@
-"""Products of parameters, of which every run has enough for all pairs, and `make test-all` has all."""
+"""Products of parameters, of which every run has enough for all pairs or values, and `make test-all` has all."""
 
 from __future__ import annotations
 
@@ -28,6 +28,20 @@ def pairwise(*factors: Iterable[object]) -> list[object]:
     return [
         pytest.param(*(value for _, value in values), marks=[] if number in chosen else pytest.mark.nightly)
         for number, values in enumerate(tuples)
+    ]
+
+
+def each(factor: Iterable[object], other: Iterable[object]) -> list[object]:
+    """Give all pairs of two factors that do not depend on each other; those that bring no new value are `nightly`.
+
+    For what costs seconds: every run has each value, beside another one of the other factor each time.
+    """
+    rows, columns = list(factor), list(other)
+    chosen = {(n % len(rows), n % len(columns)) for n in range(max(len(rows), len(columns)))}
+    return [
+        pytest.param(one, its, marks=[] if (row, column) in chosen else pytest.mark.nightly)
+        for row, one in enumerate(rows)
+        for column, its in enumerate(columns)
     ]
 
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from tests.cli.console import FIXTURES, in_time, run, succeeded
+from tests.pairwise import each
 from zckpt.formats import open_checkpoint
+from zckpt.operations.diff import trees
 from zckpt.training.values import value_of
 
 DOUBLED = 60
@@ -26,6 +28,12 @@ FIRST = 1000
 def nothing_hangs() -> Iterator[None]:
     with in_time(60):
         yield
+
+
+@pytest.fixture
+def fewer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time goes by in looking at as many leaves as a comparison may: one test has all of them."""
+    monkeypatch.setattr(trees, "MAXIMUM_LEAVES", trees.MAXIMUM_LEAVES // 16)
 
 
 def text(value: str) -> bytes:
@@ -103,8 +111,8 @@ def in_one_line(done: Any) -> None:
     assert done.returncode in (0, 1) or len(done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize("place", ["beside the model", "in a group"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(("tree", "place"), each(TREES, ["beside the model", "in a group"]))
+@pytest.mark.usefixtures("fewer_leaves")
 def test_every_verb_reads_a_file_with_such_a_tree(tree: str, place: str, tmp_path: Path) -> None:
     source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
     in_one_line(run("inspect", source, "--parameters", "--globals"))
@@ -119,8 +127,7 @@ def test_every_verb_reads_a_file_with_such_a_tree(tree: str, place: str, tmp_pat
     in_one_line(run("convert", source, tmp_path / "deepspeed", *options))
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("tree", ["dicts", "a list in itself"])
+@pytest.mark.parametrize(("place", "tree"), each(PLACES, ["dicts", "a list in itself"]))
 def test_such_a_tree_may_be_anywhere_in_a_file(tree: str, place: str, tmp_path: Path) -> None:
     source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
     in_one_line(run("inspect", source))
@@ -142,8 +149,7 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize("place", SHARDS)
-@pytest.mark.parametrize("tree", ["lists", "a dict in itself"])
+@pytest.mark.parametrize(("place", "tree"), each(SHARDS, ["lists", "a dict in itself"]))
 def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree: str, place: str, tmp_path: Path) -> None:
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
     name, path = SHARDS[place]
@@ -154,6 +160,7 @@ def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree: str, place: str, 
     in_one_line(run("convert", source, tmp_path / "universal", "--to", "universal", "--quiet"))
 
 
+@pytest.mark.usefixtures("fewer_leaves")
 @pytest.mark.parametrize("tree", ["lists", "objects", "a dict in itself"])
 def test_what_is_carried_comes_back_as_it_was(tree: str, tmp_path: Path) -> None:
     """Through zckpt's own format and back into a file of torch's, which torch loads."""

@@ -299,15 +299,15 @@ def _phi3() -> nn.Module:
     return Phi3ForCausalLM(config)
 
 
-def _mixtral() -> nn.Module:
+def _mixtral(*, experts: int = 3) -> nn.Module:
     """Experts that are ordinary parameters, in modules that ZeRO-3 gathers as a whole."""
     from deepspeed.utils import set_z3_leaf_modules
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
-        vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32, num_local_experts=3, num_experts_per_tok=2,
-        tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
+        vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32, num_local_experts=experts,
+        num_experts_per_tok=2, tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
     )  # fmt: skip
     model = MixtralForCausalLM(config)
     set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
@@ -315,7 +315,7 @@ def _mixtral() -> nn.Module:
 
 
 HUGGING_FACE = {
-    "mixtral": _mixtral,
+    "mixtral": _mixtral, "mixtral_of_4": lambda: _mixtral(experts=4),
     "llama": _llama, "llama_untied": lambda: _llama(tied=False), "llama_heads": _llama_heads, "gpt2": _gpt2,
     "bigcode": _bigcode, "codegen": _codegen, "phi3": _phi3,
 }  # fmt: skip

@@ -21,6 +21,7 @@ os.environ |= {
 }
 
 _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be in every rank
+    "accelerate.state",
     "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.ep_repack",
@@ -36,6 +37,7 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "tests.deepspeed_engine.resume",
     "tests.deepspeed_engine.training",
     "tests.deepspeed_engine.truth",
+    "tests.hf_training.training",
     "tests.optim.zero.reference",
     "tests.training.trainings",
     "torch.distributed.checkpoint.state_dict",
@@ -51,6 +53,10 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "torch._functorch.compilers",
     "torch._inductor.sizevars",
     "torch.distributed.tensor.experimental._attention",
+    "transformers.integrations.deepspeed",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
     "zckpt.dcp",
     "zckpt.hf",
     "zckpt.operations.consolidate",
@@ -78,6 +84,14 @@ def patch() -> None:
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
     _patch_fused_adam()
     _patch_zero_dim_broadcast()
+    _patch_auto_ep()
+
+
+def _patch_auto_ep() -> None:
+    """Let AutoEP leave Transformers' recorders of router outputs alone, whose registry it does not fit."""
+    from deepspeed.module_inject import auto_ep
+
+    auto_ep.AutoEP._retarget_transformers_output_recorders = lambda *_, **__: None
 
 
 def _patch_fused_adam() -> None:

@@ -74,12 +74,21 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
     own = spec.optimizer not in optimizers.BY_CONFIGURATION
     optimizer = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model)) if own else None
     trained = None if own else [p for p in model.parameters() if p.requires_grad]
+    if "expert_parallel" in spec.config:  # DeepSpeed replaces layers, and makes groups of what it then has
+        optimizer, trained = _of_experts(spec), list(model.parameters())
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=ds_config(spec), mpu=mpu, dist_init_required=False,
         model_parameters=trained,
         lr_scheduler=_warmup if spec.scheduler else None,
     )  # fmt: skip
     return engine
+
+
+def _of_experts(spec: Spec) -> Any:
+    """Return what makes the optimizer of the parameters that the engine gives it, experts in groups of their own."""
+    from deepspeed.moe.utils import configure_moe_param_groups
+
+    return lambda parameters: optimizers.KINDS[spec.optimizer](configure_moe_param_groups(list(parameters)))
 
 
 def _warmup(optimizer: Any) -> Any:

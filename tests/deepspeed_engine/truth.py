@@ -197,6 +197,9 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def _merge_ranks(live: Live, spec: Spec, engine: Any, maps: dict[str, Any]) -> None:
     """Bring together what differs between ranks beyond data parallelism: experts, slices, stages."""
+    if "expert_parallel" in spec.config:
+        _join_experts(live, engine)
+        return
     of_experts = spec.model.startswith("moe")
     if of_experts:
         firsts = first_experts(engine)
@@ -215,6 +218,25 @@ def _merge_ranks(live: Live, spec: Spec, engine: Any, maps: dict[str, Any]) -> N
         name: _merge(name, [w.get(name) for _, w, _ in parts], spec, maps) for _, part, _ in parts for name in part
     }
     live.buffers = {name: value for _, _, part in reversed(parts) for name, value in part.items()}
+
+
+def _join_experts(live: Live, engine: Any) -> None:
+    """AutoEP: each rank has one tensor for its experts; put those of all expert ranks together."""
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from deepspeed.utils import groups
+
+    own = {
+        f"{prefix}.experts.{weight}": groups._get_expert_parallel_rank(module.ep_group_name)
+        for prefix, module in engine.module.named_modules()
+        if isinstance(module, AutoEPMoELayer)
+        for weight in ("w1", "w2", "w3")
+    }
+    parts = _gather({name: (rank, live.slots.get(name, {}), live.weights[name]) for name, rank in own.items()})
+    for name in own:
+        by_rank = {part[name][0]: part[name] for part in parts}
+        ordered = [by_rank[rank] for rank in sorted(by_rank)]
+        live.slots[name] = {slot: torch.cat([one[1][slot] for one in ordered]) for slot in ordered[0][1]}
+        live.weights[name] = torch.cat([one[2] for one in ordered])
 
 
 def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec, maps: dict[str, Any]) -> torch.Tensor:

@@ -74,6 +74,8 @@ def test_megatrons_own_checkpoints_arrive_whole(name: str, tmp_path: Path) -> No
     assert [list(one.parameters) for one in found.param_groups] == [list(g.parameters) for g in expected.param_groups]
     assert set(expected.metadata) <= set(found.metadata) | {"content_metadata"}
     assert take_inventory(found).left_out == []
+    assert ("optimizer sharding" in found.details) is ("plain" not in name and name != "mcore_legacy_tp2_pp2")
+    assert found.metadata["content_metadata"].get("non_homogeneous_layers", False) is (name == "mcore_bf16_moe_freq")
     assert not zckpt.verify(tmp_path / "out", deep=True).findings
 
 

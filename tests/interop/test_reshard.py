@@ -28,7 +28,7 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
 
 
 def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 2, **changes})
+    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **changes})
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ CASES = [
 ]  # fmt: skip
 
 
-NIGHTLY = ("s2_bf16-to-12", "s3_dp12-to-4")
-"""Half of those by 12 ranks, from and to which every run reshards another stage."""
+NIGHTLY = ("s2_bf16-to-12", "s3_dp12-to-4", "s3_sgdm_fp32-to-6", "s3_lion-to-3")
+"""Half of those by 12 ranks, from and to which every run reshards another stage; optimizers that others stand for."""
 
 
 @pytest.mark.parametrize(

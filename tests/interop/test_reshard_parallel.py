@@ -28,12 +28,12 @@ MOE_TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}
 
 
 def moe(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"model": "moe", "world_size": 4, "steps": 3, "steps_after": 2, **changes})
+    return Spec(name, **{"model": "moe", "world_size": 4, "steps": 2, "steps_after": 2, **changes})
 
 
 def sliced(name: str, degree: int, **changes: Any) -> Spec:
     known = {"model": "megatron", "tensor_parallel": degree, "universal_info": True, "groups": 2, "invariant": True}
-    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 2, **known, **changes})
+    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **known, **changes})
 
 
 @dataclass(frozen=True)

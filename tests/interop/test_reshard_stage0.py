@@ -11,7 +11,7 @@ import pytest
 import zckpt
 from tests.deepspeed_engine import Spec, resume, train
 from tests.deepspeed_engine.catalogue import SPECS
-from tests.interop.test_reshard_pipeline import pipeline, sliced
+from tests.interop.test_reshard_pipeline import LAYERS, pipeline, sliced
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -62,7 +62,8 @@ BF16 = pipeline("pp2_s0_bf16", 2, 2, dtype="bf16", **SHORT)
 REGROUPED = [
     (FLAT, {"world_size": 2, "pipeline_parallel_size": 1}),
     (FLAT, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
-    (pipeline("pp2_s0_fp16", 2, 1, dtype="fp16", **SHORT), {"world_size": 1, "stage_bounds": "0,2,4,6"}),
+    (pipeline("pp2_s0_fp16", 2, 1, dtype="fp16", **SHORT), {"world_size": 1, "stage_bounds": "0,2,4,6",
+                                                                  "pipeline_layers": LAYERS}),
     (pipeline("pp2_s0_fp32", 2, 2, **SHORT), {"world_size": 1, "pipeline_parallel_size": 3, "names": NAMES,
                                              "partition_method": "uniform"}),
     (SLICED, {"world_size": 1, "tensor_parallel_size": 1}),

@@ -103,6 +103,8 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
         ({"rules": [{"apart": {"x": "(a"}, "joined": {"y": "a"}}]}, "malformed"),
         ({"rules": [{"apart": {"x": "a a"}, "joined": {"y": "a"}}]}, "malformed"),
         ({"rules": [{"apart": {"x": "a"}, "joined": {"y": "a"}, "padded": ["b"]}]}, "unusable padded"),
+        ({"rules": [{"apart": "x", "joined": "y", "beside": {"third": ["z"]}}]}, "unusable beside"),
+        ({"rules": [{"apart": "x", "joined": "y", "beside": {"apart": ["z.{l}"]}}]}, "unusable beside"),
         ({"sizes": {"a": []}}, "unusable"),
         ({"tied": {"third": {}}}, "unusable tied"),
         ({"order": {"apart": "x"}}, "unusable names"),

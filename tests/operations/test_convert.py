@@ -10,7 +10,7 @@ import torch
 
 import zckpt
 from tests.logical import assert_same_state
-from tests.pairwise import pairwise
+from tests.pairwise import each, pairwise
 from tests.truth import Truth, assert_consolidated, bits
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -62,8 +62,10 @@ def test_deepspeed_is_rewritten_from_any_format(name: str, to: str, stage: int, 
     assert_same_state(but_for_the_cut(back), but_for_the_cut(zckpt.open(FIXTURES / name)))
 
 
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_zerodim"])
-@pytest.mark.parametrize("first", range(len(RING)))
+@pytest.mark.parametrize(
+    ("name", "first"),
+    each(["s2_bf16_dp2_client", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_zerodim"], range(len(RING))),
+)
 def test_the_ring_of_all_formats_loses_nothing(name: str, first: int, tmp_path: Path) -> None:
     at = FIXTURES / name
     for number, to in enumerate(RING[first:] + RING[:first]):

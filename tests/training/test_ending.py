@@ -21,6 +21,7 @@ from tests.gloo import forked, run
 from zckpt.errors import WorkerError
 from zckpt.training import checkpointer as module
 from zckpt.training import ending
+from zckpt.training.run_place import RunPlace
 
 STEPS = 10**6
 
@@ -139,10 +140,10 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(
 
 
 def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: zckpt.Checkpointer, path: Path, checkpoint: object) -> None:
+    def refused(self: RunPlace, checkpoint: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(zckpt.Checkpointer, "_remove", full)
+    monkeypatch.setattr(RunPlace, "remove", refused)
     checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
     checkpointer.save(1, model=torch.nn.Linear(2, 2))
     checkpointer.save(2, model=torch.nn.Linear(2, 2))

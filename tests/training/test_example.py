@@ -6,10 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import train_and_resume
 from killed_ranks import Part
 from train_and_resume import disagreements
 
@@ -18,6 +20,7 @@ from tests.cli.console import ROOT, environment
 
 pytestmark = pytest.mark.interop
 
+Called = Callable[..., tuple[int, str, str]]
 STEPS = 8
 WHOLE = Part(4, losses={step: 1 / step for step in range(1, STEPS + 1)})
 PARTS = [
@@ -43,6 +46,17 @@ def example(*arguments: object) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Called:
+    """Call the example in this process: its status, and what it printed. For what ends before any rank is started."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["train_and_resume", *map(str, arguments)])
+        return train_and_resume.main(), *capsys.readouterr()
+
+    return call
+
+
 def test_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     png = tmp_path / "pictures" / "curves.png"
     done = example("--quick", "--seed", 7, "--directory", tmp_path / "run", "--png", png)
@@ -61,16 +75,17 @@ def test_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("--steps", 3), ("--quick",)])
 def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
-    arguments: tuple[object, ...], tmp_path: Path
+    arguments: tuple[object, ...], called: Called, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoint").touch()
-    done = example(*arguments, "--directory", tmp_path)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "too few steps" in done.stderr or "is not empty" in done.stderr
+    status, out, error = called(*arguments, "--directory", tmp_path)
+    assert (status, out) == (2, "")
+    assert len(error.splitlines()) == 1, error
+    assert "too few steps" in error or "is not empty" in error
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.nightly
 def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
     program, place = tmp_path / "program.py", tmp_path / "run"
     program.write_text(PROGRAM)
@@ -87,11 +102,35 @@ def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
     assert not list(place.glob("*.png"))
 
 
-def test_a_picture_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+def test_what_is_told_without_agreement_or_matplotlib(
+    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs as they come back from their ranks, one of which took a wrong turn."""
+    losses = {step: 1 / step for step in range(1, train_and_resume.QUICK_STEPS + 1)}
+    found = iter([
+        Part(4, losses=losses),
+        Part(4, losses={step: losses[step] for step in range(1, 6)}, killed=3),
+        Part(4, resumed=5, saved_by=4, losses={step: losses[step] for step in range(6, 12)}, killed=0),
+        Part(3, resumed=11, saved_by=4, losses={step: 1.02 * losses[step] for step in range(12, 18)}, killed=1),
+        Part(2, resumed=17, saved_by=3, losses={step: losses[step] for step in range(18, 25)}),
+    ])  # fmt: skip
+    monkeypatch.setattr(train_and_resume, "run", lambda *_, **__: next(found))
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    status, out, _ = called("--quick", "--directory", tmp_path / "run")
+    assert status == 1
+    wrong = [line for line in out.splitlines() if line.startswith("WRONG")]
+    assert [line.split(" of ")[1][:7] for line in wrong] == ["3 ranks"]
+    assert out.splitlines()[-1] == "matplotlib is not here to draw a picture"
+    assert "  step     alone   resumed  ranks" in out
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_a_picture_that_is_there_is_not_replaced(called: Called, tmp_path: Path) -> None:
     (tmp_path / "thesis.png").write_bytes(b"precious")
-    done = example("--quick", "--directory", tmp_path / "run", "--png", tmp_path / "thesis.png")
-    assert (done.returncode, done.stdout) == (4, "")
-    assert "exists already" in done.stderr
+    status, out, error = called("--quick", "--directory", tmp_path / "run", "--png", tmp_path / "thesis.png")
+    assert (status, out) == (4, "")
+    assert "exists already" in error
     assert (tmp_path / "thesis.png").read_bytes() == b"precious"
     assert not (tmp_path / "run").exists()
 

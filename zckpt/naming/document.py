@@ -22,7 +22,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import NoReturn, TypeGuard, TypeVar
@@ -81,10 +81,13 @@ class Rule:
     sides : pair of tuple of Template
     padded : tuple of str
         Letters of which one side may have more values: these are padding, zero where they are added.
+    beside : pair of tuple of Template
+        For each side, names that must be there, too, for it to hold from there to the other; they follow other rules.
     """
 
     sides: tuple[tuple[Template, ...], tuple[Template, ...]]
     padded: tuple[str, ...]
+    beside: tuple[tuple[Template, ...], tuple[Template, ...]] = ((), ())
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -299,16 +302,17 @@ def template(text: str, axes: str | None, where: str) -> Template:
 def _rule(value: object, names: tuple[str, str], where: str) -> Rule:
     if (
         not isinstance(value, dict)
-        or value.keys() - {*names, "padded"}
+        or value.keys() - {*names, "padded", "beside"}
         or names[0] not in value
         or names[1] not in value
     ):
-        _refuse(where, "unusable", f"{names[0]} and {names[1]}, and perhaps padded")
+        _refuse(where, "unusable", f"{names[0]} and {names[1]}, and perhaps padded and beside")
     padded = value.get("padded", [])
     if not _is_texts(padded) or len(padded) > 1:
         _refuse(where, "unusable padded", "a list of one letter")
     sides = (_side(value[names[0]], where), _side(value[names[1]], where))
     rule = Rule(sides, tuple(padded))
+    rule = replace(rule, beside=_beside(value.get("beside", {}), names, rule.shared, where))
     every = [*sides[0], *sides[1]]
     if any(one.axes is None for one in every):
         if len(every) != 2 or any(one.axes is not None for one in every):
@@ -324,6 +328,18 @@ def _rule(value: object, names: tuple[str, str], where: str) -> Rule:
     if set(padded) - letters[0]:
         _refuse(where, "unusable padded", f"letters of {', '.join(sorted(letters[0]))}")
     return rule
+
+
+def _beside(
+    value: object, names: tuple[str, str], shared: tuple[str, ...], where: str
+) -> tuple[tuple[Template, ...], tuple[Template, ...]]:
+    """Return the names that must be there for a rule to hold, by side."""
+    if not isinstance(value, dict) or value.keys() - set(names):
+        _refuse(where, "unusable beside", f"names of {names[0]} or {names[1]}")
+    found = (_templates(value.get(names[0]), where), _templates(value.get(names[1]), where))
+    if any(set(one.indices) - set(shared) for side in found for one in side):
+        _refuse(where, "unusable beside", "letters that all names of the rule have")
+    return found
 
 
 def _side(value: object, where: str) -> tuple[Template, ...]:

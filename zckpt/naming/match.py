@@ -108,6 +108,8 @@ def _instances(
     left = dict.fromkeys(shapes)
     for rule in map_.rules:
         for instance in of_rule(rule, rule.sides[side], left, shapes):
+            if not all(one.name(instance.shared) in shapes for one in rule.beside[side]):
+                continue
             found.append(instance)
             for one in instance.sources:
                 del left[one.name]

@@ -29,7 +29,7 @@ from zckpt.optim.zero_redundancy import exchange
 
 pytestmark = pytest.mark.interop
 
-STEPS = 20
+STEPS = 8
 
 
 def steps_as_the_unsharded_optimizer(rank: int, world_size: int, view: bool) -> None:

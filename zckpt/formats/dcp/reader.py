@@ -74,10 +74,10 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             advice="copy metadata.json, which says that it is, to the other files",
         )
     checkpoint = Checkpoint(str(path), FORMAT)
-    root, folders = _root(directory, checkpoint)
+    root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
-    _say_what_values_are(checkpoint, folders, rewritten=own is not None)
+    say_what_values_are(checkpoint, folders, rewritten=own is not None)
     if own is None:
         _read_companions(checkpoint, directory)
     if lost:
@@ -164,14 +164,14 @@ def _shown(keys: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Folder:
+class Folder:
     """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks."""
 
     paths: dict[str, Keys]
     several: list[str]
 
 
-def _say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, _Folder], *, rewritten: bool) -> None:
+def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *, rewritten: bool) -> None:
     """Give files the rules for values that are no tensors: by the key that state or metadata have them under.
 
     What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
@@ -204,11 +204,11 @@ def _joined(steps: Keys) -> Iterator[str]:
             yield ".".join(map(str, steps[start:end]))
 
 
-def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, _Folder]]:
+def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
     """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
     trees: dict[str | int, Node] = {}
     used: list[ItemFile] = []
-    folders: dict[str, _Folder] = {}
+    folders: dict[str, Folder] = {}
     for name, folder in directory.folders.items():
         metadata = read_metadata(folder)
         items = read_items(folder, metadata)
@@ -216,7 +216,7 @@ def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[st
         used += items.files
         above = (name,) if name else ()
         several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
-        folders[str(folder)] = _Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
+        folders[str(folder)] = Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
         describe_files(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")

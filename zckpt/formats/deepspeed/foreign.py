@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
-from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_auto_ep, of_experts
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
@@ -119,6 +119,12 @@ def _refuse(checkpoint: Checkpoint) -> None:
             path=path,
             expected="a source that is not elastic",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
+        )
+    if of_auto_ep(checkpoint):
+        raise UnsupportedError(
+            "experts that AutoEP has as one tensor are not written from another format",
+            path=path,
+            advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
         )
     if checkpoint.topology.pp > 1:
         raise UnsupportedError("pipeline stages are not written from another format", path=path,

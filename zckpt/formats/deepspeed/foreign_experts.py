@@ -17,7 +17,7 @@ from zckpt.formats.deepspeed.experts import (
     named_degree,
     spread_experts,
 )
-from zckpt.state import ParamGroup
+from zckpt.state import Checkpoint, ParamGroup
 
 
 def of_experts(group: ParamGroup, path: str) -> list[str]:
@@ -53,3 +53,8 @@ def numbers_of_experts(names: Iterable[str]) -> list[int]:
     """Return how many experts each layer has, in the order of the layers' files."""
     found = experts_per_rank(names)
     return [found[layer] for layer in sorted(found, key=in_order)]
+
+
+def of_auto_ep(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint was once DeepSpeed's with experts, and has none that are parameters by themselves."""
+    return bool(checkpoint.metadata.get("num_experts")) and not any(is_expert(name) for name in checkpoint.parameters)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -81,6 +82,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             code=MISSING_FILE,
         )
     optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
+    models, optimizers = split_files(models, optimizers)
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
@@ -110,7 +112,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
-    state = join(stages, models[0].shard.path)
+    state = fused(join(stages, models[0].shard.path))
     checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
         state.parameters,
         state.buffers,
@@ -181,8 +183,6 @@ def _named(shard: Shard, file: TorchFile) -> dict[str, object]:
 
 def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> None:
     for model in models:
-        if plain(model.content.get("ds_autoep_layers")):
-            raise UnsupportedError("experts placed by AutoEP", path=model.shard.path)
         if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
 
@@ -228,7 +228,8 @@ def _ranks(
             checkpoint.warnings += dict.fromkeys(leftovers.values())
         files = _model_members(directory, own, members)
         found.append((mp_rank, files, members))
-    experts = expert_files(outside, {shard.path: _named(shard, file) for shard, file in outside})
+    auto = auto_layers(models[0])
+    experts = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
     ranks: list[RankFiles] = []
     for mp_rank, files, members in found:
         alike = [one for _, _, one in found] if len(found) == tp else [members]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed.auto_ep import fused_name
 from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
@@ -334,7 +335,14 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if origin.layers:
         raise UnsupportedError("experts in the stages of a pipeline are not resharded", path=path)
     if stage == 3:
-        raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
+        raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
+    fused = any(fused_name(name) for files in origin.ranks for name in files.state.parameters)
+    if fused and (options.round_robin or options.parameter_alignment):
+        raise UnsupportedError(
+            "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
+            path=path,
+            expected="no round_robin, no parameter_alignment",
+        )
 
 
 def cut_rank_values(target: Target) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
+from zckpt.formats.deepspeed.auto_ep import indivisible
 from zckpt.formats.deepspeed.experts import (
     experts_per_rank,
     is_expert,
@@ -179,7 +180,7 @@ def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str
     numels = [[parameters[name].numel for name in names] for names in spread]
     if any(one != numels[0] for one in numels):
         raise UnsupportedError("experts of different sizes are not regrouped", path=path)
-    cut = expert_groups(numels[0]) if by_size else [list(range(len(spread[0])))]
+    cut = expert_groups(numels[0], indivisible(spread[0])) if by_size else [list(range(len(spread[0])))]
     values = _renamed(bundle[0], degree)
     return [Unit(values, [[names[i] for i in one] for names in spread], per_rank) for one in cut]
 
@@ -189,7 +190,8 @@ def _joined(groups: Sequence[_Group], parameters: Mapping[str, Parameter]) -> tu
     source = groups[0].degree or 1
     members = [_by_rank(group.values.parameters, source) for group in groups]
     joined = [[name for names in members for name in names[rank]] for rank in range(source)]
-    split = [len(one) for one in expert_groups([parameters[name].numel for name in joined[0]])]
+    numels = [parameters[name].numel for name in joined[0]]
+    split = [len(one) for one in expert_groups(numels, indivisible(joined[0]))]
     return joined, split == [len(names[0]) for names in members]
 
 
@@ -205,8 +207,14 @@ def _renamed(group: _Group, degree: int) -> ParamGroup:
     return replace(group.values, hyperparameters={**group.values.hyperparameters, "name": f"ep_size_{degree}"})
 
 
-def expert_groups(numels: Sequence[int]) -> list[list[int]]:
+def expert_groups(numels: Sequence[int], units: Sequence[str] = ()) -> list[list[int]]:
     """Return how DeepSpeed assigns one rank's expert parameters to param groups.
+
+    Parameters
+    ----------
+    numels : sequence of int, elements
+    units : sequence of str
+        What is assigned as one: parameters that follow each other and have the same; by default each.
 
     Notes
     -----
@@ -214,11 +222,13 @@ def expert_groups(numels: Sequence[int]) -> list[list[int]]:
     """
     found: list[list[int]] = [[]]
     size = 0
-    for index, numel in enumerate(numels):
+    for _, unit in groupby(range(len(numels)), lambda index: units[index] if units else index):
+        indices = list(unit)
+        numel = sum(numels[index] for index in indices)
         if size + numel > EXPERT_GROUP_NUMEL:
             found.append([])
             size = 0
-        found[-1].append(index)
+        found[-1] += indices
         size += numel
     return found
 

@@ -41,6 +41,7 @@ MODEL_RULES = (
         Rule((key, "**"), IMPLIED, "ranks and version of the run")
         for key in ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version")
     ),
+    Rule(("ds_autoep_layers", "**"), IMPLIED, "which rank has which experts"),
     *optimizer_rules("optimizer"),
     *optimizer_rules("optimizer", "optimizer_state_dict"),
 )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.auto_ep import KEY as AUTO_KEY
+from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, layers_for
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -15,7 +17,7 @@ from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_numel, shard_share
-from zckpt.torchfile import OrderedMapping, Size, Tensor
+from zckpt.torchfile import OrderedMapping, Size, Tensor, plain
 
 
 def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
@@ -50,7 +52,18 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
                for key, value in source.content.items()}  # fmt: skip
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
+    if plain(source.content.get(AUTO_KEY)):
+        content[AUTO_KEY] = layers = layers_for(source.content[AUTO_KEY], _degrees(mp), target.world_size)
+        info = source.content.get(INFO_KEY)
+        if isinstance(info, dict) and AUTO_KEY in info:
+            content[INFO_KEY] = FromFile.of(source.file, {**info, AUTO_KEY: layers})
     return content
+
+
+def _degrees(mp: TargetRank) -> dict[str, int]:
+    """Return over how many ranks the experts of each layer of AutoEP are spread, by the name before their weights."""
+    named = ((fused_name(p.name), len(group.experts)) for group in mp.groups for p in group.experts[0])
+    return {name.rpartition(".")[0]: degree for name, degree in named if name is not None}
 
 
 def alike(target: Target, mp: TargetRank, rank: int) -> object:
@@ -92,8 +105,8 @@ def _param_shapes(target: Target, mp: TargetRank) -> list[OrderedMapping]:
 
 def _shapes(parameters: Sequence[Parameter], *, tuples: bool = False) -> OrderedMapping:
     shapes = OrderedMapping()
-    for parameter in parameters:
-        shapes[parameter.name] = parameter.shape if tuples else Size(parameter.shape)
+    for name, shape in fused_shapes({p.name: p.shape for p in parameters}).items():
+        shapes[name] = shape if tuples else Size(shape)
     return shapes
 
 

@@ -4,17 +4,21 @@ RUN/latest_checkpointed_iteration.txt      "4": the directory that was saved las
 RUN/iter_0000004/                          `torch_dist`: metadata.json, .metadata, __R_N.distcp, common.pt
 NAME/weights/, NAME/context/               NeMo 2: the same in `weights`
 NAME/model_weights/, model_config.yaml     NeMo 1, unpacked
+RUN/iter_0000004/.metadata, __R_N.distcp   `fsdp_dtensor`: of torch's DCP, with names, and no metadata.json
 RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/   legacy: model_optim_rng.pt, distrib_optim.pt
 
 directory     which of these a path is
 names         what the tensors on disk are of the model that they were cut from
 stacked       the spans of one layer, or expert, of a tensor that holds all of them
+grouped       the flattened state of experts that are one tensor in memory
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 optimizer     its slots and param groups
 objects       values that are no tensors
 flat          the distributed optimizer's flat buffers as slots of parameters
+chunks        which parameters each of them may be of, and where
 lines         those buffers as lines of elements
 order         the order of a model's parameters in memory
+fsdp_dtensor  Megatron-FSDP's directories as a Checkpoint
 legacy        from ranks' files to a Checkpoint
 ranks         which ranks there are, and what each has by the whole model's names
 local         what the optimizer of one rank has of its parameters
@@ -35,7 +39,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.megatron.directory import LEGACY, find_place, is_written, names_own
+from zckpt.formats.megatron.directory import FSDP_DTENSOR, LEGACY, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
 from zckpt.storage.ownership import Owned
 
@@ -79,7 +83,7 @@ class Megatron(Format):
             "Megatron-Core, NeMo 2",
             "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
             "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, proven by the weights, "
-            "`dp_reshardable`",
+            "`dp_reshardable` and `dp_zero_gather_scatter`; Megatron-FSDP's `fsdp_dtensor`",
         ),
         (
             "Megatron's legacy `mp_rank_XX`",
@@ -103,8 +107,10 @@ class Megatron(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Read `.metadata`, the headers of the items, and `common.pt`."""
-        from zckpt.formats.megatron import legacy, torch_dist
+        from zckpt.formats.megatron import fsdp_dtensor, legacy, torch_dist
 
+        if found.place.kind == FSDP_DTENSOR:
+            return fsdp_dtensor.read(found.place)
         if found.place.kind == LEGACY:
             return legacy.read(found.place.path, found.place.tracker)
         return torch_dist.read(found.place)

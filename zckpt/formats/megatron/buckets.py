@@ -15,11 +15,14 @@ Source: megatron-core 0.16, `_ParamAndGradBuffer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
 """Elements to a multiple of which each parameter's start in its bucket is rounded up."""
+
+BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
+"""Elements at which a bucket ends, at least, if gradients are reduced as they come and the user has said nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,18 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
         end = start + member.numel
     whole = bucket == len(sizes) - 1 and end == sizes[bucket] if places else not sizes
     return Layout(tuple(places), tuple(sizes)) if whole else None
+
+
+def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
+    """Return at which sizes buckets may have ended: never, or where the program's arguments say so, in elements."""
+    size = arguments.get("ddp_bucket_size")
+    if type(size) is int:
+        return [None, size]
+    ranks = [n for key in ("data_parallel_size", "context_parallel_size") if type(n := arguments.get(key)) is int]
+    count = 1
+    for n in ranks:
+        count *= n
+    return [None, max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * count)]
 
 
 def gaps(layout: Layout, members: Sequence[Member]) -> list[tuple[int, int, int]]:

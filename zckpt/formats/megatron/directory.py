@@ -3,6 +3,7 @@
 RUN/latest_checkpointed_iteration.txt     "4" for iter_0000004, or "release"; no newline
 DIR/metadata.json                         {"sharded_backend": "torch_dist", ...}: the mark of such a directory
 DIR/weights/, DIR/model_weights/          NeMo 2 and 1, with the mark in there
+DIR/.metadata with these keys             fsdp_dtensor: "optimizer.param_to_group_meta.", or of a model by itself
 DIR/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     legacy: the directories of ranks are the mark
 """
 
@@ -38,6 +39,14 @@ INSIDE = ("weights", "model_weights")
 
 FORMAT = "megatron"
 
+TORCH_DIST, LEGACY, FSDP_DTENSOR = "torch_dist", "legacy", "fsdp_dtensor"
+
+_KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_version"))
+"""What Megatron-FSDP's keys are known by: all of one of these are in `.metadata`."""
+
+METADATA_NBYTES = 1 << 28
+"""Of `.metadata` that keys are looked for in."""
+
 OWN_NAME = "zckpt.pt"
 RELEASE = "release"
 """The directory of a model that no training has saved."""
@@ -46,8 +55,6 @@ _WRITTEN = re.compile(
     rf"{re.escape(TRACKER)}|(?:iter_[0-9]+|{RELEASE})/"
     r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp)"
 )
-
-TORCH_DIST, LEGACY = "torch_dist", "legacy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class Place:
         The file that named it.
     version : int
         Of `torch_dist`.
-    kind : {"torch_dist", "legacy"}
+    kind : {"torch_dist", "legacy", "fsdp_dtensor"}
     """
 
     path: Path
@@ -113,7 +120,18 @@ def _here(directory: Path, tracker: Path | None = None) -> Place | NearMiss | No
     """Return the checkpoint that a directory is; None if it is none."""
     if is_marked(directory):
         return _place(directory, tracker)
+    if is_fsdp(directory):
+        return Place(directory, tracker, kind=FSDP_DTENSOR)
     return Place(directory, tracker, kind=LEGACY) if folders(directory) else None
+
+
+def is_fsdp(directory: Path) -> bool:
+    """Tell whether Megatron-FSDP has written a directory of torch's DCP, and not another program, nor zckpt."""
+    metadata = directory / METADATA_NAME
+    if not is_file(metadata) or is_file(directory / OWN_NAME) or is_file(directory / COMMON):
+        return False
+    content = read_head(str(metadata), METADATA_NBYTES)
+    return any(all(one in content for one in keys) for keys in _KEYS)
 
 
 def folders(directory: Path) -> dict[str, Path]:
@@ -182,7 +200,7 @@ def _tracked(run: Path) -> Place | NearMiss | None:
         return here
     if (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():
         return None
-    others = sorted(one.name for one in run.iterdir() if is_marked(one) or folders(one))
+    others = sorted(one.name for one in run.iterdir() if is_marked(one) or folders(one) or is_fsdp(one))
     if not others:
         return None
     raise UnknownFormatError(

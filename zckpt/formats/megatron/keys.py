@@ -76,6 +76,11 @@ def check_names(names: Iterable[str], path: str) -> None:
         )
 
 
+def is_of_one_layer(key: str) -> bool:
+    """Tell whether a key is of one layer of a block whose layers might be stacked."""
+    return _LAYER.fullmatch(key) is not None
+
+
 def filed_names(names: Iterable[str]) -> dict[str, str]:
     """Return the name that the files' keys have for each tensor: norms that belong to a linear layer are a part of it.
 

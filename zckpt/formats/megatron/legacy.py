@@ -24,6 +24,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
+from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import KEPT, PARTNER, Cut, cut_of, joined
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
 from zckpt.formats.megatron.heads import CURRENT, reordered, splits_of
@@ -59,9 +60,6 @@ UNTIED = "untie_embeddings_and_output_weights"
 VERSION = "checkpoint_version"
 
 SAME = "as in the first rank's file"
-
-BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
-"""Elements at which a bucket ends, at least, if gradients are reduced as they come and the user has said nothing."""
 
 
 @dataclass(slots=True)
@@ -173,7 +171,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
         rules += attach_plain(own, parts, path)
     elif parts and is_file(flat):
         file = read_torchfile(flat)
-        sizes = _bucket_numels(one.arguments)
+        sizes = bucket_numels(one.arguments)
         found = attach_distributed(own, chunks, file, shared, sizes)
         more.append(describe(file, "optimizer", mp_rank=one.rank.tp, rules=found))
     elif parts:
@@ -194,18 +192,6 @@ def label_of(chunk: int, name: str) -> str:
 
 def _is_buffer(name: str, tensor: Tensor) -> bool:
     return not is_floating(tensor.dtype) or BUFFERS.fullmatch(name) is not None
-
-
-def _bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
-    """Return at which sizes buckets may have ended: never, or where the arguments say so."""
-    size = arguments.get("ddp_bucket_size")
-    if type(size) is int:
-        return [None, size]
-    ranks = [n for key in ("data_parallel_size", "context_parallel_size") if type(n := arguments.get(key)) is int]
-    count = 1
-    for n in ranks:
-        count *= n
-    return [None, max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * count)]
 
 
 def _gather(wholes: dict[str, Whole], one: RankFile, names: Sequence[Mapping[str, str]], local: Local) -> None:

@@ -1,65 +1,97 @@
-"""The flat buffers of `torch_dist` as lines of elements, in whatever chunks the files have them."""
+"""The flat buffers of `torch_dist` as lines of elements, in whatever pieces the files have them.
+
+[chained_N.]optimizer.distributed.dp_group_idx_<g>...
+...gbuf_idx_<b>.dtype_(torch.bfloat16, torch.float32).bucket_idx_<k>.<slot>     a bucket, up to 0.13 with its padding
+...per_bucket_numel_unpadded/shard_0_1     [[{(dtype, dtype): [n, ...]}, ...]]: how much of each bucket is none
+...param_state/shard_0_1                   [{"buckets_coalesced": True, <b>: {(dtype, dtype): {<slot>: flat, ...}}}]
+
+`param_state` (`dp_zero_gather_scatter`) has all buckets of a buffer as one line, without padding between them.
+"""
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-from zckpt.formats.dcp.items import TensorItem
+from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, Span
 from zckpt.state.dtypes import itemsize
+from zckpt.torchfile import DType, Tensor
+
+_GROUP = r"(?:chained_([0-9]+)\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\."
 
 BUCKET = re.compile(
-    r"(?:chained_([0-9]+)\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\.gbuf_idx_([0-9]+)"
-    r"\.dtype_\((?:torch\.)?(\w+), *(?:torch\.)?\w+\)\.bucket_idx_([0-9]+)\.(.+)"
+    _GROUP + r"gbuf_idx_([0-9]+)\.dtype_\((?:torch\.)?(\w+), *(?:torch\.)?\w+\)\.bucket_idx_([0-9]+)\.(.+)"
 )
+STATE = re.compile(_GROUP + r"param_state/shard_.*")
+UNPADDED_SIZES = re.compile(_GROUP + r"per_bucket_numel_unpadded/shard_.*")
 
-PARAM = "param"
+PARAM, UNPADDED, JOINED = "param", "numel_unpadded", "buckets_coalesced"
 
 
 class UnprovenError(Exception):
     """Why what lies in the buffers is not certain."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Line:
-    """A bucket: its tensors by slot, each as spans in order and where each begins."""
+    """Elements of a slot: spans in order, and where each begins."""
 
-    numel: int
-    slots: dict[str, tuple[list[int], list[Span], str]] = field(default_factory=dict)
+    firsts: Sequence[int]
+    spans: Sequence[Span]
+    dtype: str
 
-    def part(self, slot: str, start: int, numel: int) -> Iterator[tuple[int, int, Span]]:
+    def part(self, start: int, numel: int) -> Iterator[tuple[int, int, Span]]:
         """Yield what is where of some elements: first one among them, how many, and a span with their bytes."""
-        firsts, spans, _ = self.slots[slot]
-        for at in range(max(bisect_right(firsts, start) - 1, 0), len(spans)):
-            low, high = max(firsts[at], start), min(firsts[at] + spans[at].extent.numel, start + numel)
-            if firsts[at] >= start + numel:
+        for at in range(max(bisect_right(self.firsts, start) - 1, 0), len(self.spans)):
+            if self.firsts[at] >= start + numel:
                 return
+            low = max(self.firsts[at], start)
+            high = min(self.firsts[at] + self.spans[at].extent.numel, start + numel)
             if low < high:
-                yield low - start, high - low, _moved(spans[at], low - firsts[at])
+                yield low - start, high - low, _moved(self.spans[at], low - self.firsts[at])
 
 
 @dataclass(slots=True)
 class Buffer:
-    """A buffer of a rank: the type of its parameters, and its buckets by number."""
+    """A buffer of a rank.
+
+    Parameters
+    ----------
+    dtype : str
+        Of its parameters.
+    slots : dict of str to Line
+        Each of all buckets, one behind the other.
+    numel : int, elements
+        Of a line.
+    stored, sizes : tuple of int, or None
+        Elements of each bucket in the line, and without what pads it; None where buckets are written as one.
+    """
 
     dtype: str
-    buckets: dict[int, Line] = field(default_factory=dict)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each bucket."""
-        return [self.buckets[number].numel for number in sorted(self.buckets)]
+    slots: dict[str, Line] = field(default_factory=dict)
+    numel: int = 0
+    stored: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
 
 
 Buffers = dict[int, dict[int, dict[int, Buffer]]]
 """By optimizer of a chain, model-parallel rank, and number."""
 
 
-def buffers_of(items: Mapping[str, TensorItem]) -> Buffers:
-    """Return the buffers that tensors are buckets of.
+def buffers_of(items: Mapping[str, TensorItem], objects: Mapping[str, ObjectItem]) -> Buffers:
+    """Return the buffers of a directory.
+
+    Parameters
+    ----------
+    items : mapping of str to TensorItem
+        Buckets, by key.
+    objects : mapping of str to ObjectItem
+        All that there are.
 
     Raises
     ------
@@ -67,18 +99,103 @@ def buffers_of(items: Mapping[str, TensorItem]) -> Buffers:
         A key is of another form, or the tensors of a bucket are of different sizes.
     """
     found: Buffers = {}
+    unpadded = {_place(match): _only(one) for key, one in objects.items() if (match := UNPADDED_SIZES.fullmatch(key))}
+    for (chain, group, number), buckets in _buckets(items).items():
+        buffer = _of_buckets(buckets, _sizes(unpadded.get((chain, group)), number))
+        found.setdefault(chain, {}).setdefault(group, {})[number] = buffer
+    for key, one in objects.items():
+        match = STATE.fullmatch(key)
+        if match is not None:
+            chain, group = _place(match)
+            groups = found.setdefault(chain, {})
+            if group in groups:
+                raise UnprovenError(f"{key[:120]} is beside buckets")
+            groups[group] = dict(enumerate(_whole(_only(one), one.file.path)))
+    return found
+
+
+def _place(match: re.Match[str]) -> tuple[int, int]:
+    return int(match[1] or 0), int(match[2])
+
+
+def _only(item: ObjectItem) -> object:
+    """Return the object of a rank's only shard."""
+    return item.node[0] if isinstance(item.node, list) and len(item.node) == 1 else None
+
+
+Buckets = dict[int, tuple[str, dict[str, TensorItem]]]
+"""The type of the parameters, and the tensors by slot, by number."""
+
+
+def _buckets(items: Mapping[str, TensorItem]) -> dict[tuple[int, int, int], Buckets]:
+    found: dict[tuple[int, int, int], Buckets] = {}
     for key, item in items.items():
         match = BUCKET.fullmatch(key)
         if match is None or len(item.shape) != 1:
             raise UnprovenError(f"{key[:120]} is no bucket")
-        chain, group, number, bucket = int(match[1] or 0), int(match[2]), int(match[3]), int(match[5])
-        buffer = found.setdefault(chain, {}).setdefault(group, {}).setdefault(number, Buffer(match[4]))
-        line = buffer.buckets.setdefault(bucket, Line(item.shape[0]))
-        spans = sorted((span for span in item.spans if span.extent.numel), key=_first)
-        if line.numel != item.shape[0] or buffer.dtype != match[4]:
-            raise UnprovenError(f"the tensors of bucket {bucket} of buffer {number} are not of one size")
-        line.slots[MASTER if match[6] == PARAM else match[6]] = [_first(span) for span in spans], spans, item.dtype
+        own = found.setdefault((*_place(match), int(match[3])), {})
+        _, its = own.setdefault(int(match[5]), (match[4], {}))
+        its[MASTER if match[6] == PARAM else match[6]] = item
     return found
+
+
+def _of_buckets(buckets: Buckets, sizes: Sequence[int] | None) -> Buffer:
+    """Return a buffer of its buckets, of which `sizes` are without padding."""
+    ordered = [buckets[number] for number in sorted(buckets)]
+    dtype, first = ordered[0]
+    numels = [{item.shape[0] for item in its.values()} for _, its in ordered]
+    alike = all(kind == dtype and its.keys() == first.keys() for kind, its in ordered)
+    if sorted(buckets) != list(range(len(buckets))) or not alike or any(len(one) != 1 for one in numels):
+        raise UnprovenError("the tensors of a buffer's buckets are not of one kind and size")
+    stored = tuple(one.pop() for one in numels)
+    own = stored if sizes is None else tuple(sizes)
+    if len(own) != len(stored) or any(size > whole for size, whole in zip(own, stored, strict=False)):
+        raise UnprovenError("the sizes of buckets are not those of their tensors")
+    begins = (0, *accumulate(stored))
+    slots = {}
+    for slot in first:
+        pieces = sorted(
+            ((begin + _first(span), span) for begin, (_, its) in zip(begins, ordered, strict=False)
+             for span in its[slot].spans if span.extent.numel),
+            key=lambda one: one[0],
+        )  # fmt: skip
+        slots[slot] = Line([at for at, _ in pieces], [span for _, span in pieces], first[slot].dtype)
+    return Buffer(dtype, slots, begins[-1], stored, own)
+
+
+def _sizes(node: object, number: int) -> list[int] | None:
+    """Return the sizes of a buffer's buckets as an object has them; None if it does not."""
+    its = node[number] if isinstance(node, list) and number < len(node) else None
+    values = [one for one in its.values() if isinstance(one, list)] if isinstance(its, dict) else []
+    if len(values) == 1 and all(type(n) is int and n > 0 for n in values[0]):
+        return list(values[0])
+    return None
+
+
+def _whole(node: object, path: str) -> Iterator[Buffer]:
+    """Yield the buffers of a rank's `param_state`, in the order of their numbers."""
+    content = node if isinstance(node, dict) else {}
+    numbered = {key: value for key, value in content.items() if type(key) is int and isinstance(value, dict)}
+    if content.get(JOINED) is not True or sorted(numbered) != list(range(len(numbered))):
+        raise UnprovenError(f"param_state is not of the form with {JOINED}")
+    for number in sorted(numbered):
+        for types, its in numbered[number].items():
+            tensors = {str(slot): one for slot, one in its.items() if isinstance(one, Tensor)} if isinstance(
+                its, dict) else {}  # fmt: skip
+            shapes = {one.shape for one in tensors.values()}
+            kind = types[0].name if isinstance(types, tuple) and types and isinstance(types[0], DType) else None
+            if PARAM not in tensors or len(shapes) != 1 or len(next(iter(shapes))) != 1 or kind is None:
+                raise UnprovenError(f"buffer {number} has no flat tensors of one size, `{PARAM}` among them")
+            slots = {MASTER if slot == PARAM else slot: Line([0], [span_of(one, path)], one.dtype)
+                     for slot, one in tensors.items()}  # fmt: skip
+            yield Buffer(kind, slots, tensors[PARAM].shape[0])
+
+
+def between(ranges: Iterable[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """Return what of a line is in no range: first element and how many; each range is first element and how many."""
+    edges = [(0, 0), *sorted(ranges), (numel, 0)]
+    found = ((one[0] + one[1], other[0]) for one, other in pairwise(edges))
+    return [(low, high - low) for low, high in found if high > low]
 
 
 def _first(span: Span) -> int:

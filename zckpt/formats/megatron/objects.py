@@ -18,7 +18,7 @@ from pathlib import Path
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.state import Checkpoint, Topology
-from zckpt.torchfile import Object, TorchFile, read_torchfile
+from zckpt.torchfile import FromFile, Object, TorchFile, read_torchfile
 
 OPTIMIZER = "optimizer"
 STEP_KEYS = ("iteration", "global_step")
@@ -60,10 +60,14 @@ class Common:
     @property
     def arguments(self) -> Mapping[object, object]:
         """The program's arguments; empty where it has none."""
-        node = self.content.get("args")
-        if isinstance(node, Object):
-            node = node.state
-        return node if isinstance(node, dict) else {}
+        return arguments_of(self.content.get("args"))
+
+
+def arguments_of(value: object) -> Mapping[object, object]:
+    """Return the attributes of a program's arguments; of anything else none."""
+    node = value.node if isinstance(value, FromFile) else value
+    node = node.state if isinstance(node, Object) else node
+    return node if isinstance(node, dict) else {}
 
 
 def read_common(path: Path) -> Common:
@@ -80,7 +84,11 @@ def read_common(path: Path) -> Common:
 
 def topology_of(common: Common, checkpoint: Checkpoint) -> tuple[Topology, int]:
     """Return how many ranks of each kind the arguments say, and how many in all: or wrote the files."""
-    arguments = common.arguments
+    return topology_from(common.arguments, checkpoint)
+
+
+def topology_from(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
+    """Return what `topology_of` does, of the arguments themselves."""
     sizes = {name: value for key, name in RANKS if type(value := arguments.get(key)) is int and value > 0}
     world = arguments.get("world_size")
     return Topology(**sizes), world if type(world) is int and world > 0 else checkpoint.world_size

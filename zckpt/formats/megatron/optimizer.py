@@ -116,7 +116,8 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     others = {key: value for key, value in common.content.items() if key != OPTIMIZER}
     checkpoint.metadata |= {key: carried(common.file, value) for key, value in others.items()}
     checkpoint.files.append(describe(common.file, "metadata", rules=rules))
-    checkpoint.loss_scale = _loss_scale(every, common)
+    scale = _loss_scale(every, common)
+    checkpoint.loss_scale = checkpoint.loss_scale if scale is None else scale
 
 
 def optimizers(

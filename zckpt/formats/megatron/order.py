@@ -27,8 +27,14 @@ _QKV_NORM = _of("self_attention.linear_qkv", *_NORM)
 _PROJ = _of("self_attention.linear_proj", *_BOTH)
 _REST = [
     *_of("self_attention.linear_qkv", *_BOTH),
+    *_of("self_attention.linear_q_proj", *_BOTH),
+    *_of("self_attention.linear_q_down_proj", *_BOTH),
+    *_of("self_attention.linear_q_up_proj", *_NORM, *_BOTH),
+    *_of("self_attention.linear_kv_down_proj", *_BOTH),
+    *_of("self_attention.linear_kv_up_proj", *_NORM, *_BOTH),
     *_of("self_attention.q_layernorm", *_BOTH),
     *_of("self_attention.k_layernorm", *_BOTH),
+    *_of("self_attention.kv_layernorm", *_BOTH),
     *_of("pre_mlp_layernorm", *_BOTH),
     *_of("mlp.linear_fc1", *_NORM),
     *_of("mlp.router", *_BOTH),

@@ -20,8 +20,9 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
+from zckpt.formats.megatron.objects import arguments_of as attributes_of
 from zckpt.formats.torch_files.tensors import as_mapping
-from zckpt.torchfile import Object, Tensor, TorchFile, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _CHUNK = re.compile(r"model([0-9]*)")
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]+)(\..*)")
@@ -72,10 +73,7 @@ class RankFile:
 
 def arguments_of(content: Mapping[object, object]) -> Mapping[object, object]:
     """Return the attributes of `args`."""
-    node = content.get("args")
-    if isinstance(node, Object):
-        node = node.state
-    return node if isinstance(node, dict) else {}
+    return attributes_of(content.get("args"))
 
 
 def read_ranks(directory: Path) -> list[RankFile]:

@@ -19,11 +19,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
-from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
+from zckpt.formats.dcp.items import TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
 from zckpt.formats.megatron.flat import with_flat
+from zckpt.formats.megatron.grouped import is_transposed, transposed
+from zckpt.formats.megatron.keys import is_of_one_layer
 from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
@@ -39,9 +41,6 @@ MASTERS = frozenset({"param", "fp32_param"})
 
 _SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
-ONE_LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.[0-9]+\..*")
-"""A key of a layer that is not stacked."""
-
 _NEMO = "model."
 """Before every key of NeMo 1."""
 
@@ -92,7 +91,6 @@ def read(place: Place) -> Checkpoint:
     if own is not None:
         add_absent(checkpoint, own)
         restore_own(checkpoint, own)
-    _say_flat(checkpoint, items.objects)
     return checkpoint
 
 
@@ -149,7 +147,12 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[st
     for one in stored(keys.model):
         slots = {slot: _of(one, its, slot, path) for slot, its in keys.slots.items()}
         weights = _pieces(one, keys.model, keys.model, path)
-        known = {slot: _pieces(one, its, keys.model, path) for slot, its in slots.items() if its}
+
+        def pieces(slot: str, turned: bool, one: Stored = one) -> Pieces:
+            return _pieces(one, keys.model if slot == WEIGHT else keys.slots[slot], keys.model, path, turned=turned)
+
+        turned = is_transposed(one.key, len(one.axes), keys.slots, keys.model, pieces)
+        known = {slot: pieces(slot, turned) for slot, its in slots.items() if its}
         for index, (shape, spans) in weights.items():
             name = one.name(index)
             if name in found:
@@ -166,7 +169,7 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[st
     if all(name.startswith(_NEMO) for name in found):
         names = {name: name.removeprefix(_NEMO) for name in found}
     names |= {name: other for name, other in given.items() if name in found}
-    if any(one.axes == () and ONE_LAYER.fullmatch(one.key) for one in stored(keys.model)):
+    if any(is_of_one_layer(key) for key in keys.model):
         checkpoint.details["layers"] = "apart"
     for name in in_order(found):
         parameter = found[name]
@@ -187,12 +190,15 @@ def _of(one: Stored, items: Mapping[str, TensorItem], slot: str, path: str) -> d
     return its
 
 
+Pieces = dict[Index, tuple[tuple[int, ...], tuple[Span, ...]]]
+
+
 def _pieces(
-    one: Stored, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], path: str
-) -> dict[Index, tuple[tuple[int, ...], tuple[Span, ...]]]:
+    one: Stored, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], path: str, *, turned: bool = False
+) -> Pieces:
     """Return shape and spans of every tensor of the model that is stored together, by its layer and expert."""
     axes = len(one.axes)
-    every = [_inner(key, items[key], model[key].shape, axes, path) for key in one.parts]
+    every = [_inner(key, items[key], model[key].shape, axes, path, turned=turned) for key in one.parts]
     alike = {(model[key].shape[:axes], items[key].dtype) for key in one.parts}
     if len(alike) > 1:
         raise LayoutError(f"the tensors of {one.key} do not fit together", path=path, found=sorted(alike))
@@ -203,17 +209,21 @@ def _pieces(
     }  # fmt: skip
 
 
-def _inner(key: str, item: TensorItem, shape: tuple[int, ...], axes: int, path: str) -> dict[Index, list[Span]]:
+def _inner(
+    key: str, item: TensorItem, shape: tuple[int, ...], axes: int, path: str, *, turned: bool
+) -> dict[Index, list[Span]]:
     if len(shape) < axes:
         raise LayoutError(f"{key} has no axis for each layer", path=path, found=shape)
     flat = item.shape != shape
+    shape = (*shape[:axes], *reversed(shape[axes:])) if flat and turned else shape
     if flat and (item.shape[:axes] != shape[:axes] or not is_flattened(item.shape[axes:], shape[axes:])):
         raise LayoutError(f"{item.key} is not of the shape of its weight", path=path, expected=shape, found=item.shape)
     if axes and not math.prod(item.shape):
         raise UnsupportedError(f"{item.key} has no elements", path=path, found=item.shape)
     found: dict[Index, list[Span]] = split(item.spans, axes) if axes else {(): list(item.spans)}
     if flat:
-        return {i: unflattened(its, item.shape[axes:], shape[axes:], item.key, path) for i, its in found.items()}
+        whole = {i: unflattened(its, item.shape[axes:], shape[axes:], item.key, path) for i, its in found.items()}
+        return {i: transposed(its) for i, its in whole.items()} if turned else whole
     return found
 
 
@@ -224,12 +234,3 @@ def _check_all_used(keys: Keys, path: str) -> None:
             raise UnsupportedError(
                 f"the optimizer has {slot} of what is no tensor of the model", path=path, found=listed(others)
             )
-
-
-def _say_flat(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
-    """Say what of an optimizer is not read: buffers of all parameters, in which nothing tells one from the other."""
-    within = [key for key in objects if ".param_state/shard_" in key]
-    if within:
-        checkpoint.warnings.append(
-            f"the optimizer's state is in {len(within)} flat buffers without names, which are not read"
-        )

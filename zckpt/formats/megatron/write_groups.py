@@ -134,7 +134,7 @@ def step_of(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | Non
 
 
 def optimizer_node(
-    groups: Sequence[Group], step: float | None, *, sharding: str | None, scaler: object
+    groups: Sequence[Group], step: float | None, *, sharding: str | None, scalers: Sequence[object]
 ) -> dict[object, Any]:
     """Return `common.pt`'s optimizer.
 
@@ -145,12 +145,13 @@ def optimizer_node(
         Of all parameters.
     sharding : str or None
         How the distributed optimizer cuts its state; None: the optimizer is none of these.
-    scaler : object or None
-        The loss scaler's state.
+    scalers : sequence of object or None
+        The loss scaler's state, and that of experts where it is another.
     """
     chain = [[one for one in groups if not _factor(one.values, EXPERTS)],
              [one for one in groups if _factor(one.values, EXPERTS)]]  # fmt: skip
-    every = [_one(its, step, sharding, scaler) for its in chain if its]
+    own = (scalers[0], scalers[1] if scalers[1] is not None else scalers[0])
+    every = [_one(its, step, sharding, scaler) for its, scaler in zip(chain, own, strict=True) if its]
     return every[0] if len(every) == 1 else dict(enumerate(every))
 
 

@@ -23,6 +23,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
@@ -36,14 +37,15 @@ from zckpt.formats.megatron.directory import (
     FOLDER,
     FORMAT,
     MARK,
+    OPTIMIZER_FILE,
     OWN_NAME,
     RELEASE,
     TORCH_DIST,
     TRACKER,
     folder_of,
 )
-from zckpt.formats.megatron.keys import Placed, check_names, filed_names, placed
-from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER
+from zckpt.formats.megatron.keys import Placed, check_names, filed_names, is_of_one_layer, placed
+from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.megatron.write_groups import Group, groups_of, optimizer_node, step_of
@@ -61,6 +63,9 @@ SHARDING = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_sp
 APART, STACKED = "apart", "stacked"
 LAYERS = "layers"
 """Under which `Checkpoint.details` say that the files have each layer under keys of its own."""
+
+SCALERS = (SCALER, f"1.{SCALER}")
+"""Under which `Checkpoint.optimizer_metadata` have the loss scalers, that of experts where it is another."""
 
 EMPTY = [None]
 """The state of a module that has none."""
@@ -145,7 +150,7 @@ def lay_out(job: Job) -> TargetFiles:
     kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
     apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
     places = placed(kinds, apart=apart, path=checkpoint.source)
-    one_by_one = not any(at.sizes for name, at in places.items() if ".layers." in name)
+    one_by_one = any(is_of_one_layer(at.key) for at in places.values())
     items = Items()
     for name, (slot, dtype) in tensors.items():
         items.add("", places[filed[name]], slot, dtype, name)
@@ -164,9 +169,9 @@ def lay_out(job: Job) -> TargetFiles:
     folder = _folder(checkpoint, options.iteration, trained=bool(trained))
     tree = _common(checkpoint, folder, sharding, held, one_by_one=one_by_one)
     if groups:
-        scaler = checkpoint.optimizer_metadata.get(SCALER)
-        held |= {SCALER}
-        tree[OPTIMIZER] = optimizer_node(groups, step, sharding=sharding, scaler=scaler)
+        scalers = {key: value for key, value in checkpoint.optimizer_metadata.items() if key in SCALERS}
+        held |= set(scalers)
+        tree[OPTIMIZER] = optimizer_node(groups, step, sharding=sharding, scalers=[scalers.get(key) for key in SCALERS])
     own = own_tree(checkpoint, held=held, groups=[one.members for one in groups],
                    names={new: name for name, new in filed.items()})  # fmt: skip
     mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1, "common_backend": "torch",
@@ -204,11 +209,15 @@ def _slots(one: Parameter | None) -> tuple[str, ...]:
 
 
 def _optimizer(checkpoint: Checkpoint) -> str:
-    """Return whose state a source has: of a plain optimizer where Megatron-Core wrote it, and said nothing else."""
+    """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
+    said = arguments_of(checkpoint.metadata.get("args")).get("use_distributed_optimizer")
+    if isinstance(said, bool):
+        return DISTRIBUTED if said else PLAIN
     origin = checkpoint.details.get("origin")
     facts = origin if isinstance(origin, Mapping) else {"format": checkpoint.format, **checkpoint.details}
-    of_megatron = facts.get("format") == FORMAT and any(one.group is not None for one in checkpoint.parameters.values())
-    return PLAIN if of_megatron and "optimizer sharding" not in facts else DISTRIBUTED
+    flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
+    distributed = facts.get("format") != FORMAT or "optimizer sharding" in facts or flat
+    return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
 
 
 def _stored_apart(checkpoint: Checkpoint) -> bool:

@@ -21,6 +21,7 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
@@ -120,6 +121,9 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
                      "over several, all get those of the first; load it with ep_size=1, or use "
                      "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
+    if of_auto_ep(checkpoint):
+        found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
+                     "rank its own: use `zckpt reshard --expert-parallel-size E`")  # fmt: skip
     config = checkpoint.metadata.get("ds_config")
     zero = plain(config.node if isinstance(config, FromFile) else config)
     zero = zero.get("zero_optimization") if isinstance(zero, dict) else None

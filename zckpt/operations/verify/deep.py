@@ -23,19 +23,8 @@ from zckpt.engine.read import read_extent
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Budget, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.operations.verify.inventory import (
-    BUFFER,
-    PADDING,
-    Block,
-    Inventory,
-    Partner,
-    Piece,
-    Scattered,
-    Subject,
-    Subjects,
-    Work,
-    paths_of,
-)
+from zckpt.operations.verify.blocks import Block, Subjects, Work, paths_of, subjects_of
+from zckpt.operations.verify.inventory import BUFFER, PADDING, Inventory, Partner, Piece, Scattered, Subject
 from zckpt.state import Extent
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.crc32 import combine, crc32
@@ -291,7 +280,7 @@ def run(
     reporter : Reporter
     """
     outcome, checks = Outcome(), Checks(sums)
-    batches = ((some, inventory.subjects_of(some)) for some in batched(work, nbytes_of))
+    batches = ((some, subjects_of(inventory, some)) for some in batched(work, nbytes_of))
     portions: Portions[tuple[tuple[Work, ...], Subjects]] = Portions(
         total, lambda batch: sum(map(nbytes_of, batch[0])), lambda batch: (p for one in batch[0] for p in paths_of(one))
     )

@@ -211,8 +211,9 @@ def _deep(
     """Read every byte once."""
     from zckpt.engine.checking import Sum
     from zckpt.formats.survey import checksums
+    from zckpt.operations.verify.blocks import Work, blocks
     from zckpt.operations.verify.deep import nbytes_of, run, share_of
-    from zckpt.operations.verify.inventory import Inventory, SumIndex, Work, blocks, take_inventory
+    from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
     from zckpt.operations.verify.weights import Damage, damage_findings
 
     sums: list[Sum] = []

@@ -1,0 +1,139 @@
+"""Megatron-Core from 0.8 on: what each version wrote, in each way to share out an optimizer, is read as it was."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt.errors import LayoutError, UnknownFormatError, UnsupportedError
+from zckpt.formats.account import take_inventory
+from zckpt.formats.megatron.grouped import transposed
+from zckpt.formats.megatron.lines import between
+from zckpt.state import Extent, Span
+
+OTHER = Path(__file__).parents[2] / "fixtures" / "other"
+KINDS = {
+    "mcore08_buckets_pp2": (1, 2, 1),
+    "mcore09_gathered_pp2_ep2": (1, 2, 2),
+    "mcore10_model_tp2": (2, 1, 1),
+    "mcore11_gathered_fp16_dp2": (1, 1, 1),
+    "mcore12_grouped_ep2": (1, 1, 2),
+    "mcore16_fsdp_dp2": (1, 1, 1),
+}
+STEP = 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_slot_is_bit_equal_to_what_the_ranks_had(name: str) -> None:
+    opened, truth = zckpt.open(OTHER / name / "ckpt"), load_file(OTHER / name / "truth.safetensors")
+    found = {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots if slot != "step"}
+    assert found == truth.keys()
+    for key, tensor in truth.items():
+        slot, _, parameter = key.partition("/")
+        read = opened.read(parameter, slot=slot)
+        assert read.dtype == tensor.dtype, key
+        assert torch.equal(read, tensor), key
+    topology = opened.topology
+    assert (topology.tp, topology.pp, topology.ep) == KINDS[name]
+    assert opened.step == STEP
+    assert sum(len(group.parameters) for group in opened.param_groups) == len(opened.parameters)
+    assert all(float(getattr(step, "value", step)) == STEP for g in opened.param_groups for step in [g.state["step"]])
+    assert take_inventory(opened).left_out == []
+    assert opened.warnings == []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_verbs_work_on_it(name: str, tmp_path: Path) -> None:
+    source = OTHER / name / "ckpt"
+    assert zckpt.verify(source, deep=True).findings == []
+    zckpt.convert(source, tmp_path / "own", to="zckpt")
+    assert zckpt.diff(source, tmp_path / "own").equal
+    assert zckpt.fingerprint(source).text == zckpt.fingerprint(tmp_path / "own").text
+
+
+def test_the_loss_scaler_beside_flat_buffers_is_carried() -> None:
+    opened = zckpt.open(OTHER / "mcore11_gathered_fp16_dp2" / "ckpt")
+    assert opened.loss_scale == 1024.0
+    assert list(opened.optimizer_metadata) == ["grad_scaler"]
+
+
+def test_gathered_buffers_of_other_values_are_left_out(tmp_path: Path) -> None:
+    """A weight that is no longer its master: what lies where is not proven."""
+    run = Path(shutil.copytree(OTHER / "mcore11_gathered_fp16_dp2" / "ckpt", tmp_path / "run"))
+    weight = zckpt.open(run).parameters["decoder.final_layernorm.weight"].slots["weight"].spans[0]
+    with Path(weight.path).open("r+b") as file:
+        file.seek(weight.offset)
+        file.write(b"\x00\x00")
+    opened = zckpt.open(run)
+    assert [one for one in opened.warnings if "does not round to its weight" in one]
+    assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
+    with pytest.raises(zckpt.LeftOutError, match="would be lost"):
+        zckpt.convert(run, tmp_path / "out", to="zckpt")
+
+
+def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(OTHER / "mcore12_grouped_ep2" / "ckpt", tmp_path / "run"))
+    name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
+    weight = zckpt.open(run).parameters[name].slots["weight"].spans[0]
+    with Path(weight.path).open("r+b") as file:
+        file.seek(weight.offset)
+        file.write(b"\x00\x41")
+    with pytest.raises(UnsupportedError, match=r"that of GroupedMLP, transposed, is not certain.*in none"):
+        zckpt.open(run)
+
+
+@pytest.mark.parametrize(("start", "numel"), [(0, 12), (1, 10), (3, 3), (5, 1)])
+def test_transposed_spans_are_the_same_elements(start: int, numel: int) -> None:
+    span = Span(Extent((2, 1), (3, 4), start, numel), "f", 400, "float32")
+    whole, turned = torch.full((5, 6), -1), torch.full((6, 5), -1)
+    whole[2:5, 1:5].reshape(-1)  # the box
+    box = torch.full((12,), -1)
+    box[start : start + numel] = 100 + torch.arange(numel)
+    whole[2:5, 1:5] = box.reshape(3, 4)
+    for one in transposed([span]):
+        (row, column), (rows, columns) = one.extent.offsets, one.extent.sizes
+        assert one.strides is not None
+        at = one.offset // 4 + torch.arange(rows)[:, None] * one.strides[0] + torch.arange(columns) * one.strides[1]
+        turned[row : row + rows, column : column + columns] = at
+    assert torch.equal(turned, whole.T)
+
+
+def test_gaps_of_a_line_are_between_its_ranges() -> None:
+    assert between([(64, 10), (0, 64), (128, 2)], 200) == [(74, 54), (130, 70)]
+    assert between([], 3) == [(0, 3)]
+
+
+def test_a_run_of_megatron_fsdp_and_a_directory_of_it(tmp_path: Path) -> None:
+    run = OTHER / "mcore16_fsdp_dp2" / "ckpt"
+    opened = zckpt.open(run)
+    assert (opened.format, opened.format_version) == ("megatron", "fsdp_dtensor")
+    assert zckpt.fingerprint(run / "iter_0000002").text == zckpt.fingerprint(run).text
+    assert {"args", "opt_param_scheduler", "rng_state"} <= opened.metadata.keys()
+    assert sorted(group.hyperparameters["wd_mult"] for group in opened.param_groups) == [0.0, 1.0]
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(UnknownFormatError, match=r"names no checkpoint.*iter_0000002"):
+        zckpt.open(tmp_path / "run")
+
+
+def test_a_part_of_a_gated_layer_that_is_missing_is_noticed(tmp_path: Path) -> None:
+    """Without its other half `weight_w` is a parameter of its own, of which the group has no hyperparameters."""
+    import torch.distributed.checkpoint as dcp
+
+    at = "module.decoder.layers.0.mlp.linear_fc1.weight"
+    state = {
+        "args": None, "checkpoint_version": 3.0, "iteration": 1,
+        "model": {f"{at}_w": torch.ones(2, 2), f"{at}_v": torch.zeros(2, 2)},
+        "optimizer": {
+            "state": {f"module.{at}_w": {"exp_avg": torch.ones(2, 2)}},
+            "param_to_group_meta": {f"module.{at}": {"lr": 1.0}},
+        },
+    }  # fmt: skip
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "d"), no_dist=True)
+    with pytest.raises((LayoutError, UnsupportedError), match="linear_fc1"):
+        zckpt.open(tmp_path / "d")

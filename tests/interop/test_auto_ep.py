@@ -1,0 +1,92 @@
+"""AutoEP: experts that DeepSpeed itself spreads are read as one tensor, and cut for other ranks; DeepSpeed goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.deepspeed_engine import Spec, resume
+from tests.truth import Truth, assert_consolidated
+from zckpt.formats.deepspeed.auto_ep import layers_for
+from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
+
+pytestmark = pytest.mark.interop
+
+
+def mixtral(name: str, world_size: int, degree: int, **changes: Any) -> Spec:
+    known = {"dtype": "fp32", "stage": 2, "steps": 2, "steps_after": 2, **changes}
+    return Spec(name, model="mixtral_of_4", world_size=world_size, config=spread(degree), **known)
+
+
+def spread(degree: int) -> dict[str, Any]:
+    return {
+        "expert_parallel": {
+            "enabled": True, "autoep_size": degree, "preset_model": "mixtral", "use_grouped_mm": False,
+        }
+    }  # fmt: skip
+
+
+TWO = mixtral("autoep2_s2_fp32_dp2", 2, 2)
+FOUR = mixtral("autoep2_s1_bf16_dp4", 4, 2, dtype="bf16", stage=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "degree"),
+    [
+        (TWO, 2, 1),
+        *(pytest.param(TWO, *one, marks=pytest.mark.nightly) for one in ((2, 2), (4, 4))),
+        *(pytest.param(FOUR, *one, marks=pytest.mark.nightly) for one in ((2, 2), (2, 1), (4, 4))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_deepspeed_resumes_experts_over_other_ranks(
+    spec: Spec, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(spec)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
+    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(TWO)
+    assert_consolidated(folder, Truth(folder), tmp_path)
+    assert zckpt.verify(folder, deep=True).sound
+    checkpoint = zckpt.open(folder)
+    assert checkpoint.topology.ep == 2
+    assert checkpoint.parameters["model.layers.1.mlp.experts.w2"].shape == (4, 16, 24)
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    with pytest.raises(zckpt.UnsupportedError, match="AutoEP has as one tensor"):
+        zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+    assert any("AutoEP" in note for note in zckpt.convert(folder, tmp_path / "u", to="universal", dry_run=True).notes)
+    for options in ({"stage": 3}, {"round_robin": True}, {"parameter_alignment": True}):
+        with pytest.raises(zckpt.UnsupportedError, match="experts"):
+            zckpt.reshard(folder, tmp_path / "cut", world_size=2, **options)
+
+
+def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(TWO)
+    zckpt.reshard(folder, tmp_path / "same", world_size=2)
+    (old, new) = (
+        torch.load(root / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+        for root in (folder, tmp_path / "same")
+    )
+    for key in ("ds_autoep_layers", "universal_checkpoint_info", "param_shapes"):
+        assert old[key] == new[key]
+    (layer, _) = layers_for(old["ds_autoep_layers"], {"model.layers.0.mlp.experts": 4}, 8)
+    assert isinstance(layer, dict)
+    assert (layer["num_local_experts"], layer["expert_data_parallel_world_size"]) == (1, 2)
+    assert [one["experts"] for one in layer["expert_placement"]["ranks"]] == [[0], [1], [2], [3]]
+
+
+def test_experts_of_a_rank_go_into_a_group_together() -> None:
+    third = EXPERT_GROUP_NUMEL // 3
+    assert expert_groups([third] * 4) == [[0, 1, 2], [3]]
+    assert expert_groups([third] * 4, ["w1", "w1", "w2", "w2"]) == [[0, 1], [2, 3]]

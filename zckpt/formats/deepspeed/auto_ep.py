@@ -1,0 +1,326 @@
+"""AutoEP: experts that DeepSpeed 0.19 itself spreads, each of their weights one tensor for all experts of a rank.
+
+    ds_autoep_layers          in the model file: which layers, how many experts, which rank has which
+    param_shapes              X.experts.w1: (experts of a rank, rows, columns); w2 and w3 alike
+    layer_L_expert_E_...      {X.experts.w1.E: (rows, columns), ...} of expert E, counted over all ranks
+
+Within a rank's tensor experts follow each other, so that to the flat buffers each is a parameter of its own: as such
+they are read and cut, like those of DeepSpeed's own layers, under names that only this package sees. A checkpoint has
+one tensor for all experts of a layer, X.experts.w1: (experts, rows, columns).
+
+Source: DeepSpeed 0.19.8, `_save_moe_checkpoint`, `load_moe_state_dict`, `checkpoint/autoep_affine.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.engine.boxes import row_major
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
+from zckpt.formats.deepspeed.experts import expert_number, layer_of
+from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.tensor_parallel import moved
+from zckpt.formats.deepspeed.tp_shares import Share
+from zckpt.state import Parameter, Slot
+from zckpt.torchfile import plain
+
+KEY = "ds_autoep_layers"
+
+FOLDING_KEY = "folding"
+"""Of experts that are sliced over tensor-parallel ranks as well."""
+
+_WEIGHTS = ("w1", "w2", "w3")
+_INNER = ".deepspeed_experts."
+
+
+@dataclass(frozen=True, slots=True)
+class AutoLayer:
+    """A layer of experts: the name before its weights, how many experts it has, and over how many ranks."""
+
+    prefix: str
+    experts: int
+    degree: int
+
+    @property
+    def per_rank(self) -> int:
+        """Experts of one rank."""
+        return self.experts // self.degree
+
+
+def auto_layers(model: ModelShard) -> list[AutoLayer]:
+    """Return the layers that AutoEP has made; none in almost every checkpoint.
+
+    Raises
+    ------
+    DamagedFileError
+        They are listed in a way that cannot be.
+    UnsupportedError
+        Experts are placed otherwise than in order, or sliced as well.
+    """
+    listed = plain(model.content.get(KEY))
+    if not listed:
+        return []
+    path = model.shard.path
+    if model.content.get(FOLDING_KEY) is not None:
+        raise UnsupportedError("experts of AutoEP that AutoTP slices as well", path=path)
+    found = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        known = entry if isinstance(entry, dict) else {}
+        prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
+        if (
+            not isinstance(prefix, str)
+            or not isinstance(experts, int)
+            or not isinstance(degree, int)
+            or degree < 1
+            or experts < 1
+            or experts % degree
+        ):
+            raise DamagedFileError(f"unreadable {KEY}", path=path, expected="layers with their experts and ranks",
+                                   found=str(entry)[:80])  # fmt: skip
+        layer = AutoLayer(prefix, experts, degree)
+        _check_placement(layer, known.get("expert_placement"), path)
+        found.append(layer)
+    return found
+
+
+def _check_placement(layer: AutoLayer, placement: object, path: str) -> None:
+    if placement is None:
+        return
+    ranks = placement.get("ranks") if isinstance(placement, dict) else None
+    held = {one.get("rank"): one.get("experts") for one in ranks or [] if isinstance(one, dict)}
+    count = layer.per_rank
+    if held != {rank: list(range(rank * count, (rank + 1) * count)) for rank in range(layer.degree)}:
+        raise UnsupportedError(
+            f"the experts of {layer.prefix} are not placed on ranks in order",
+            path=path,
+            expected=f"{count} on each of {layer.degree} ranks, one after the other",
+            found=str(held)[:80],
+        )
+
+
+def _inner(name: str, number: int) -> str:
+    return f"{name}{_INNER}{number}.weight"
+
+
+def fused_name(name: str) -> str | None:
+    """Return the tensor of all experts that a parameter is a part of; None if it is of none."""
+    before, _, rest = name.rpartition(_INNER)
+    return before if before.rpartition(".")[2] in _WEIGHTS and rest.partition(".")[2] == "weight" else None
+
+
+def split_model(model: ModelShard, layers: Sequence[AutoLayer]) -> ModelShard:
+    """Return a model file with the shapes of each expert by itself."""
+    if not layers or model.param_shapes is None:
+        return model
+    own = {f"{layer.prefix}.{weight}": layer for layer in layers for weight in _WEIGHTS}
+    found: list[Shapes] = []
+    for group in model.param_shapes:
+        shapes: Shapes = {}
+        for name, shape in group.items():
+            layer = own.get(name)
+            if layer is None:
+                shapes[name] = shape
+                continue
+            if len(shape) != 3 or shape[0] != layer.per_rank:
+                raise LayoutError(
+                    f"{name} is not of the experts of one rank", path=model.shard.path,
+                    expected=f"{layer.per_rank} of them, rows and columns", found=shape,
+                )  # fmt: skip
+            shapes |= {_inner(name, number): shape[1:] for number in range(shape[0])}
+        found.append(shapes)
+    return replace(model, param_shapes=found)
+
+
+def split_files(
+    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
+) -> tuple[list[ModelShard], list[OptimizerShard]]:
+    """Return model and optimizer files as if each expert had parameters of its own; all others as they are.
+
+    Raises
+    ------
+    DamagedFileError, LayoutError
+        Layers and shapes contradict each other.
+    UnsupportedError
+        Experts of AutoEP of a kind that is not read.
+    """
+    layers = auto_layers(models[0])
+    if not layers:
+        return list(models), list(optimizers)
+    check_kind(models[0], optimizers, len({model.shard.mp_rank for model in models}))
+    found = [split_model(model, layers) for model in models]
+    counts = [len(group) for group in found[0].param_shapes or []]
+    return found, [_split_optimizer(shard, counts) for shard in optimizers]
+
+
+def _split_optimizer(shard: OptimizerShard, counts: Sequence[int]) -> OptimizerShard:
+    """Return an optimizer file that has no pads as one with none after each expert; slices it has of whole tensors."""
+    pads = None if shard.alignment_paddings is None else [[0] * count for count in counts]
+    return replace(shard, alignment_paddings=pads, mappings=None)
+
+
+def fused_pads(names: Sequence[str], pads: Sequence[int]) -> list[int]:
+    """Return the pad after each parameter of a group, where the experts of a rank are one: after the last of them."""
+    found = {fused_name(name) or name: pad for name, pad in zip(names, pads, strict=True)}
+    return list(found.values())
+
+
+def check_kind(model: ModelShard, optimizers: Sequence[OptimizerShard], mp: int) -> None:
+    """Raise UnsupportedError for what is not read of AutoEP."""
+    path = model.shard.path
+    zero = model.param_shapes is not None
+    if not zero or (optimizers and optimizers[0].stage == 3):
+        stage = "ZeRO-3" if zero else "stage 0"
+        raise UnsupportedError(f"experts of AutoEP at {stage}", path=path, expected="ZeRO-1 or 2")
+    if mp > 1:
+        raise UnsupportedError("experts of AutoEP on several model-parallel ranks", path=path)
+    reordered = zero_option(model, "round_robin_gradients")
+    if reordered or any(any(pads) for shard in optimizers[:1] for pads in shard.alignment_paddings or []):
+        raise UnsupportedError("experts of AutoEP with round_robin_gradients or parameter_alignment", path=path)
+
+
+def split_names(content: Mapping[str, object], layers: Sequence[AutoLayer]) -> dict[str, object]:
+    """Return what a file of an expert holds, under the names of an expert's own parameters."""
+    own = {f"{layer.prefix}.{weight}" for layer in layers for weight in _WEIGHTS}
+    found = {}
+    for key, value in content.items():
+        name, _, number = key.rpartition(".")
+        found[_inner(name, int(number)) if name in own and number.isdecimal() else key] = value
+    return found
+
+
+def fused(state: RankState) -> RankState:
+    """Return a state with one tensor for all experts of a layer in place of those that are parts of one."""
+    parts: dict[str, dict[int, Parameter]] = {}
+    for name, parameter in state.parameters.items():
+        whole = fused_name(name)
+        if whole is not None:
+            parts.setdefault(whole, {})[expert_number(name) or 0] = parameter
+    if not parts:
+        return state
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in state.parameters.items():
+        whole = fused_name(name)
+        if whole is None:
+            parameters[name] = parameter
+        elif whole not in parameters:
+            parameters[whole] = _joined(whole, parts[whole])
+    groups = [
+        replace(group, parameters=list(dict.fromkeys(fused_name(name) or name for name in group.parameters)))
+        for group in state.groups
+    ]
+    return replace(state, parameters=parameters, groups=groups)
+
+
+def _joined(name: str, parts: Mapping[int, Parameter]) -> Parameter:
+    ordered = [parts[number] for number in sorted(parts)]
+    first = ordered[0]
+    if sorted(parts) != list(range(len(parts))) or any(
+        p.shape != first.shape or p.dtype != first.dtype for p in ordered
+    ):
+        raise LayoutError(f"experts of {name} are missing or of different shapes")
+    shape = (len(ordered), *first.shape)
+    slots = {}
+    for key in first.slots:
+        own = [p.slots[key] for p in ordered if key in p.slots]
+        if len(own) < len(ordered):
+            raise LayoutError(f"{key} of {name} is missing for some experts")
+        slots[key] = _stacked(own, shape)
+    return replace(first, name=name, shape=shape, slots=slots)
+
+
+def _stacked(slots: Sequence[Slot], shape: tuple[int, ...]) -> Slot:
+    first = slots[0]
+    spans = [
+        one for number, slot in enumerate(slots) for one in moved(_with_front(slot).spans, 0, [Share(0, number, 1)])
+    ]
+    return Slot(first.name, first.dtype, shape, tuple(spans))
+
+
+def _with_front(slot: Slot) -> Slot:
+    """Return a slot of one dimension more, of size one, in front."""
+    spans = tuple(
+        replace(
+            span,
+            extent=replace(span.extent, offsets=(0, *span.extent.offsets), sizes=(1, *span.extent.sizes)),
+            strides=None if span.strides is None else (0, *span.strides),
+        )
+        for span in slot.spans
+    )
+    return Slot(slot.name, slot.dtype, (1, *slot.shape), spans)
+
+
+def fused_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return shapes with one tensor for the experts of a rank."""
+    counts: dict[str, int] = {}
+    for name in shapes:
+        whole = fused_name(name)
+        if whole is not None:
+            counts[whole] = counts.get(whole, 0) + 1
+    return {
+        whole or name: (counts[whole], *shape) if whole is not None else shape
+        for name, shape in shapes.items()
+        for whole in (fused_name(name),)
+    }
+
+
+def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> list[object]:
+    """Return `ds_autoep_layers` as the first rank writes it over other ranks.
+
+    Parameters
+    ----------
+    listed : object
+        The source's.
+    degrees : mapping of str to int
+        Over how many ranks the experts of a layer are spread, by its prefix.
+    world_size : int
+        Data-parallel ranks.
+    """
+    known = plain(listed)
+    found: list[object] = []
+    for entry in known if isinstance(known, list) else []:
+        degree = degrees.get(str(entry.get("expert_key_prefix")), entry["ep_size"])
+        count, per = entry["num_experts"], entry["num_experts"] // degree
+        changed = {
+            "num_local_experts": per,
+            "ep_size": degree,
+            "ep_group_name": f"ep_size_{degree}",
+            "ep_rank": 0,
+            "expert_data_parallel_rank": 0,
+            "expert_data_parallel_world_size": world_size // degree,
+            "global_expert_start": 0,
+            "global_expert_end": per,
+        }
+        if isinstance(entry.get("expert_placement"), dict):
+            ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
+            changed["expert_placement"] = {**entry["expert_placement"], "ep_size": degree, "ranks": ranks}
+        if isinstance(entry.get("affine_maps"), dict):
+            maps = {name: _map(one, count, degree) for name, one in entry["affine_maps"]["params"].items()}
+            changed["affine_maps"] = {**entry["affine_maps"], "params": maps}
+        found.append({key: changed.get(key, value) for key, value in entry.items()})
+    return found
+
+
+def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:
+    """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
+    logical = known["logical_shape"]
+    rest = [int(n) for n in logical[1:]] if isinstance(logical, list) else []
+    shape = [experts // degree, *rest]
+    strides = list(row_major(tuple(shape)))
+    numel = math.prod(shape)
+    ranks = {
+        rank: {
+            "shard_shape": shape,
+            "pieces": [{"shape": shape, "source": [rank * numel, strides], "dest": [0, strides], "locations": [rank]}],
+        }
+        for rank in range(degree)
+    }
+    return {**known, "ranks": ranks}
+
+
+def indivisible(names: Sequence[str]) -> list[str]:
+    """Return for each parameter what DeepSpeed puts into a param group as one: itself, or a rank's experts together."""
+    return [layer_of(name) if fused_name(name) is not None else name for name in names]

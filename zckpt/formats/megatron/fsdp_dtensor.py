@@ -1,0 +1,194 @@
+"""A `fsdp_dtensor` directory, which Megatron-FSDP writes, as a Checkpoint: a directory of torch's DCP with names.
+
+RUN/iter_0000004/.metadata, __R_N.distcp
+    args, iteration, checkpoint_version, opt_param_scheduler, rng_state          values
+    model.module.<name>                                                          fp32 where the run has masters
+    optimizer.state.module.module.<name>.{exp_avg, exp_avg_sq, ...}
+    optimizer.param_to_group_meta.module.module.<name>.{lr, wd_mult, step, ...}  hyperparameters, for each parameter
+
+<name> is that of the module on one rank. A gated `linear_fc1` is two tensors, `weight_w` and `weight_v`, of the model
+and of its state; its hyperparameters are under `weight`. Experts have their numbers in the whole model. Parameters with
+the same hyperparameters are one group.
+
+Source: megatron-core 0.15 and 0.16, Megatron-LM's `checkpointing.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.formats.dcp.directory import Directory
+from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.optimizer import hyperparameters
+from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
+from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, leaves
+from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
+from zckpt.formats.megatron.names import BUFFERS, in_order, stored
+from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, topology_from
+from zckpt.formats.megatron.stacked import joined
+from zckpt.state import Checkpoint, Duplicate
+from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.torchfile import Digests
+
+MODEL, META, STEP = "model", "param_to_group_meta", "step"
+
+Copies = list[tuple[str, str, TensorItem, TensorItem]]
+"""A parameter, a slot, and two tensors that are that."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of the model's tensors as they are saved."""
+
+_WRAPPERS = re.compile(r"(?:module\.)+")
+_GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?")
+
+
+def read(place: Place) -> Checkpoint:
+    """Read the structure of a directory.
+
+    Raises
+    ------
+    SourceError
+        Files are missing or damaged, or contradict each other.
+    """
+    path = place.path
+    checkpoint = Checkpoint(str(path), FORMAT, FSDP_DTENSOR)
+    root, folders = tree_of(Directory(path, {"": path}, (), None), checkpoint)
+    checkpoint.format_version = FSDP_DTENSOR
+    tree = dict(root)
+    model = branch(tree.get(MODEL))
+    if not model or not all(isinstance(item, TensorItem) for item in model.values()):
+        raise UnsupportedError(
+            "holds no model", path=path, expected=f"tensors under {MODEL}", found=listed(list(map(str, root)))
+        )
+    copies: Copies = []
+    shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
+    whole = _model(model, str(path))
+    tree[MODEL] = whole
+    if tree.get(OPTIMIZER) is not None:
+        optimizer = _optimizer(tree[OPTIMIZER], shapes, copies, str(path))
+        others = [str(name) for name in branch(optimizer[STATE]) or () if name not in whole]
+        if others:
+            raise LayoutError(
+                "the optimizer has state of what is no tensor of the model", path=path, found=listed(others)
+            )
+        tree[OPTIMIZER] = optimizer
+    lost = fill(checkpoint, tree)
+    say_what_values_are(checkpoint, folders, rewritten=False)
+    if lost:
+        checkpoint.warnings.append(f"not carried, because they are in several pieces: {listed(lost)}")
+    if place.tracker is not None:
+        checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
+    for name, slot, copy, original in copies:
+        checkpoint.duplicates.append(Duplicate("parameter", name, name, copy.slot(slot), original.slot(slot), None))
+    _settle(checkpoint)
+    args = tree.get("args")
+    known = arguments_of(args.node) if isinstance(args, ObjectItem) else {}
+    checkpoint.topology, checkpoint.world_size = topology_from(known, checkpoint)
+    return checkpoint
+
+
+def _bare(name: str) -> str:
+    """Return a name without wrappers, experts as modules of their own."""
+    name = _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
+    match = _GROUPED.fullmatch(name)
+    return f"{match[1]}local_experts.{match[3]}.{match[2]}{match[4] or ''}" if match is not None else name
+
+
+def _named(names: Iterable[str], path: str) -> dict[str, str]:
+    """Return names by what they are in the bare model."""
+    found: dict[str, str] = {}
+    for name in names:
+        if _bare(name) in found:
+            raise DamagedFileError(
+                f"two tensors are {_bare(name)}", path=path, found=f"{name} and {found[_bare(name)]}"
+            )
+        found[_bare(name)] = name
+    return found
+
+
+def _model(model: Branch, path: str) -> dict[str | int, Node]:
+    names = _named(map(str, model), path)
+    items = {bare: item for bare, name in names.items() if isinstance(item := model[name], TensorItem)}
+    whole = {one.key: _whole(one.key, [items[part] for part in one.parts], path) for one in stored(items)}
+    return {name: whole[name] for name in in_order(whole)}
+
+
+def _whole(key: str, items: list[TensorItem], path: str) -> TensorItem:
+    """Return the tensor of which others are the parts along its first axis."""
+    if len(items) == 1:
+        return items[0]
+    if len({item.dtype for item in items}) > 1:
+        raise LayoutError(f"the tensors of {key} do not fit together", path=path, found=[item.dtype for item in items])
+    shape, spans = joined([(item.shape, list(item.spans)) for item in items], key, path)
+    return TensorItem(key, items[0].dtype, shape, spans, None, items[0].path)
+
+
+def _optimizer(node: Node, shapes: Shapes, copies: Copies, path: str) -> dict[str | int, Node]:
+    """Return an optimizer with groups in a list; of a chain of them, one that has all of their parameters."""
+    content = branch(node) or {}
+    several = [part for part in content.values() if META in (branch(part) or {})]
+    every = [content] if META in content else [branch(part) or {} for part in several]
+    if not every or (several and len(several) != len(content)):
+        raise UnsupportedError("holds an optimizer of a kind that is not known", path=path,
+                               expected=f"{STATE} and {META}", found=listed(list(map(str, content))))  # fmt: skip
+    state: dict[str | int, Node] = {}
+    groups: dict[bytes, tuple[Branch, list[str]]] = {}
+    others: dict[str | int, Node] = {}
+    digests = Digests()
+    for number, one in enumerate(every):
+        state |= _state(branch(one.get(STATE, {})) or {}, shapes, copies, path)
+        meta = branch(one[META]) or {}
+        for bare, name in _named(map(str, meta), path).items():
+            values = branch(meta[name]) or {}
+            key = digests.of(hyperparameters(values, path))
+            groups.setdefault(key, (values, []))[1].append(bare)
+        front = f"{number}." if several else ""
+        others |= {f"{front}{key}": value for key, value in one.items() if key not in (STATE, META)}
+    listed_groups: dict[str | int, Node] = {}
+    for number, (values, members) in enumerate(groups.values()):
+        sample = next((leaf for leaf in leaves(dict(values)) if isinstance(leaf, ObjectItem)), None)
+        if sample is None:
+            raise DamagedFileError("unreadable param group", path=path, expected="hyperparameters")
+        listed_groups[number] = {**values, PARAMS: ObjectItem(f"{META}.{PARAMS}", sample.file, in_order(members))}
+    return {**others, STATE: state, GROUPS: listed_groups}
+
+
+def _state(state: Branch, shapes: Shapes, copies: Copies, path: str) -> dict[str | int, Node]:
+    """Return the state of each parameter, by slot; `copies` gets what two parts of one have both."""
+    names = _named(map(str, state), path)
+    found: dict[str | int, Node] = {}
+    for one in stored(names):
+        parts = [branch(state[names[part]]) or {} for part in one.parts]
+        if any(part.keys() != parts[0].keys() for part in parts):
+            raise LayoutError(
+                f"the state of {one.key} is not whole", path=path, expected=listed(list(map(str, parts[0])))
+            )
+        own: dict[str | int, Node] = {}
+        for slot in parts[0]:
+            items = [part[slot] for part in parts]
+            tensors = [item for item in items if isinstance(item, TensorItem)]
+            if len(items) == 1 or len(tensors) != len(items):
+                own[slot] = items[0]
+            elif [item.shape for item in tensors] == [shapes.get(part) for part in one.parts]:
+                own[slot] = _whole(f"{slot} of {one.key}", tensors, path)
+            else:  # only the moments are cut, the rest is whole in both
+                own[slot] = tensors[0]
+                copies += [(one.key, str(slot), copy, tensors[0]) for copy in tensors[1:]]
+        found[one.key] = own
+    return found
+
+
+def _settle(checkpoint: Checkpoint) -> None:
+    """Tell buffers and what is frozen from what is trained, and a group's step from its hyperparameters."""
+    trained = any(len(one.slots) > 1 for one in checkpoint.parameters.values())
+    for name in list(checkpoint.parameters):
+        one = checkpoint.parameters[name]
+        if BUFFERS.fullmatch(name) and len(one.slots) == 1:
+            checkpoint.buffers[name] = checkpoint.parameters.pop(name)
+        else:
+            one.frozen = trained and len(one.slots) == 1
+    for group in checkpoint.param_groups:
+        if STEP in group.hyperparameters and STEP not in group.state:
+            group.state[STEP] = group.hyperparameters.pop(STEP)
