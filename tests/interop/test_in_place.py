@@ -318,18 +318,18 @@ def accelerated(rank: int, world_size: int, directory: Path, resumes: bool) -> t
         torch.distributed.all_reduce(total)
         return float(total / world_size)
 
-    if resumes:
-        with zckpt.deepspeed.any_world_size() as loading:
+    with zckpt.deepspeed.durable_saves() as saves, zckpt.deepspeed.any_world_size() as loading:
+        if resumes:
             accelerator.load_state(str(directory))
-        assert len(loading.in_place) == 1
-    else:
-        for number in range(3):
-            step(number)
-        accelerator.save_state(str(directory))
+        else:
+            for number in range(3):
+                step(number)
+            accelerator.save_state(str(directory))
+    assert (len(loading.in_place), len(saves.saved)) == ((1, 0) if resumes else (0, 1))
     return [step(number) for number in range(3, 6)], optimizer.param_groups[0]["lr"]
 
 
-def test_accelerate_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
+def test_accelerate_saves_and_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
     losses, rate = run(accelerated, 2, tmp_path / "state", False, fresh=True)[0]
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
     found, its = run(accelerated, 3, tmp_path / "state", True, fresh=True)[0]

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ def replaced_method(
     was = vars(holder).get(name)
     original = getattr(holder, name)
 
+    @wraps(original)  # so that one that replaces this one finds its arguments
     def method(*given: Any, **named: Any) -> Any:
         own = given[0] if engine is None else engine
         call = partial(original, own) if engine is None else original

@@ -14,6 +14,7 @@ import heapq
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -27,9 +28,10 @@ from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Checksum, Literal
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import Workers
+from zckpt.engine.write import DIRECT_NBYTES
 from zckpt.storage import distant
 from zckpt.storage.crc32 import combine, crc32
-from zckpt.storage.memory import buffers_within
+from zckpt.storage.memory import Room, buffers_within
 
 LEAST_PART_NBYTES = 5 << 20
 """What S3 takes as the smallest part but the last."""
@@ -44,6 +46,9 @@ PIECE_NBYTES = 1 << 19
 
 SENDERS = range(2, 17)
 """Fewest and most parts on their way at once."""
+
+LEAST_MEMORY_NBYTES = 2 * SENDERS[0] * LEAST_PART_NBYTES
+"""Of parts together, whatever they may take: each is there twice while it is sent."""
 
 Item = Piece | PackPiece | Literal
 
@@ -90,6 +95,7 @@ def upload(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     checks: Checks | None = None,
+    direct: bool = False,
 ) -> Checked:
     """Send the files of a plan.
 
@@ -99,10 +105,12 @@ def upload(
     sinks : sequence of Sink
         One for each file of the plan, in its order.
     memory : int, bytes
-        Upper bound of what parts take together, as far as two of the smallest do not take more.
+        Upper bound of what parts take together, but for `LEAST_MEMORY_NBYTES` and for one part of a file of 9000.
     reporter : Reporter, optional
     checks : Checks, optional
         Hold what is copied against the checksums of the sources.
+    direct : bool
+        Read long ranges of files here past the page cache, where the file systems can.
 
     Raises
     ------
@@ -114,16 +122,30 @@ def upload(
     progress, checks = reporter or SilentReporter(), checks or Checks()
     memory = buffers_within(memory)
     step = min(max(memory // 12, LEAST_PART_NBYTES), MOST_PART_NBYTES)
-    count = min(max(memory // (2 * step), SENDERS[0]), SENDERS[-1])
+    count = min(max(memory // (2 * step + DIRECT_NBYTES * direct), SENDERS[0]), SENDERS[-1])
+    how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)))
     progress.begin(plan.copy_nbytes)
     try:
         with Workers(range(count, count + 1), here=True, at_once=count) as workers:
-            for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, checks), Portions()):
+            for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, how), Portions()):
                 checks.add(read)
                 progress.advance(nbytes)
             return checks.finish(workers.map)
     finally:
         progress.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How parts are made: against which checksums, with direct reads of how many bytes or 0, within which memory."""
+
+    checks: Checks
+    direct: int
+    room: Room
+
+    def taken(self, nbytes: int) -> AbstractContextManager[None]:
+        """Take the memory of a part: it is there twice while it is sent."""
+        return self.room.taken(2 * nbytes + self.direct)
 
 
 Work = Callable[[], tuple[list[Seen], int]]
@@ -133,18 +155,18 @@ def _done(work: Work) -> tuple[list[Seen], int]:
     return work()
 
 
-def _work(plan: Plan, sinks: Sequence[Sink], step: int, checks: Checks) -> Iterator[Work]:
+def _work(plan: Plan, sinks: Sequence[Sink], step: int, how: _How) -> Iterator[Work]:
     for one, sink in zip(plan.files, sinks, strict=True):
         size = max(step, -(-one.file.nbytes // MOST_PARTS))
         if isinstance(sink, StreamSink):
-            yield partial(_send_file, one, sink, size, checks)
+            yield partial(_send_file, one, sink, size, how)
             continue
         before = sink.part_nbytes
         if before is not None and LEAST_PART_NBYTES <= before <= max(size, MOST_PART_NBYTES):
             size = before
         held = Held(one.file.checksums, size)
-        for part in parts(one, size, checks):
-            yield partial(_send_part, part, held, sink, checks)
+        for part in parts(one, size, how.checks):
+            yield partial(_send_part, part, held, sink, how)
 
 
 def whole(one: FilePlan) -> bytes:
@@ -207,10 +229,10 @@ def make(part: Part, sources: WatchedSources) -> bytearray:
     return buffer
 
 
-def _made(part: Part, checks: Checks) -> tuple[bytearray, list[Seen], int]:
+def _made(part: Part, checks: Checks, direct: int = 0) -> tuple[bytearray, list[Seen], int]:
     """Make a part; return also what was read of watched files, and how many bytes of tensors there are in it."""
     some = [item for item in part.items if isinstance(item, Piece)]
-    with WatchedSources(checks.watched) as sources, distant.ahead(ranges_read(some)):
+    with WatchedSources(checks.watched, direct) as sources, distant.ahead(ranges_read(some)):
         data = make(part, sources)
     return data, sources.seen, _moved(part)
 
@@ -248,36 +270,39 @@ def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
     return path, start + part.offset, part.nbytes
 
 
-def _send_part(part: Part, held: Held, sink: PartSink, checks: Checks) -> tuple[list[Seen], int]:
-    whole_range = None if held.sums else passing(part, checks)
+def _send_part(part: Part, held: Held, sink: PartSink, how: _How) -> tuple[list[Seen], int]:
+    whole_range = None if held.sums else passing(part, how.checks)
     if whole_range is not None and sink.copy(part.number, *whole_range):
         return [], _moved(part)
-    data, seen, nbytes = _made(part, checks)
-    for number, ready in held.add(part, data):
-        sink.send(number, ready)
+    with how.taken(part.nbytes):
+        data, seen, nbytes = _made(part, how.checks, how.direct)
+        for number, ready in held.add(part, data):
+            sink.send(number, ready)
     return seen, nbytes
 
 
-def _send_file(one: FilePlan, sink: StreamSink, step: int, checks: Checks) -> tuple[list[Seen], int]:
+def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[list[Seen], int]:
     every: list[Seen] = []
     moved = 0
     held = Held(one.file.checksums, step)
     if one.file.checksums:
-        for part in parts(one, step, checks):
-            held.sum(part, _made(part, checks)[0])
+        with how.taken(min(step, one.file.nbytes)):
+            for part in parts(one, step, how.checks):
+                held.sum(part, _made(part, how.checks, how.direct)[0])
 
     def made() -> Iterator[bytearray]:
         nonlocal moved
         every.clear()
         moved = 0
-        for part in parts(one, step, checks):
-            data, seen, nbytes = _made(part, checks)
+        for part in parts(one, step, how.checks):
+            data, seen, nbytes = _made(part, how.checks, how.direct)
             every.extend(seen)
             moved += nbytes
             held.patch(part.number, data)
             yield data
 
-    sink.write(one.file.nbytes, made)
+    with how.taken(min(step, one.file.nbytes)):
+        sink.write(one.file.nbytes, made)
     return every, moved
 
 

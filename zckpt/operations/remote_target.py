@@ -46,6 +46,7 @@ def write_remote(
     prove: Callable[[Path, Sequence[Path]], None] | None,
     prove_files: Callable[[Sequence[Path]], None] | None,
     journal: Journal | None,
+    direct: bool,
 ) -> Checked:
     """Write the files of a plan into a store; parameters and errors are those of `write_target`.
 
@@ -58,7 +59,7 @@ def write_remote(
 
     shared = shared_at(path)
     if shared is not None:
-        return shared.write(plan, path, memory=memory, reporter=reporter, checks=checks)
+        return shared.write(plan, path, memory=memory, reporter=reporter, checks=checks, direct=direct)
     mount = mount_of(path)
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
@@ -83,7 +84,7 @@ def write_remote(
             sinks = {name: uploads.sink(name) for name in large}
             sent = _only(plan, [name in sinks for name in names])
             kept = [sinks[name] for name in names if name in sinks]
-            checked = upload(sent, kept, memory=memory, reporter=reporter, checks=checks)
+            checked = upload(sent, kept, memory=memory, reporter=reporter, checks=checks, direct=direct)
         check_sources()
         if journal is not None:
             journal.check_sources()

@@ -103,6 +103,7 @@ class SharedTarget:
         memory: int,
         reporter: Reporter | None = None,
         checks: Checks | None = None,
+        direct: bool = False,
     ) -> Checked:
         """Send a file; one that comes last waits in memory."""
         from zckpt.engine.checking import Checked
@@ -113,7 +114,8 @@ class SharedTarget:
             (one,) = plan.files
             self.in_memory[name] = whole(one)
             return Checked()
-        return upload(plan, [self._uploads.sink(name)], memory=memory, reporter=reporter, checks=checks)
+        sinks = [self._uploads.sink(name)]
+        return upload(plan, sinks, memory=memory, reporter=reporter, checks=checks, direct=direct)
 
     def sent(self) -> Sent:
         """Return what this process has sent, for the first."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -80,7 +80,7 @@ def write_target(
     journal : Journal, optional
         Record what is done, so that another run can go on with it, and go on with what is there.
     direct : bool
-        Read and write long ranges past the page cache; a store is sent to as ever.
+        Read and write long ranges past the page cache.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def write_target(
         from zckpt.operations.remote_target import write_remote
 
         return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files,
-                            journal)  # fmt: skip
+                            journal, direct)  # fmt: skip
     with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal, direct=direct)
         if journal is not None:
@@ -252,18 +252,27 @@ def write_from(
         memory=how.memory,
         compared=compared,
         checksummed=checked.nbytes,
-        notes=(*laid.notes, *(_not_direct(planned, target) if how.direct else ())),
+        notes=(*laid.notes, *_otherwise(planned, target, how)),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
     )
 
 
-def _not_direct(planned: Plan, target: Path) -> list[str]:
-    """Return what of a plan is read or written through the page cache in any case."""
-    from zckpt.storage.direct import unavailable
+def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
+    """Yield what of a plan is not done as options say."""
+    if how.direct:
+        from zckpt.storage.direct import unavailable
 
-    return unavailable(planned.sources, target.parent)
+        yield from unavailable(planned.sources, target.parent)
+    if not is_remote(target):
+        return
+    from zckpt.engine.upload import LEAST_MEMORY_NBYTES
+
+    if how.memory < LEAST_MEMORY_NBYTES:
+        yield f"parts for a store take up to {LEAST_MEMORY_NBYTES} bytes of memory, --memory says {how.memory}"
+    if how.executor not in (None, "threads"):
+        yield "what goes to a store is made and sent by this process, not by the executor's workers"
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> int:

@@ -72,6 +72,13 @@ class Ranks:
         dist.gather_object(mine, gathered, dst=self.members[0], group=self.group)
         return gathered or []
 
+    def gather_all(self, mine: T) -> list[T]:
+        """Return what each rank has to say, on all ranks."""
+        every: list[Any] = [mine] * self.world_size
+        if self.group is not None:
+            dist.all_gather_object(every, mine, group=self.group)
+        return every
+
     def from_first(self, of_first: T) -> T:
         """Return what the first rank has to say."""
         if self.group is None:

@@ -6,7 +6,7 @@ A fused optimizer needs state to lie in memory as its parameter does, or steps i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,12 +15,15 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim.flat_parameters import EXTRA_STATE, Member, Members, flat_model, is_flat
 from zckpt.state import Extent
 from zckpt.state.names import INNER, bare_names, plain_name
 
 T = TypeVar("T")
+
+Model = torch.nn.Module | Sequence[torch.nn.Module] | None
+"""What `save` and `load` take as `model`: one, or in a list the parts of one that this rank has, as of a pipeline."""
 
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 """Wrappers that keep the model as `module`, which only their class tells from a model's own child."""
@@ -103,6 +106,7 @@ class ModelState:
 
     `parameters` are the names of those that are no buffers; `tied` has the further names of parameters, with the first
     name of each; `extra` is what modules keep besides tensors, by key; `members` is what optimizers have of Members.
+    `copies` are buffers that a further part of the model has, too.
     """
 
     tensors: dict[str, torch.Tensor | Member] = field(default_factory=dict)
@@ -110,6 +114,7 @@ class ModelState:
     tied: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     members: Members = field(default_factory=Members)
+    copies: list[tuple[str, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
     def of_parameters(cls, parameters: dict[str, torch.Tensor]) -> ModelState:
@@ -122,14 +127,72 @@ class ModelState:
         return {tensor: name for tensor, name in every if isinstance(tensor, torch.Tensor)}
 
 
-def model_state(model: torch.nn.Module | None) -> ModelState:
-    """Return a model's tensors, which are the model's own and not copies."""
+def parts_of(model: Model) -> list[torch.nn.Module]:
+    """Return the modules that are given as a model.
+
+    Raises
+    ------
+    UsageError
+        Something else is given.
+    """
     if model is None:
+        return []
+    parts: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    for one in parts:
+        if not isinstance(one, torch.nn.Module):
+            raise UsageError("not a model", expected="a Module, or a list of them", found=torch.typename(one))
+    return parts
+
+
+def model_state(model: Model) -> ModelState:
+    """Return a model's tensors, which are the model's own and not copies.
+
+    Raises
+    ------
+    UsageError
+        Two parts have a parameter of one name.
+    UnsupportedError
+        A part is in FullyShardedDataParallel.
+    """
+    if isinstance(model, (list, tuple)):
+        return _of_parts(parts_of(model))
+    [*given] = parts_of(model)
+    if not given:
         return ModelState()
+    [model] = given
     if is_flat(model):
         return _of_flat(model)
     its = bare(model)
     return _model_state(its.parameters, its.state)
+
+
+def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
+    """Return the tensors of a model's parts, whose names are those of the whole model."""
+    found = ModelState()
+    for part in parts:
+        if is_flat(part):
+            raise UnsupportedError("a part of the model is in FullyShardedDataParallel", advice="use fully_shard")
+        its = model_state(part)
+        for name in sorted((its.tensors.keys() | its.tied.keys()) & (found.tensors.keys() | found.tied.keys())):
+            ours, theirs = found.tensors.get(name), its.tensors.get(name)
+            if name in its.parameters | found.parameters | its.tied.keys() | found.tied.keys():
+                if ours is not theirs or ours is None:
+                    raise UsageError(
+                        f"two parts of the model have a parameter {name}",
+                        advice="give parts whose names are those of the whole model",
+                    )
+            elif isinstance(theirs, torch.Tensor):
+                found.copies.append((name, theirs))
+        found.tensors = its.tensors | found.tensors
+        found.parameters |= its.parameters
+        found.tied |= its.tied
+        found.extra |= its.extra
+    return found
+
+
+def is_cut_apart(tensors: Iterable[object], world_size: int) -> bool:
+    """Tell whether a tensor is on a mesh of some of the ranks only."""
+    return any(isinstance(one, DTensor) and one.device_mesh.mesh.numel() < world_size for one in tensors)
 
 
 def _of_flat(model: torch.nn.Module) -> ModelState:

@@ -174,6 +174,8 @@ class DirectTarget:
 def unavailable(sources: Iterable[str], directory: Path) -> list[str]:
     """Return a line for reads, and one for writes, that go through the page cache all the same.
 
+    What is in a store does not: another line says so, if nothing is on a disk.
+
     Parameters
     ----------
     sources : iterable of str
@@ -183,13 +185,19 @@ def unavailable(sources: Iterable[str], directory: Path) -> list[str]:
     """
     lines = []
     tried: dict[str, str] = {}
+    is_here = not is_remote(directory)
     for path in sources:
+        if found(path) is not None:
+            continue
+        is_here = True
         tried.setdefault(os.path.dirname(path), path)  # noqa: PTH120  # of thousands
     without = [folder or "." for folder, path in sorted(tried.items()) if not _reads(path)]
     if without:
         others = f" and {len(without) - 1} more" if len(without) > 1 else ""
         lines.append(f"{without[0]}{others} is read through the page cache: its file system has no O_DIRECT")
-    if is_remote(directory) or not _writes(directory):
+    if not is_here:
+        lines.append("--direct: neither source nor target is on a disk here")
+    if not is_remote(directory) and not _writes(directory):
         lines.append(f"{directory} is written through the page cache: its file system has no O_DIRECT")
     return lines
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.errors import UsageError
@@ -72,6 +74,33 @@ def buffers_within(memory: int) -> int:
     return memory if found is None else min(memory, max(found[1] - RESERVED_NBYTES, LEAST_NBYTES))
 
 
+class Room:
+    """Memory that threads share: who finds too little of it waits; who wants more than there is gets all.
+
+    Parameters
+    ----------
+    nbytes : int, bytes
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = self._free = nbytes
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, nbytes: int) -> Iterator[None]:
+        """Take some of it."""
+        nbytes = min(nbytes, self._nbytes)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= nbytes)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify_all()
+
+
 def free_memory() -> tuple[str, int] | None:
     """Return the limit that leaves least, and the bytes it leaves; None: nothing is known."""
     return min(limits(), key=lambda one: one[1], default=None)
@@ -112,8 +141,6 @@ def confine_threads() -> None:
     """
     if address_space() is None:
         return
-    import threading
-
     before = threading.stack_size(STACK_NBYTES)
     if before not in (0, STACK_NBYTES):  # somebody has chosen
         threading.stack_size(before)

@@ -4,6 +4,7 @@ It alone knows which rank of a training writes and reads what, and what a progra
 
 values        plain data, tensors and arrays as inert nodes, and back, without a pickle
 pieces        what this rank writes
+parts         models of which ranks have different parts
 directory     what all ranks, or all RPC workers, write together
 saving        `save`, and saving while training goes on
 loading       `load`

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zckpt.errors import DamagedFileError, SourceError, TargetExistsError, UsageError
@@ -24,7 +23,7 @@ from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
-from zckpt.optim.tensors import Stateful
+from zckpt.optim.tensors import Model, Stateful
 from zckpt.training import run_record
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
@@ -136,7 +135,7 @@ class Checkpointer:
         self,
         step: int,
         *,
-        model: torch.nn.Module | None = None,
+        model: Model = None,
         optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
@@ -160,7 +159,7 @@ class Checkpointer:
         self,
         step: int,
         *,
-        model: torch.nn.Module | None = None,
+        model: Model = None,
         optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
@@ -274,7 +273,7 @@ class Checkpointer:
     def resume(
         self,
         *,
-        model: torch.nn.Module | None = None,
+        model: Model = None,
         optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,

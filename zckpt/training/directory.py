@@ -22,7 +22,6 @@ from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.operations.shared_target import shared_at
 from zckpt.operations.target import write_target
-from zckpt.operations.tensors import dtype_name
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
@@ -32,6 +31,7 @@ from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topol
 from zckpt.storage.durable import written_directory
 from zckpt.torchfile import Mentioned
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
+from zckpt.training.parts import Part, joined
 from zckpt.training.pieces import RankState, divide, entries, key_of
 from zckpt.training.values import Values
 from zckpt.version import __version__
@@ -234,7 +234,9 @@ def write_document(state: Whole, every: Sequence[RankState], identity: str, dire
 def _checkpoint(state: Whole, every: Sequence[RankState]) -> Checkpoint:
     """Return the logical state; its slots are without spans."""
     optimizers = state.optimizers
-    has_optimizer = bool(optimizers.classes)
+    parts = [one.part for one in every if one.part is not None]
+    whole = joined(parts) if parts else Part.of(state.model, optimizers)
+    has_optimizer = bool(whole.classes)
     checkpoint = Checkpoint(
         "",
         "zckpt",
@@ -246,24 +248,17 @@ def _checkpoint(state: Whole, every: Sequence[RankState]) -> Checkpoint:
         metadata=dict(state.others),
         optimizer_metadata=dict(optimizers.metadata),
         loss_scale=optimizers.loss_scale,
-        param_groups=list(optimizers.groups),
+        param_groups=list(whole.groups),
     )
     checkpoint.details[SAVED_BY] = SELF
     if has_optimizer:
-        checkpoint.details["optimizer"] = optimizers.classes.get(ALONE) or dict(optimizers.classes)
+        checkpoint.details["optimizer"] = whole.classes.get(ALONE) or dict(whole.classes)
     checkpoint.metadata[RANDOM] = [one.random_states for one in every]
-    groups = {name: index for index, group in enumerate(optimizers.groups) for name in group.parameters}
-    for name, tensor in state.model.tensors.items():
-        is_parameter = name in state.model.parameters
-        group = groups.get(name)
-        frozen = has_optimizer and is_parameter and group is None
-        section = checkpoint.parameters if is_parameter else checkpoint.buffers
-        section[name] = Parameter(name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen)
-    for name, owner in state.model.tied.items():
-        its = checkpoint.parameters[owner]
-        checkpoint.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
-    for one in every:
-        _add(checkpoint, one, groups)
+    groups = {name: index for index, group in enumerate(whole.groups) for name in group.parameters}
+    for is_parameter, one in whole.tensors(with_optimizer=has_optimizer):
+        (checkpoint.parameters if is_parameter else checkpoint.buffers)[one.name] = one
+    for rank in every:
+        _add(checkpoint, rank, groups)
     return checkpoint
 
 

@@ -26,10 +26,11 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
-from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of
+from zckpt.optim.tensors import Model, Stateful, model_state, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.other_state import OtherState, read_other_state
+from zckpt.training.parts import Everywhere, Live, spread
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
@@ -76,7 +77,7 @@ class Restored:
 def load(
     path: str | os.PathLike[str],
     *,
-    model: torch.nn.Module | None = None,
+    model: Model = None,
     optimizer: Given = None,
     scheduler: Stateful | None = None,
     grad_scaler: Stateful | None = None,
@@ -102,8 +103,8 @@ def load(
     ----------
     path : path-like
         Or a URL: each rank reads what it needs from the store.
-    model : Module, optional
-        As for `save`.
+    model : Module, or list of them, optional
+        As for `save`; in other parts than were saved, or whole.
     optimizer : Optimizer, or list or mapping of them, optional
         Any of zckpt's or of torch's, made for this model; its hyperparameters become the checkpoint's. Several as they
         were saved: as many, under the same names.
@@ -154,12 +155,16 @@ def load(
             advice="`zckpt convert` writes the checkpoint under other names, and with floats",
         )
 
+    def found() -> Live:
+        tensors = model_state(model)
+        in_parts = isinstance(model, (list, tuple))
+        return Live(model, tensors, Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_parts))
+
     def prepared() -> _Loading:
         with headers_shared(ranks.rank, ranks.world_size):
             loading = _Loading(
-                path, model, optimizer, strict=strict, tag=tag, names=names, naming=naming,
-                dequantize=dequantize,
-            )  # fmt: skip
+                path, live, everywhere, strict=strict, tag=tag, names=names, naming=naming, dequantize=dequantize
+            )
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
@@ -169,6 +174,8 @@ def load(
         )
     with ExitStack() as stack:
         path = ranks.do(lambda: stack.enter_context(at_path(place)))
+        live = ranks.do(found)
+        everywhere = live.everywhere(ranks, broadcast=broadcast)
         loading = ranks.do(prepared)
         ranks.do(loading.read_state)
         ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
@@ -187,8 +194,8 @@ class _Loading:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        model: torch.nn.Module | None,
-        optimizer: Given,
+        live: Live,
+        everywhere: Everywhere,
         *,
         strict: bool,
         tag: str | None,
@@ -197,12 +204,17 @@ class _Loading:
         dequantize: bool,
     ) -> None:
         self.path = os.fspath(path)
-        self.model = model
-        self.tensors: ModelState = model_state(model)
-        optimizers = Optimizers(optimizer, self.tensors.names(), self.tensors.members)
-        live = [*self.tensors.tensors, *self.tensors.tied]
+        self.model, self.tensors, optimizers = live.model, live.tensors, live.optimizers
+        self.known = everywhere.tensors or (*self.tensors.tensors, *self.tensors.tied)
         self.checkpoint: OpenedCheckpoint = open_for(
-            path, live, optimizers.order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize
+            path,
+            self.known,
+            optimizers.order,
+            tag=tag,
+            names=names,
+            strict=strict,
+            naming=naming,
+            dequantize=dequantize,
         )
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
@@ -214,8 +226,9 @@ class _Loading:
         self.sharded: list[TensorRead] = []
         self.other = OtherState()
         self.restoring: list[Restoring] = optimizers.restore(
-            self.checkpoint, self.path, tag=tag, listed=names, strict=strict
-        )
+            self.checkpoint, self.path, tag=tag, listed=names, strict=strict,
+            everywhere=everywhere.parameters, called=everywhere.optimizers,
+        )  # fmt: skip
         self.report.notes += [*optimizers.notes, *(note for one in self.restoring for note in one.notes)]
 
     def _match(self) -> dict[str, Parameter]:
@@ -232,7 +245,7 @@ class _Loading:
                 report.reshaped.append(name)
             else:
                 found[name] = its
-        known = self.tensors.tensors.keys() | self.tensors.tied.keys()
+        known = set(self.known)
         report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in known]
         return found
 
@@ -276,6 +289,7 @@ class _Loading:
                 read_and_broadcast(self.replicated, ranks)
                 self.replicated = []
             read_tensors([*self.replicated, *self.sharded])
+        spread(self.tensors)
 
     def _weights(self, made_of_masters: set[str]) -> tuple[list[TensorRead], list[TensorRead]]:
         """Return what all ranks read alike, and this rank's shares of what is sharded."""

@@ -17,7 +17,7 @@ import torch
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
-from zckpt.optim.tensors import ModelState, Stateful, set_extra
+from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 from zckpt.training.values import Values, value_of
@@ -91,13 +91,13 @@ class OtherState:
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
 
-    def restore(self, model: torch.nn.Module | None) -> None:
+    def restore(self, model: Model) -> None:
         """Give each object the state that was read for it."""
         for target, state, _ in self.states:
             target.load_state_dict(state)
-        if model is not None:
+        for part in parts_of(model):
             for key, value in self.modules.items():
-                set_extra(model, key, value)
+                set_extra(part, key, value)
         if self.random is not None:
             set_random_states(self.random)
 

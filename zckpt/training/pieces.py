@@ -14,6 +14,7 @@ from zckpt.optim.tensors import Share
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import even_extents
+from zckpt.training.parts import Part
 
 ALIGNMENT = 64
 """Bytes at multiples of which tensors start in staging memory."""
@@ -65,12 +66,15 @@ class RankState:
     random_states : dict
     file : Listed
         Its file as a whole.
+    part : Part or None
+        Of what ranks have in parts.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     random_states: dict[str, Any] = field(default_factory=dict)
     file: Listed = UNWRITTEN
+    part: Part | None = None
 
 
 Held = tuple[Piece, torch.Tensor]

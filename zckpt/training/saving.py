@@ -16,20 +16,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
-from zckpt.optim.states import Target, state_class
-from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
-from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of, world_rank
+from zckpt.optim.states import NamedShare, Target, state_class
+from zckpt.optim.states.several import Given, Optimizers, Snapshot, named, process_group_of, workers_of
+from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, parts_of, share_of, world_rank
 from zckpt.state import WEIGHT
 from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
 from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, other_values, random_states
+from zckpt.training.parts import Part, are_parts, settled
 from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.values import Values
 
@@ -112,7 +112,7 @@ SAVE = "save"
 def save(
     path: str | os.PathLike[str],
     *,
-    model: torch.nn.Module | None = None,
+    model: Model = None,
     optimizer: Given = None,
     step: int | None = None,
     scheduler: Stateful | None = None,
@@ -134,10 +134,12 @@ def save(
     path : path-like
         A directory that does not exist, on a file system that all ranks share; or the URL of one in a store, which each
         rank sends its part to.
-    model : Module, optional
-        As it is, or in DistributedDataParallel, `torch.compile`, or sharded by `fully_shard`.
+    model : Module, or list of them, optional
+        As it is, or in DistributedDataParallel, `torch.compile`, or sharded by `fully_shard`. A list has the parts of
+        one model that this rank has, such as stages of a pipeline, with the names of the whole model.
     optimizer : Optimizer, or list or mapping of them, optional
-        Any of zckpt's or of torch's; several, of different parameters, in a list or by name. Of a DistributedOptimizer
+        Any of zckpt's or of torch's; several, of different parameters, in a list or by name. With a list of parts, a
+        list of optimizers is one optimizer in parts. Of a DistributedOptimizer
         only its caller calls this, and the workers write.
     step : int, optional
         How many steps have been trained.
@@ -187,7 +189,7 @@ def save(
 
 def save_given(
     path: Place,
-    model: torch.nn.Module | None,
+    model: Model,
     optimizer: Given,
     given: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
@@ -245,7 +247,7 @@ def save_given(
     ranks = Ranks(group, purpose=SAVE if async_ else "")
     staging = BACKGROUND.staging if async_ else None
     try:
-        prepared: Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
+        prepared: Prepared | Exception = _prepare(ranks, _here(ranks, model, optimizer), given, staging)
     except Exception as error:  # noqa: BLE001  # all ranks learn of it
         prepared = error
     options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
@@ -272,7 +274,7 @@ def _no_fingerprint(found: str) -> UsageError:
 def _save_as(
     form: str,
     path: Path,
-    model: torch.nn.Module | None,
+    model: Model,
     optimizer: Given,
     given: Mapping[str, Any],
     *,
@@ -296,6 +298,8 @@ def _save_as(
             raise UsageError(
                 f"format {form} does not suit {type(one).__name__}", advice="save as zckpt, and use zckpt convert"
             )
+    if isinstance(model, (list, tuple)):
+        raise UsageError(f"format {form} is not written of a model in parts", advice="save as zckpt")
     if not every:
         raise UsageError(f"format {form} is written of an optimizer, and none is given", advice="save as zckpt")
     if async_:
@@ -308,35 +312,67 @@ def _save_as(
     if given["extra"] is not None:
         others[EXTRA] = dict(given["extra"])
     tensors = model_state(model)
+    whole = next(iter(parts_of(model)), None)
     for state in Optimizers(optimizer, tensors.names(), tensors.members).states.values():
-        state.write(Target(path, model, given["step"], others, overwrite))
+        state.write(Target(path, whole, given["step"], others, overwrite))
 
 
-def _prepare(
-    ranks: Ranks,
-    model: torch.nn.Module | None,
-    optimizer: Given,
-    given: Mapping[str, Any],
-    staging: Staging | None,
-) -> Prepared:
-    """Find out what this rank writes, and copy it if it is to be staged."""
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """What this rank has; `in_parts`: other ranks have other parts of the model."""
+
+    tensors: ModelState
+    state: Snapshot
+    shares: list[NamedShare]
+    in_parts: bool
+
+
+def _here(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
+    """Find out what this rank has, and what of it others have, too. All ranks call it together."""
+    error: Exception | None = None
+    here = _Here(ModelState(), Snapshot(), [], in_parts=False)
+    try:
+        here = _own(ranks, model, optimizer)
+    except Exception as failure:  # noqa: BLE001  # raised when the others, who do not know of it yet, have been told
+        error = failure
+    shares, tensors = here.shares, here.tensors
+    buffers = tensors.tensors.keys() - tensors.parameters
+    in_parts = ranks.any(here.in_parts)
+    if in_parts:
+        shares = settled(ranks, shares, buffers)
+    if error is not None:
+        raise error
+    if not in_parts:  # other ranks may have updated their buffers, and DDP takes the first's
+        first = (ranks.members[0],)
+        shares = [
+            (name, slot, replace(share, ranks=first) if share.ranks is None and name in buffers else share)
+            for name, slot, share in shares
+        ]
+    return _Here(tensors, here.state, shares, in_parts)
+
+
+def _own(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
+    """Find out what this rank has."""
     tensors = model_state(model)
-    optimizers = Optimizers(optimizer, tensors.names(), tensors.members)
+    optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=isinstance(model, (list, tuple)))
     if model is None:
         tensors = ModelState.of_parameters(optimizers.parameters())
     state = optimizers.snapshot()
-    shares = []
-    for name, tensor in tensors.tensors.items():
-        share = share_of(tensor, name)
-        if share is not None and name not in tensors.parameters and share.ranks is None:
-            share = replace(share, ranks=(ranks.members[0],))  # other ranks may have updated theirs, and DDP takes this
-        if share is not None:
-            shares.append((name, WEIGHT, share))
-    held = divide([*shares, *state.shares], world_rank(), ranks.members)
+    of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
+    shares = [(name, slot, share) for name, slot, share in of_model if share is not None]
+    in_parts = are_parts(model, tensors.tensors.values(), ranks)
+    return _Here(tensors, state, [*shares, *state.shares], in_parts)
+
+
+def _prepare(ranks: Ranks, here: _Here, given: Mapping[str, Any], staging: Staging | None) -> Prepared:
+    """Find out what this rank writes, and copy it if it is to be staged."""
+    tensors, state = here.tensors, here.state
+    held = divide(here.shares, world_rank(), ranks.members)
     values = Values(copied=staging is not None)
     about = Whole(tensors, state, given, ranks.world_size, others={})
     if ranks.rank == 0:
         about.others = other_values(given, tensors, values)
     own = RankState([piece for piece, _ in held], state.values, random_states())
+    own.part = Part.of(tensors, state) if here.in_parts else None
     stored = storage_entries(about.others, values)
     return Prepared(own, [*stored, *entries(held, staging)], about)

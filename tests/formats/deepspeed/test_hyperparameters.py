@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import run_of
@@ -47,3 +49,14 @@ def test_what_has_no_need_of_them_refuses_them(name: str, options: dict[str, Any
 def test_without_them_the_message_says_how(tmp_path: Path) -> None:
     with pytest.raises(zckpt.UnsupportedError, match="--hyperparameters FILE"):
         zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, elastic=False)
+
+
+def test_those_of_the_configuration_are_told_and_not_taken(tmp_path: Path) -> None:
+    """DeepSpeed uses an optimizer that it is handed instead, and its param groups have values of their own."""
+    shutil.copytree(run_of(ELASTIC), tmp_path / "run")
+    (path,) = (tmp_path / "run").rglob("mp_rank_00_model_states.pt")
+    content = torch.load(path, weights_only=False)
+    content["ds_config"]["optimizer"] = {"type": "AdamW", "params": {"lr": 0.125, "betas": [0.9, 0.5]}}
+    torch.save(content, path)
+    with pytest.raises(zckpt.UnsupportedError, match=r"only ds_config's.*0\.125.*--hyperparameters FILE"):
+        zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, elastic=False)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,15 @@ def contents(directory: Path) -> dict[str, bytes]:
     }
 
 
-def unfinished() -> list[Any]:
+def bucket() -> Any:
     from zckpt.storage.remote.addresses import address_of
     from zckpt.storage.remote.s3 import S3Store
 
-    found: list[Any] = (
-        S3Store(address_of("s3://bucket/x")).call("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
-    )
+    return S3Store(address_of("s3://bucket/x"))
+
+
+def unfinished() -> list[Any]:
+    found: list[Any] = bucket().call("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
     return found
 
 
@@ -129,7 +132,9 @@ def test_files_of_many_parts(suffix: str, s3: Served, tmp_path: Path, monkeypatc
     save_file(
         {f"w{n}": torch.randn(1000 + n * 300_001) for n in range(7)} | {"s": torch.ones(())}, tmp_path / "a.safetensors"
     )
-    zckpt.consolidate(tmp_path / "a.safetensors", f"{s3.url}/many.{suffix}", dtype="bfloat16", memory=12 << 20)
+    zckpt.consolidate(
+        tmp_path / "a.safetensors", f"{s3.url}/many.{suffix}", dtype="bfloat16", memory=12 << 20, direct=True
+    )
     zckpt.consolidate(tmp_path / "a.safetensors", tmp_path / f"many.{suffix}", dtype="bfloat16")
     assert (s3.directory / f"many.{suffix}").read_bytes() == (tmp_path / f"many.{suffix}").read_bytes()
     if suffix == "pt":
@@ -311,10 +316,35 @@ def test_what_a_run_has_left_is_thrown_away(s3: Served, s3_proxy: Proxy, tmp_pat
     given = ("convert", tmp_path / "large.safetensors", f"{s3.url}/left", "--to", "zckpt")
     s3_proxy.fault = lambda method, path: "drop" if method == "POST" and "uploadId" in path else None
     ended(command(*given), s3_proxy, signal.SIGKILL, lambda: bool(s3_proxy.of("partial/note", "PUT")))
-    succeeded(*given, "--restart")
+    noted = json.loads((s3.directory / ".left.zckpt-partial" / "note").read_bytes())
+    name, (_, sent) = next(iter(noted["sent"].items()))
+    other = tmp_path / "other"
+    other.write_bytes(bytes(sum(nbytes for _, nbytes in sent.values())))
+    for one in unfinished():
+        bucket().call("abort_multipart_upload", Bucket="bucket", Key=one["Key"], UploadId=one["UploadId"])
+    s3_proxy.fault = lambda _method, _path: None
+    put(other, f"{s3.url}/left/{name}")
+    refused(4, *given, "--restart", words=("exists",))  # an object of somebody else's, as large as the run's
+    assert (s3.directory / "left" / name).read_bytes() == other.read_bytes()
+    succeeded(*given, "--restart", "--overwrite")
     assert zckpt.diff(s3.directory / "left", tmp_path / "large.safetensors").equal
     assert unfinished() == []
     assert not (s3.directory / ".left.zckpt-partial").exists()
+
+
+def test_options_that_a_store_limits_are_named(tmp_path: Path) -> None:
+    """Past the page cache the same bytes are sent; a store without part uploads makes them of little memory, too."""
+    save_file({"w": torch.randn(3 << 20)}, tmp_path / "a.safetensors")
+    done = zckpt.consolidate(tmp_path / "a.safetensors", "memory://limits/a.safetensors", direct=True, memory=1 << 20)
+    assert [note for note in done.notes if "parts for a store take up to" in note]
+    assert not [note for note in done.notes if "is written through the page cache" in note]
+    again = zckpt.consolidate("memory://limits/a.safetensors", "memory://limits/b.safetensors", direct=True)
+    assert "--direct: neither source nor target is on a disk here" in again.notes
+    zckpt.consolidate("memory://limits/b.safetensors", tmp_path / "b.safetensors")
+    assert zckpt.diff(tmp_path / "b.safetensors", tmp_path / "a.safetensors").equal
+    with ThreadPoolExecutor(1) as pool:
+        done = zckpt.consolidate(tmp_path / "a.safetensors", "memory://limits/c.safetensors", executor=pool)
+    assert [note for note in done.notes if "by this process, not by the executor" in note]
 
 
 def test_other_stores_keep_nothing_to_go_on_with(served: Callable[[str], Served]) -> None:

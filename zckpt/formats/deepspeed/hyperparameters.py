@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import SourceError, UsageError
 from zckpt.state import ParamGroup
 from zckpt.storage.files import read_whole
+from zckpt.torchfile.plain import brief
 
 MAXIMUM_NBYTES = 1 << 20
 """A few numbers for each group; a larger file is something else."""
@@ -46,6 +47,18 @@ def read_hyperparameters(path: Path, count: int) -> list[Group]:
          if key != "params"}
         for one in found
     ]  # fmt: skip
+
+
+def configured(config: Mapping[str, object]) -> str | None:
+    """Return what DeepSpeed's configuration says of the optimizer, for who is to give what it had; None: nothing.
+
+    It is told and not taken: an optimizer that is handed to DeepSpeed goes before it, and param groups have values of
+    their own (`_configure_optimizer` of DeepSpeed 0.19); a scheduler has set others since.
+    """
+    found = config.get("optimizer")
+    if not isinstance(found, dict) or not isinstance(found.get("params"), dict):
+        return None
+    return f"only ds_config's, from which param groups and a scheduler may differ: {brief(found['params'], 200)}"
 
 
 def with_hyperparameters(groups: Sequence[ParamGroup], given: Sequence[Group] | None) -> list[ParamGroup]:

@@ -14,7 +14,7 @@ from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
-from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
+from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -306,9 +306,9 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
         needs = "ZeRO-3" if stage == 3 else "the rigid form"
         raise UnsupportedError(
             f"the elastic form holds no hyperparameters, which {needs} needs",
-            path=path,
+            path=path, found=configured(origin.model.config),
             advice="give them with --hyperparameters FILE, a JSON list with an object for each param group",
-        )
+        )  # fmt: skip
     if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
         raise UnsupportedError(
             "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",

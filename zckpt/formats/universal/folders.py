@@ -133,7 +133,8 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
                                found=type(root).__name__)  # fmt: skip
     content = root if isinstance(root, dict) else {}
     if content.get("is_expert_param"):
-        raise UnsupportedError("experts placed by AutoEP", path=path)
+        raise UnsupportedError("experts placed by AutoEP", path=path,
+                               advice="take the DeepSpeed checkpoint that it was made from")  # fmt: skip
     if stem == STEP_STEM and tensor.shape == ():
         (found.values[stem],) = read_scalars(path, [tensor])
         return

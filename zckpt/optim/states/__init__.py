@@ -80,6 +80,8 @@ class Source:
         What the user said with the path: which checkpoint of a directory, and the names of numbered parameters.
     strict : bool
         Whether all parameters must be there.
+    elsewhere : frozenset of str
+        Parameters of its groups that are not this optimizer's, but another part's or rank's.
     """
 
     checkpoint: OpenedCheckpoint
@@ -89,6 +91,7 @@ class Source:
     tag: str | None = None
     listed: Sequence[str] | None = None
     strict: bool = True
+    elsewhere: frozenset[str] = frozenset()
 
 
 class OptimizerState(Protocol):
@@ -242,7 +245,7 @@ class Restoring(ABC):
         source = self.source
         try:
             found = group_hyperparameters(
-                source.checkpoint, source.param_groups, names, source.path, optional=self.untrained()
+                source.checkpoint, source.param_groups, names, source.path, optional=self.untrained() | source.elsewhere
             )
         except UsageError as error:
             if source.strict:

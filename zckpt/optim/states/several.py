@@ -2,24 +2,28 @@
 
 A list's optimizers are called by their positions, "0" and "1"; one that is given alone has no name. In a checkpoint the
 param groups of all follow each other, optimizer after optimizer, and each says of which it is.
+
+Of a model in parts, as ranks of a pipeline have them, a list's optimizers are one, of which each steps a part: their
+first groups are one group, and so on, on all ranks. Those that are given by name are several here, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.distributed import DistributedOptimizer
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
 from zckpt.optim.states import NamedShare, OptimizerState, Restoring, Source, state_class, state_of, unwrapped
+from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.state import ParamGroup
 from zckpt.torchfile import FromFile
 
@@ -70,15 +74,24 @@ class Optimizers:
         Names of the model's parameters.
     members : Members, optional
         Those that FullyShardedDataParallel has.
+    in_parts : bool
+        Whether the model is in parts.
 
     Raises
     ------
     UsageError
         A parameter is in two optimizers, or has no name.
+    UnsupportedError
+        An optimizer that is not for a model in parts.
     """
 
-    def __init__(self, given: Given, known: Mapping[torch.Tensor, str], members: Members = NONE) -> None:
+    def __init__(
+        self, given: Given, known: Mapping[torch.Tensor, str], members: Members = NONE, *, in_parts: bool = False
+    ) -> None:
         self.states = {name: state_of(one, known, members) for name, one in named(given).items()}
+        self.is_one = in_parts and isinstance(given, (list, tuple)) and bool(given)
+        if in_parts:
+            _check_of_parts(self.states)
         self.notes: list[str] = []
         """What `restore` has not found."""
         _check_disjoint(self.states)
@@ -96,21 +109,23 @@ class Optimizers:
         """Return what this rank has of all. All ranks call it together."""
         found = Snapshot()
         stages, scales = set(), set()
-        for name, state in self.states.items():
+        by_part = []
+        for name, state in self._called():
             groups = state.groups()
             for group in groups:
                 group.optimizer = name or None
-            found.groups += groups
+            by_part.append(groups)
             found.shares += state.shares()
             values = state.values()
             found.values |= values.parameters
-            found.classes[name] = type(state.optimizer).__name__
+            found.classes |= one_class(found.classes, {name: type(state.optimizer).__name__})
             if len(self.states) == 1:
                 found.metadata = values.metadata
             elif values.metadata:
                 found.metadata.setdefault(OPTIMIZERS, {})[name] = values.metadata
             stages.add(values.zero_stage)
             scales.add(values.loss_scale)
+        found.groups = merged_groups(by_part)
         found.zero_stage = stages.pop() if len(stages) == 1 else None
         found.loss_scale = scales.pop() if len(scales) == 1 else None
         return found
@@ -123,8 +138,17 @@ class Optimizers:
         tag: str | None = None,
         listed: Sequence[str] | None = None,
         strict: bool = True,
+        everywhere: Collection[str] = (),
+        called: Sequence[str] = (),
     ) -> list[Restoring]:
         """Find out what each optimizer needs of a checkpoint; nothing is read or changed yet.
+
+        Parameters
+        ----------
+        everywhere : collection of str
+            Of a model in parts, all parameters that some rank's optimizers have.
+        called : sequence of str
+            Names of optimizers that some rank has.
 
         Raises
         ------
@@ -133,28 +157,44 @@ class Optimizers:
         UnsupportedError
             State that an optimizer has no way to keep.
         """
-        return [
-            self.states[name].restore(Source(checkpoint, path, groups, metadata, tag, listed, strict))
-            for name, (groups, metadata) in self._each(checkpoint, path, strict=strict).items()
-        ]
+        found = []
+        for name, (groups, metadata) in self._each(checkpoint, path, called, strict=strict).items():
+            its = self.states[name]
+            elsewhere = frozenset(everywhere).difference(*its.names())
+            found.append(its.restore(Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere)))
+        return found
+
+    def _called(self) -> Iterator[tuple[str, OptimizerState]]:
+        """Yield the optimizers, those that are parts of one without a name."""
+        for name, state in self.states.items():
+            yield ALONE if self.is_one else name, state
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the optimizers."""
+        return list(dict.fromkeys(name for name, _ in self._called()))
 
     def _each(
-        self, checkpoint: OpenedCheckpoint, path: str, *, strict: bool
+        self, checkpoint: OpenedCheckpoint, path: str, called: Sequence[str], *, strict: bool
     ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
         """Return each optimizer's param groups of a checkpoint, and what it kept besides its state."""
         if not self.states:
             return {}
+        ours = list(dict.fromkeys([*self.called, *called]))
         theirs: dict[str | None, list[ParamGroup]] = {}
         for group in checkpoint.param_groups:
             theirs.setdefault(group.optimizer, []).append(group)
         metadata = _metadata(checkpoint)
-        if len(self.states) == 1 and len(theirs) <= 1:
-            [name] = self.states
-            return {name: (checkpoint.param_groups, metadata.get(name, checkpoint.optimizer_metadata))}
+        if len(ours) == 1 and len(theirs) <= 1:
+            [its] = ours
+            kept = metadata.get(its, checkpoint.optimizer_metadata)
+            return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
+        if self.is_one:
+            self._check_names([name or ALONE for name in theirs], ours, path)
         if theirs.keys() <= {None} and not _had_one(checkpoint):
             return {name: (groups, checkpoint.optimizer_metadata) for name, groups in self._in_turn(checkpoint, path)}
         if strict:
-            self._check_names([name or ALONE for name in theirs], path)
+            self._check_names([name or ALONE for name in theirs], ours, path)
         found = {name or ALONE: groups for name, groups in theirs.items() if (name or ALONE) in self.states}
         self.notes += [
             f"no state of {f'the optimizer {name}' if name else 'the optimizer'}: the checkpoint has "
@@ -177,8 +217,7 @@ class Optimizers:
         groups = iter(checkpoint.param_groups)
         return [(name, [next(groups) for _ in range(count)]) for name, count in counts.items()]
 
-    def _check_names(self, theirs: Sequence[str], path: str) -> None:
-        ours = list(self.states)
+    def _check_names(self, theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
         if len(ours) != len(theirs):
             raise UsageError(
                 f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
@@ -195,6 +234,71 @@ class Optimizers:
                 expected=_listed(theirs),
                 found=_listed(ours),
                 advice="give a mapping with the names that were saved, or a list if they are numbers",
+            )
+
+
+def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
+    """Return the param groups of optimizers that are several, or parts of one: of each name, group by group.
+
+    Parameters
+    ----------
+    every : iterable of sequence of ParamGroup
+        Of each part or rank.
+
+    Raises
+    ------
+    UsageError
+        Parts of an optimizer have other numbers of groups, or other hyperparameters.
+    """
+    found: dict[str | None, list[ParamGroup]] = {}
+    for groups in every:
+        its: dict[str | None, list[ParamGroup]] = {}
+        for group in groups:
+            its.setdefault(group.optimizer, []).append(group)
+        for name, ours in its.items():
+            before = found.setdefault(name, [replace(one, parameters=[]) for one in ours])
+            _check_alike(before, ours)
+            for group, one in zip(before, ours, strict=True):
+                group.parameters = list(dict.fromkeys([*group.parameters, *one.parameters]))
+    return [group for groups in found.values() for group in groups]
+
+
+def _check_alike(before: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> None:
+    """Refuse parts of one optimizer that differ in what is not by parameter."""
+    advice = "make the optimizers of all parts alike, or give them by name"
+    if len(before) != len(ours):
+        raise UsageError(
+            "parts of an optimizer have other numbers of param groups",
+            expected=len(before), found=len(ours), advice=advice,
+        )  # fmt: skip
+    for index, (group, one) in enumerate(zip(before, ours, strict=True)):
+        keys = group.hyperparameters.keys() | one.hyperparameters.keys()
+        other = sorted(key for key in keys if group.hyperparameters.get(key) != one.hyperparameters.get(key))
+        if other or group.state != one.state:
+            raise UsageError(
+                f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
+                advice=advice,
+            )
+
+
+def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    """Return classes of optimizers by name. Raises UsageError: parts of one are of several."""
+    for name, cls in more.items():
+        if found.get(name, cls) != cls:
+            raise UsageError(
+                "parts of an optimizer are of several classes",
+                found=f"{found[name]}, {cls}",
+                advice="give optimizers by name: those of one name are parts of one, on all ranks",
+            )
+    return {**found, **more}
+
+
+def _check_of_parts(states: Mapping[str, OptimizerState]) -> None:
+    """Refuse optimizers that divide their state among ranks themselves."""
+    for state in states.values():
+        if type(state) is not ByParameter:
+            raise UnsupportedError(
+                f"{type(state.optimizer).__name__} of a model in parts", advice="use one of torch.optim, or fully_shard"
             )
 
 

@@ -26,10 +26,8 @@ from zckpt.storage.remote.stores import changed
 from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
 
 _MD5 = re.compile(r"[0-9a-f]{32}")
-
 _OF_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
 """The ETag of an object that was made of parts: the MD5 of their MD5s, and how many they are."""
-
 
 MOST_COPIED_NBYTES = 5 << 30
 """What S3 copies by one request."""
@@ -125,7 +123,7 @@ class S3Uploads(Uploads):
     def completed(self, sent: Sent) -> list[str]:
         """Return which of the files of a note are objects already."""
         self.adopt(sent)
-        found = [name for name in sent if self._open[name].is_completed()]
+        found = [name for name in sent if self._open[name].is_completed(surely=True)]
         self._open.clear()
         return found
 
@@ -241,6 +239,7 @@ class S3Sink:
 
     def __init__(self, store: S3Store, key: str, shown: str, upload: str | None = None) -> None:
         self._store = store
+        self._key = key
         self._place = store.place(key)
         self._shown = shown
         self.parts: dict[int, tuple[str, int]] = {}
@@ -348,11 +347,11 @@ class S3Sink:
             if not self.is_completed():
                 raise
 
-    def is_completed(self) -> bool:
+    def is_completed(self, *, surely: bool = False) -> bool:
         """Tell whether the upload is an object: the answer to a request may be lost that was done, or a run killed.
 
         The upload is gone then, and there is an object of as many bytes; its ETag is that of the parts where it is of
-        that form.
+        that form. `surely`: or else the object is read, and is of them; it is nobody else's of the same size.
         """
         try:
             self._store.call("list_parts", **self._place)
@@ -371,8 +370,19 @@ class S3Sink:
             return False
         etag = found.get("ETag", "").strip('"')
         is_encrypted = bool(found.get("SSEKMSKeyId") or found.get("SSECustomerAlgorithm"))  # then no ETag is an MD5
-        is_ours = is_encrypted or not _OF_PARTS.fullmatch(etag) or etag == self._etag()
-        return bool(found["ContentLength"] == self.nbytes) and is_ours
+        if etag == self._etag() or (_OF_PARTS.fullmatch(etag) and not is_encrypted):
+            return bool(found["ContentLength"] == self.nbytes) and etag == self._etag()
+        return bool(found["ContentLength"] == self.nbytes) and (not surely or self._has_parts())
+
+    def _has_parts(self) -> bool:
+        """Read the object; tell whether it is what the parts' ETags say, if these are MD5s."""
+        at = 0
+        for _, (etag, nbytes) in sorted(self.parts.items()):
+            read = partial(self._store.fs.cat_file, self._key, start=at, end=at + nbytes)
+            if md5(attempt(read, self._shown), usedforsecurity=False).hexdigest() != etag.strip('"'):
+                return False
+            at += nbytes
+        return True
 
     def _etag(self) -> str:
         """Return the ETag that S3 gives an object of these parts."""

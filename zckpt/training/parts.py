@@ -1,0 +1,246 @@
+"""Models of which ranks have different parts: stages of a pipeline, meshes of some of the ranks.
+
+Whether a save or load is of one, all ranks agree first. Names are those of the whole model. What ranks have of a name
+and slot, they tell each other by digests: the same elements are the same thing, which they write together, if its
+bytes are equal. Of what is on a mesh all bytes are compared; of a plain parameter the first `SAMPLE_NBYTES`, which
+tells names that are a part's own from those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+import torch
+
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.operations.tensors import dtype_name, memory_of
+from zckpt.optim.ranks import Ranks
+from zckpt.optim.states import NamedShare
+from zckpt.optim.states.several import Optimizers, Snapshot, merged_groups, one_class
+from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart
+from zckpt.state import WEIGHT, Parameter, ParamGroup
+
+SAMPLE_NBYTES = 1 << 20
+"""Of a plain parameter, compared between ranks."""
+
+DIGEST_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What the first rank has to know of another's part.
+
+    Parameters
+    ----------
+    parameters, buffers : dict of str to tuple
+        Shape and element type of each tensor.
+    tied : dict of str to str
+        Further names of parameters.
+    groups : list of ParamGroup
+    classes : dict of str to str
+        Of its optimizers.
+    extra : list of str
+        Keys of what its modules keep besides tensors.
+    """
+
+    parameters: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    buffers: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    classes: dict[str, str] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: ModelState, optimizers: Snapshot) -> Part:
+        """Return what a rank has."""
+        described = {name: (tuple(one.shape), dtype_name(one.dtype)) for name, one in model.tensors.items()}
+        return cls(
+            {name: one for name, one in described.items() if name in model.parameters},
+            {name: one for name, one in described.items() if name not in model.parameters},
+            dict(model.tied),
+            list(optimizers.groups),
+            dict(optimizers.classes),
+            list(model.extra),
+        )
+
+    def tensors(self, *, with_optimizer: bool) -> Iterable[tuple[bool, Parameter]]:
+        """Yield each tensor, without slots, and whether it is a parameter; tied ones last."""
+        groups = {name: index for index, group in enumerate(self.groups) for name in group.parameters}
+        for is_parameter, section in ((True, self.parameters), (False, self.buffers)):
+            for name, (shape, dtype) in section.items():
+                frozen = with_optimizer and is_parameter and name not in groups
+                yield is_parameter, Parameter(name, shape, dtype, group=groups.get(name), frozen=frozen)
+        for name, owner in self.tied.items():
+            shape, dtype = self.parameters[owner]
+            yield True, Parameter(name, shape, dtype, tied_to=owner)
+
+
+def joined(every: Sequence[Part]) -> Part:
+    """Return the whole of which ranks have parts.
+
+    Raises
+    ------
+    LayoutError
+        Ranks have tensors of one name that differ in shape or type.
+    UsageError
+        Parts of one optimizer are not alike.
+    UnsupportedError
+        Modules keep something besides tensors that the first rank has not.
+    """
+    classes: dict[str, str] = {}
+    for one in every:
+        classes = one_class(classes, one.classes)
+    found = Part(groups=merged_groups(one.groups for one in every), classes=classes, extra=every[0].extra)
+    for rank, one in enumerate(every):
+        for section, its in ((found.parameters, one.parameters), (found.buffers, one.buffers)):
+            for name, described in its.items():
+                if section.setdefault(name, described) != described:
+                    raise LayoutError(
+                        f"{name} is another tensor on rank {rank} than on ranks before it",
+                        expected=section[name], found=described,
+                        advice="give parts whose names are those of the whole model",
+                    )  # fmt: skip
+        found.tied.update(one.tied)
+        strange = sorted(set(one.extra) - set(found.extra))
+        if strange:
+            raise UnsupportedError(
+                f"{strange[0]}: a module of rank {rank} keeps more than tensors, which only the first rank writes",
+                advice="keep it in buffers",
+            )
+    both = sorted((found.parameters.keys() & found.buffers.keys()) | (found.tied.keys() & found.parameters.keys()))
+    if both:
+        raise LayoutError(
+            f"{both[0]} is not on all ranks a parameter of its own",
+            advice="tie the same parameters, and register the same buffers, on all ranks",
+        )
+    return found
+
+
+# --- saving
+
+
+def are_parts(model: Model, tensors: Iterable[object], ranks: Ranks) -> bool:
+    """Tell whether this rank knows that ranks have different parts."""
+    return isinstance(model, (list, tuple)) or is_cut_apart(tensors, ranks.world_size)
+
+
+def settled(ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str]) -> list[NamedShare]:
+    """Return what this rank has, with the ranks that have the same. All ranks call it together.
+
+    Parameters
+    ----------
+    shares : sequence of NamedShare
+    buffers : collection of str
+        Of plain ones that several ranks have, the first one's is written.
+
+    Raises
+    ------
+    LayoutError
+        Ranks have other values of the same name.
+    """
+    keyed = sorted(((_key(*one), one) for one in shares), key=lambda pair: (pair[1][1], pair[1][0]))
+    having: dict[bytes, list[int]] = {}
+    for member, keys in zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True):
+        for key in keys:
+            having.setdefault(key, []).append(member)
+    found: list[NamedShare] = []
+    digests: dict[bytes, bytes] = {}
+    for key, (name, slot, share) in keyed:
+        those = having[key]
+        if share.ranks is None and name in buffers:
+            those = those[:1]
+        elif share.ranks is None:
+            if len(those) > 1 and slot == WEIGHT:
+                digests[key] = _digest(share, SAMPLE_NBYTES)
+        else:
+            of_mesh = set(share.ranks) & set(ranks.members)
+            if not of_mesh >= set(those):
+                digests[key] = _digest(share)
+            those = sorted(of_mesh.union(those))
+        found.append((name, slot, replace(share, ranks=tuple(those))))
+    told = ranks.gather_all(digests)
+    for key, (name, slot, _) in keyed:
+        if key in digests and len({one[key] for one in told if key in one}) > 1:
+            raise LayoutError(
+                f"{slot} of {name} has other values on other ranks, which have the same elements of it",
+                advice="names must be those of the whole model; what ranks have alike, replicate: put it into the "
+                "plan of parallelize_module, or in DistributedDataParallel",
+            )
+    return found
+
+
+def _key(name: str, slot: str, share: Share) -> bytes:
+    extent = share.extent
+    told = (name, slot, share.shape, str(share.tensor.dtype), extent.offsets, extent.sizes, extent.start, extent.numel)
+    return blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest()
+
+
+def _digest(share: Share, limit: int | None = None) -> bytes:
+    flat = share.tensor.detach().reshape(-1)
+    if limit is not None:
+        flat = flat[: limit // share.tensor.element_size()]
+    return blake2b(memory_of(flat.cpu()), digest_size=DIGEST_NBYTES).digest()
+
+
+# --- loading
+
+
+@dataclass(frozen=True, slots=True)
+class Everywhere:
+    """What some rank has; empty where all ranks have the same model.
+
+    Parameters
+    ----------
+    tensors : tuple of str
+        All names of tensors.
+    parameters : frozenset of str
+        Those that optimizers have.
+    optimizers : tuple of str
+        Their names.
+    """
+
+    tensors: tuple[str, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    optimizers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A model and its optimizers on this rank."""
+
+    model: Model
+    tensors: ModelState
+    optimizers: Optimizers
+
+    def everywhere(self, ranks: Ranks, *, broadcast: bool) -> Everywhere:
+        """Tell the other ranks what is here, if they have different parts. All ranks call it together.
+
+        Raises
+        ------
+        UsageError
+            One rank is to read for all, which have different parts.
+        """
+        its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
+        if not ranks.any(are_parts(self.model, its, ranks)):
+            return Everywhere()
+        if broadcast:
+            raise UsageError("broadcast is for a model that all ranks have whole, not in parts", advice="leave it out")
+        names = [*self.tensors.tensors, *self.tensors.tied]
+        own = names, list(self.optimizers.parameters()), self.optimizers.called
+        every = ranks.gather_all(own)
+        return Everywhere(
+            tuple(dict.fromkeys(name for one in every for name in one[0])),
+            frozenset(name for one in every for name in one[1]),
+            tuple(dict.fromkeys(name for one in every for name in one[2])),
+        )
+
+
+def spread(tensors: ModelState) -> None:
+    """Give further parts of the model the buffers that one of them has been given."""
+    with torch.no_grad():
+        for name, copy in tensors.copies:
+            source = tensors.tensors[name]
+            if isinstance(source, torch.Tensor):
+                copy.copy_(source)
