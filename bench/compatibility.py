@@ -50,8 +50,8 @@ CAUSES = {
     "0.18.9": (
         (
             "s1_fp32_dp2, s2_bf16_dp2, s2_bf16_dp2_elastic_fused, pp2_s1_bf16_dp1",
-            "DeepSpeed's step raises in `all_gather_into_tensor_dp_groups` under this torch, before anything is saved, or"
-            " after it was loaded; older torches were not tried.",
+            "DeepSpeed's step raises in `all_gather_into_tensor_dp_groups` under this torch, before anything is saved"
+            " or after it was loaded; older torches were not tried.",
         ),
     ),
 }
@@ -246,7 +246,7 @@ def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
         "",
         "What was found when it was looked for:",
         "",
-        *(f"- {v}, `{names.replace(', ', '`, `')}`: {cause}" for v, causes in CAUSES.items() for names, cause in causes),
+        *(f"- {v}, `{names.replace(', ', '`, `')}`: {cause}" for v, found in CAUSES.items() for names, cause in found),
         "",
     ])  # fmt: skip
 
