@@ -134,6 +134,6 @@ def test_what_another_verb_does_is_named(tmp_path: Path) -> None:
             words=("zckpt convert",))  # fmt: skip
     refused(5, "reshard", FIXTURES / "s0_fp32_dp2", tmp_path / "out", "--world-size", 3, "--stage", 2,
             words=("zckpt convert",))  # fmt: skip
-    refused(5, "strip", FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt", tmp_path / "out", "--optimizer",
+    refused(5, "strip", FIXTURES / "other" / "mcore_bf16_plain_tp2" / "ckpt", tmp_path / "out", "--optimizer",
             words=("zckpt consolidate",))  # fmt: skip
     assert list(tmp_path.iterdir()) == []
