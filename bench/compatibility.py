@@ -42,7 +42,7 @@ CAUSES = {
         ("tp2_s1_bf16_dp2", _LOSSES),
         (
             "s1_fp32_dp2, s2_bf16_dp2, s2_bf16_dp2_elastic_fused, s2_fp16_dp2, s2_bf16_dp2_rr",
-            "DeepSpeed's `get_flat_partition` raises on a rank that holds nothing of a group; here one group is a single"
+            "DeepSpeed's `get_flat_partition` raises on a rank that holds nothing of a group; here one group has one"
             " element. With two groups it trains (tried: the first two).",
         ),
         (
