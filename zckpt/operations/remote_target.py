@@ -12,7 +12,7 @@ name        old files are removed, temporary names become names, and small files
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import compress
@@ -90,27 +90,54 @@ def write_remote(
             journal.check_sources()
         remains.all_sent()
         uploads.finish(large, old)
-        extra: dict[str, bytes] = {}
+        extra = {}
         if prove is not None or prove_files is not None:
-            with mounted(uploads.url(), missing=True) as there:
-                folder = there.path if uploads.is_folder else there.path.parent
-                folder.mkdir(parents=True, exist_ok=True)
-                for name, data in small.items():
-                    there.add_bytes(folder / name, data)
-                companions = [folder / one.name for one in more]
-                for one in companions:
-                    there.remove(one)
-                whole_path = folder if owned is not None else folder / path.name
-                if prove is not None:
-                    prove(whole_path, companions)
-                if prove_files is not None:
-                    prove_files([folder / name for name in names])
-                written = companions if owned is None else [folder / FINGERPRINT_NAME]
-                extra = {one.name: one.read_bytes() for one in written if one.exists() and one.name not in small}
+            extra = _proven(uploads, path.name, names, small, [one.name for one in more], prove, prove_files)
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
     return checked
+
+
+def _proven(
+    uploads: Uploads,
+    name: str,
+    names: Sequence[str],
+    small: Mapping[str, bytes],
+    more: Sequence[str],
+    prove: Callable[[Path, Sequence[Path]], None] | None,
+    prove_files: Callable[[Sequence[Path]], None] | None,
+) -> dict[str, bytes]:
+    """Prove what has come, with the small files that have not; return further ones that the proof has written.
+
+    Parameters
+    ----------
+    uploads : Uploads
+    name : str
+        The target's.
+    names : sequence of str
+        All files of the plan.
+    small : mapping of str to bytes
+        Those that are sent last.
+    more : sequence of str
+        Files next to the target, if it is a file.
+    prove, prove_files : callable or None
+        As `write_target` takes them.
+    """
+    with mounted(uploads.url(), missing=True) as there:
+        folder = there.path if uploads.is_folder else there.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for one, data in small.items():
+            there.add_bytes(folder / one, data)
+        companions = [folder / one for one in more]
+        for path in companions:
+            there.remove(path)
+        if prove is not None:
+            prove(folder if uploads.is_directory else folder / name, companions)
+        if prove_files is not None:
+            prove_files([folder / one for one in names])
+        written = [folder / FINGERPRINT_NAME] if uploads.is_directory else companions
+        return {path.name: path.read_bytes() for path in written if path.exists() and path.name not in small}
 
 
 class _Remains:
