@@ -224,3 +224,20 @@ def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp
         "before", "latest", "taken",
     ]  # fmt: skip
     assert (tmp_path / "run" / "latest").read_text() == "before"
+
+
+def test_engine_of_one_context_and_not_of_the_other_is_refused() -> None:
+    """The replaced method of one engine would hide that of all."""
+
+    class Engine:
+        def save_checkpoint(self, save_dir: str) -> str:
+            return save_dir
+
+        def load_checkpoint(self, load_dir: str) -> str:
+            return load_dir
+
+    one = Engine()
+    refusal = pytest.raises(zckpt.UsageError, match="to both, or to neither")
+    with saving.durable_saves(one), refusal, saving.durable_saves():
+        pass
+    assert "save_checkpoint" not in vars(one)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zckpt.errors import MissingPackageError, UnsupportedError
+from zckpt.errors import MissingPackageError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
 from zckpt.operations.tensors import dtype_name
@@ -22,6 +22,9 @@ ENGINE = "deepspeed.runtime.engine"
 
 _MEMORY = "/dev/shm"  # noqa: S108  # folders in it get names of their own
 """A file system in memory, on Linux."""
+
+_replaced: list[str] = []
+"""Methods of single engines that are replaced now."""
 
 
 @contextmanager
@@ -36,7 +39,13 @@ def replaced_method(
     ------
     MissingPackageError
         Without an engine: DeepSpeed is not installed.
+    UsageError
+        Without an engine, within a context of one: its own method would hide this one.
     """
+    if engine is None and _replaced:
+        raise UsageError(
+            "this is within another context that was given an engine", advice="give the engine to both, or to neither"
+        )
     holder = _engine_class() if engine is None else engine
     was = vars(holder).get(name)
     original = getattr(holder, name)
@@ -50,9 +59,13 @@ def replaced_method(
         return run(own, call, bound.arguments)
 
     setattr(holder, name, method)
+    if engine is not None:
+        _replaced.append(name)
     try:
         yield
     finally:
+        if engine is not None:
+            _replaced.remove(name)
         if was is None:
             delattr(holder, name)
         else:
