@@ -167,7 +167,7 @@ class _Remains:
             self._look(journal)
 
     def _look(self, journal: Journal) -> None:
-        noted = self._uploads.noted()
+        noted = self._uploads.remains()
         said = None if noted is None else _said(noted)
         if journal.restart:
             if said is not None:

@@ -2,6 +2,7 @@
 
     .NAME.zckpt-partial/            the files
     .NAME.zckpt-journal/00000001    lines, each of a file: that it has come, or that it is about to be sent again
+    .NAME.zckpt-journal/note        that all have come
 
 A file is told by a digest of its bytes as they were sent, and by what the store has said of it when it had come: of how
 many bytes it is, of which version. Where either is another, it has not come. Lines have a CRC-32; one that is not whole

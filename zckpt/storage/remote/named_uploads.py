@@ -147,12 +147,16 @@ class NamedUploads(Uploads):
         return found
 
     def note(self, data: bytes) -> None:
-        """Write a file of a temporary name."""
-        self._write(self._temporary(NOTE), self.shown(NOTE), data)
+        """Write a file beside the temporary directory."""
+        self._write(f"{self.journal}/{NOTE}", self.store.address.shown, data)
 
     def noted(self) -> bytes | None:
         """Return what the file holds."""
-        return self._read(self._temporary(NOTE))
+        return self._read(f"{self.journal}/{NOTE}")
+
+    def remains(self) -> bytes | None:
+        """Return the note, if something still has a temporary name."""
+        return self.noted() if self._below(self.partial) else None
 
     def _temporary(self, name: str) -> str:
         return f"{self.partial}/{name}"
@@ -197,7 +201,7 @@ class NamedUploads(Uploads):
         fs = self.store.fs
         if self.is_directory and isinstance(self.store, SftpStore | WebdavStore):
             own = {self._temporary(name).strip("/") for name in names}
-            for key in self._below(self.partial):  # the note, and what another run has left that this one has not
+            for key in self._below(self.partial) if self._resumes else ():  # what another run has sent, of other files
                 if key.strip("/") not in own:
                     self._remove(key)
             self._remove(self.key)

@@ -98,6 +98,10 @@ class Uploads(ABC):
     def noted(self) -> bytes | None:
         """Return the note beside the target; None: there is none."""
 
+    def remains(self) -> bytes | None:
+        """Return the note of a run that was killed after all had come and before all was named; None: of none."""
+        return self.noted()
+
     @abstractmethod
     def sink(self, name: str) -> Any:  # noqa: ANN401  # an engine.upload.Sink
         """Return where a file goes."""
