@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,6 +123,8 @@ class Proof:
         Of the parameters that the target's optimizer numbers.
     in_floats : bool
         Whether what the codes of quantised state stand for is to be compared, which ranks have otherwise.
+    rounded : mapping of str to collection of str
+        Slots of parameters that have to be there, and whose values are not compared.
     verified : int, bytes
         What was compared.
     """
@@ -138,6 +140,7 @@ class Proof:
     copied: Collection[str] = ()
     names: Sequence[str] | None = None
     in_floats: bool = False
+    rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
     verified: int = 0
 
     @property
@@ -159,6 +162,7 @@ class Proof:
         prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
         if self.verify:
+            source, target = (_without(one, self.rounded) for one in (source, target))
             self.verified = verify_bytes(source, target, self.target, memory=self.memory, reporter=self.reporter)
         if self.fingerprint:
             from zckpt.compare.digests import bytes_of
@@ -173,6 +177,17 @@ def _in_floats(*checkpoints: Checkpoint) -> list[Checkpoint]:
     from zckpt.formats.deepspeed.quantised import with_float_slots
 
     return [with_float_slots(one) for one in checkpoints]
+
+
+def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> Checkpoint:
+    """Return a checkpoint without some slots of some parameters."""
+    if not rounded:
+        return checkpoint
+    kept = {
+        name: replace(one, slots={key: slot for key, slot in one.slots.items() if key not in rounded.get(name, ())})
+        for name, one in checkpoint.parameters.items()
+    }
+    return replace(checkpoint, parameters=kept)
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

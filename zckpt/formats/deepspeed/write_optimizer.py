@@ -130,6 +130,12 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
     }
 
 
+def _in_form(target: Target, group: int, tensors: dict[object, object]) -> dict[object, object]:
+    """Return a share's slots as they are, or those that are to be codes as such."""
+    form = target.forms.get(group)
+    return tensors if form is None else form.of(tensors)
+
+
 def _ordered(
     first: OptimizerShard, group: ParamGroup, tensors: dict[object, object], own: dict[object, object]
 ) -> dict[object, object]:
@@ -173,6 +179,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
             if shares:
                 tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
         tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
+        tensors = _in_form(target, group.index, tensors)
         states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
@@ -261,7 +268,7 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             like = known[min(number, len(known) - 1)] if known else None
             shards = _shards(target, parameters)
             master = shards.tensor(MASTER, rank, like)
-            tensors: dict[object, object] = {key: shards.tensor(key, rank) for key in shards.keys}
+            tensors = _in_form(target, group.index, {key: shards.tensor(key, rank) for key in shards.keys})
             state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
             if state:
                 states[number] = state
