@@ -59,12 +59,11 @@ MAXIMUM_NBYTES = 1 << 26
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def callback(checkpointer: Checkpointer) -> Any:  # noqa: ANN401  # a TrainerCallback, whose package may be missing
-    """Return a callback for `Trainer.add_callback` that lets a Checkpointer save what a Trainer trains without DeepSpeed.
+def callback(checkpointer: Checkpointer) -> Any:
+    """Return a callback for `Trainer.add_callback`: a Checkpointer saves what is trained without DeepSpeed.
 
     After each step, `checkpointer.step` is called with its number, the model, the optimizer and the scheduler: all
-    ranks save every so many steps, and at SIGTERM, upon which the training ends. The Trainer's own numbers are `extra`.
-    What was saved becomes a Trainer's by `zckpt convert --to transformers-trainer`.
+    ranks save every so many steps, and at SIGTERM, upon which the training ends. What was saved becomes a Trainer's by `zckpt convert --to transformers-trainer`.
 
     Raises
     ------
@@ -80,7 +79,7 @@ def callback(checkpointer: Checkpointer) -> Any:  # noqa: ANN401  # a TrainerCal
             raise
         raise MissingPackageError("zckpt.hf.callback needs Transformers", advice="pip install transformers") from error
 
-    class Saves(TrainerCallback):  # type: ignore[misc]
+    class Saves(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             del state, control, others
             if args.deepspeed:
@@ -90,12 +89,12 @@ def callback(checkpointer: Checkpointer) -> Any:  # noqa: ANN401  # a TrainerCal
                 )
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            del args
             checkpointer.step(
                 state.global_step,
                 model=others["model"],
                 optimizer=others["optimizer"],
                 scheduler=others["lr_scheduler"],
-                extra={"epoch": state.epoch, "train_batch_size": args.train_batch_size},
             )
             control.should_training_stop |= checkpointer.is_ending
 
