@@ -63,7 +63,8 @@ def callback(checkpointer: Checkpointer) -> Any:
     """Return a callback for `Trainer.add_callback`: a Checkpointer saves what is trained without DeepSpeed.
 
     After each step, `checkpointer.step` is called with its number, the model, the optimizer and the scheduler: all
-    ranks save every so many steps, and at SIGTERM, upon which the training ends. What was saved becomes a Trainer's by `zckpt convert --to transformers-trainer`.
+    ranks save every so many steps, and at SIGTERM, upon which the training ends. What was saved becomes a Trainer's by
+    `zckpt convert --to transformers-trainer`.
 
     Raises
     ------
