@@ -59,8 +59,8 @@ CAUSES = {
         (
             "pp2_s1_bf16_dp1",
             "DeepSpeed's step gathers what gradients are recorded of, and gloo's `all_gather_into_tensor` refuses that"
-            " (also with torch 2.7.1, tried on `s1_fp32_dp2_2groups`). The steps of all other kinds are under `torch.no_grad()` here, with"
-            " which they run; a pipeline's are inside `train_batch`.",
+            " (with torch 2.7.1, too, tried on `s1_fp32_dp2_2groups`). The steps of all other kinds are under"
+            " `torch.no_grad()` here, with which they run; a pipeline's are inside `train_batch`.",
         ),
         ("s1_bf16_dp2_bf16opt", _LOSSES),
     ],
