@@ -10,11 +10,12 @@ from pathlib import Path
 
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import TargetError
-from zckpt.formats.native import DOCUMENT_NAME, OWNED
+from zckpt.errors import DamagedFileError, SourceError, TargetError
+from zckpt.formats.native import DOCUMENT_NAME, OWNED, identity_of
+from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place
-from zckpt.storage.durable import recover, target_of_old
+from zckpt.storage.durable import recover, target_of_old, written_files
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.run_record import LATEST, NAME, RECORD, Record, Saved
@@ -55,6 +56,18 @@ class RunPlace:
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest; errors are TargetErrors."""
         run_record.write_latest(self.directory, name)
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file, whole or not at all; errors are TargetErrors."""
+        with written_files([self.directory / name], overwrite=True) as [partial]:
+            partial.write_text(text, "utf-8")
+
+    def latest(self) -> str:
+        """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
+        with self.seen() as directory:
+            name = next(iter(run_record.candidates(directory)), None)
+            identity = identity_of(directory / name) if name else None
+            return Saved(name, identity).shown if name and identity else ""
 
     def settle(self, saving: Saved) -> None:
         """Put right what a save has left that was killed."""
@@ -124,13 +137,14 @@ class StoredRun(RunPlace):
 
     def write_record(self, record: Record) -> None:
         """Write the record, whole or not at all."""
-        self._write(RECORD, run_record.text_of(record))
+        self.write(RECORD, run_record.text_of(record))
 
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest."""
-        self._write(LATEST, name)
+        self.write(LATEST, name)
 
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """Write a small file, whole or not at all."""
         data = text.encode()
         with self.seen() as directory:
             directory.mkdir(exist_ok=True)
@@ -180,3 +194,14 @@ class StoredRun(RunPlace):
 def run_place(place: Place) -> RunPlace:
     """Return where a Checkpointer's directory is; a string is a URL."""
     return RunPlace(place) if isinstance(place, Path) else StoredRun(place)
+
+
+def unsound(path: Place) -> str | None:
+    """Return why a checkpoint cannot be loaded; None if its document and files are there and fit together."""
+    try:
+        opened = open_checkpoint(path)
+        if opened.format != "zckpt":
+            raise DamagedFileError("not a checkpoint of zckpt", path=path, found=opened.format)
+    except SourceError as error:
+        return str(error)
+    return None

@@ -14,6 +14,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group
+from zckpt.optim.ranks import answering
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
@@ -89,7 +90,8 @@ class ZeroState(ByParameter):
             for flat in groups
         )
         agreed = torch.tensor([same], dtype=torch.int32, device=groups[0].flat.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
+        with answering():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
         return bool(agreed.item())
 
     def values(self) -> Values:
