@@ -35,9 +35,11 @@ class Engine:
     seed : int
         Of its first weights.
     lr : float
+    clips : bool
+        Whether DeepSpeed clips gradients as it usually does, which its configuration then does not say.
     """
 
-    def __init__(self, name: str, seed: int, lr: float) -> None:
+    def __init__(self, name: str, seed: int, lr: float, *, clips: bool = False) -> None:
         self.name = name
         torch.manual_seed(seed)
         self.inner = Net(empty=False)  # `fully_shard` takes no parameter without elements
@@ -68,7 +70,7 @@ class Engine:
             config = {
                 "train_batch_size": ROWS, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
                 "zero_optimization": {"stage": int(name[-1]), "stage3_param_persistence_threshold": 0},
-                "gradient_clipping": 0.0, "steps_per_print": 10**9,
+                "steps_per_print": 10**9, **({} if clips else {"gradient_clipping": 0.0}),
             }  # fmt: skip
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=self.inner, optimizer=self.optimizer, config=config, dist_init_required=False

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import zckpt
 from tests.gloo import run
 from tests.training.engines import ENGINES, Engine
 from tests.training.trainings import differences
@@ -81,3 +82,30 @@ def test_every_engine_goes_on_from_every_other(
         if different or losses != pytest.approx(expected, rel=2e-6):
             wrong.append(f"{source} at {ranks} -> {target} at {world_size}: {different[:3]} {losses} {expected}")
     assert not wrong, "\n".join(wrong)
+
+
+def save_clipped(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+    losses = {}
+    for name in ("ds0", "ds3"):
+        engine = Engine(name, seed=0, lr=1e-2, clips=True)
+        engine.train(range(SAVED))
+        engine.save(directory / name)
+        losses[name] = engine.train(range(SAVED, SAVED + MORE))
+    return losses
+
+
+def load_clipped(rank: int, world_size: int, directory: Path) -> list[tuple[str, list[float]]]:
+    found = []
+    for source in ("ds0", "ds3"):
+        zckpt.convert(directory / source, directory / f"{source}-1", to="deepspeed", world_size=1, stage=1)
+        for target, its in (("ds1", source), ("ds2", source), ("ds1", f"{source}-1")):
+            engine = Engine(target, seed=1, lr=0.5, clips=True)
+            engine.load(directory / its)
+            found.append((source, engine.train(range(SAVED, SAVED + MORE))))
+    return found
+
+
+def test_gradients_are_clipped_as_usual_where_no_file_says_how(tmp_path: Path) -> None:
+    expected = run(save_clipped, 2, tmp_path)[0]
+    for source, losses in run(load_clipped, 1, tmp_path)[0]:
+        assert losses == pytest.approx(expected[source], rel=2e-6)
