@@ -354,12 +354,13 @@ def _own(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
     """Find out what this rank has."""
     tensors = model_state(model)
     optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=isinstance(model, (list, tuple)))
-    if model is None:
-        tensors = ModelState.of_parameters(optimizers.parameters())
+    tensors = (
+        ModelState.of_parameters(optimizers.parameters()) if model is None else tensors.renamed(optimizers.renamed)
+    )
     state = optimizers.snapshot()
     of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
     shares = [(name, slot, share) for name, slot, share in of_model if share is not None]
-    in_parts = are_parts(model, tensors.tensors.values(), ranks)
+    in_parts = optimizers.are_parts or are_parts(model, tensors.tensors.values(), ranks)
     return _Here(tensors, state, [*shares, *state.shares], in_parts)
 
 
