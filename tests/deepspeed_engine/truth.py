@@ -200,7 +200,7 @@ def _merge_ranks(live: Live, spec: Spec, engine: Any, maps: dict[str, Any]) -> N
     if "expert_parallel" in spec.config:
         _join_experts(live, engine)
         return
-    of_experts = spec.model.startswith("moe")
+    of_experts = "moe" in spec.model
     if of_experts:
         firsts = first_experts(engine)
         live.slots = {global_expert(name, firsts): value for name, value in live.slots.items()}

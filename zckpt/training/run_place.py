@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from zckpt.engine.plan import plan
-from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import DamagedFileError, SourceError, TargetError
 from zckpt.formats.native import DOCUMENT_NAME, OWNED, identity_of
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.operations.target import write_target
+from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
-from zckpt.storage.durable import recover, target_of_old, written_files
+from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.run_record import LATEST, NAME, RECORD, Record, Saved
@@ -56,11 +54,6 @@ class RunPlace:
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest; errors are TargetErrors."""
         run_record.write_latest(self.directory, name)
-
-    def write(self, name: str, text: str) -> None:
-        """Write a small file, whole or not at all; errors are TargetErrors."""
-        with written_files([self.directory / name], overwrite=True) as [partial]:
-            partial.write_text(text, "utf-8")
 
     def latest(self) -> str:
         """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
@@ -137,18 +130,11 @@ class StoredRun(RunPlace):
 
     def write_record(self, record: Record) -> None:
         """Write the record, whole or not at all."""
-        self.write(RECORD, run_record.text_of(record))
+        write_text(f"{self._url}/{RECORD}", run_record.text_of(record))
 
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest."""
-        self.write(LATEST, name)
-
-    def write(self, name: str, text: str) -> None:
-        """Write a small file, whole or not at all."""
-        data = text.encode()
-        with self.seen() as directory:
-            directory.mkdir(exist_ok=True)
-            write_target(plan([TargetFile(name, len(data), [Literal(0, data)])]), directory / name, overwrite=True)
+        write_text(f"{self._url}/{LATEST}", name)
 
     def settle(self, saving: Saved) -> None:
         """Abort uploads, and remove objects among which no document has come."""

@@ -30,6 +30,7 @@ from zckpt.engine.plan import plan
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import SourceError, UsageError, WorkerError, ZckptError
 from zckpt.formats.native import DOCUMENT_NAME, OWNED, rank_name
+from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.operations.tensors import memory_of
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
@@ -52,7 +53,6 @@ from zckpt.training.spare_memory import (
     spares,
     text_of,
     unwritten,
-    write_text,
 )  # fmt: skip
 
 PIECE_NBYTES = 16 << 20

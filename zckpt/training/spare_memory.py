@@ -14,7 +14,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, TargetError, UsageError
 from zckpt.formats.native import is_own
-from zckpt.storage.durable import written_files
+from zckpt.operations.small_file import write_text
 from zckpt.storage.files import read_whole
 from zckpt.training.run_place import RunPlace
 
@@ -103,12 +103,6 @@ def node_of(directory: Path) -> str:
         own.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
-    with written_files([path], overwrite=True) as [partial]:
-        partial.write_text(text, "utf-8")
-
-
 def spares(directory: Path) -> list[Path]:
     """Return the directories of spares, whole or not."""
     try:
@@ -168,5 +162,5 @@ def identity_of_run(place: RunPlace) -> str:
                     advice="remove it",
                 ) from error
     run = secrets.token_hex(16)
-    place.write(SPARE, json.dumps({"format": FORMAT, "version": VERSION, "run": run}) + "\n")
+    write_text(place.checkpoint(SPARE), json.dumps({"format": FORMAT, "version": VERSION, "run": run}) + "\n")
     return run

@@ -143,6 +143,16 @@ class Store:
         found: Mapping[str, Mapping[str, Any]] = self.fs.find(self.root, detail=True)
         return found
 
+    def described(self, key: str) -> Listed | None:
+        """Return what the store says of one file; None: it is not there. Not `attempt`ed."""
+        with self.turn() as fs:
+            fs.invalidate_cache()
+            try:
+                info = fs.info(key)
+            except FileNotFoundError:
+                return None
+        return self._listed(key, info, key)
+
     def _listed(self, key: str, info: Mapping[str, Any], root: str | None = None) -> Listed:
         root = self.root if root is None else root
         rest = key.strip("/").removeprefix(root.strip("/")).removeprefix("/")
