@@ -5,6 +5,7 @@ It asks for CUDA devices by name. `OnCpu` gives it the CPU, so that the package 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import multiprocessing
@@ -138,6 +139,45 @@ class Live:
         self.model.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])
 
+    def legacy_folder(self, iteration: Path) -> Path:
+        """Return this rank's directory, named as Megatron-LM does."""
+        ranks = (self.state.get_pipeline_model_parallel_rank(), self.state.get_expert_model_parallel_rank())
+        more = "".join(
+            f"_{rank:03d}" for rank, size in zip(ranks, (self.spec.pp, self.spec.ep), strict=True) if size > 1
+        )
+        return iteration / f"mp_rank_{self.state.get_tensor_model_parallel_rank():02d}{more}"
+
+    def save_legacy(self, iteration: Path) -> None:
+        """Write this rank's legacy files."""
+        folder = self.legacy_folder(iteration)
+        folder.mkdir(parents=True, exist_ok=True)
+        about = argparse.Namespace(
+            tensor_model_parallel_size=self.spec.tp,
+            pipeline_model_parallel_size=self.spec.pp,
+            expert_model_parallel_size=self.spec.ep,
+            untie_embeddings_and_output_weights=self.spec.llama,
+        )
+        content = {
+            "args": about,
+            "checkpoint_version": 3.0,
+            "iteration": 2,
+            "model": self.model.state_dict_for_save_checkpoint(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        torch.save(content, folder / "model_optim_rng.pt")
+        if self.spec.distributed:
+            self.optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+        dist.barrier()
+
+    def load_legacy(self, iteration: Path) -> None:
+        """Load this rank's legacy files."""
+        folder = self.legacy_folder(iteration)
+        content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        self.model.load_state_dict(content["model"], strict=True)
+        self.optimizer.load_state_dict(content["optimizer"])
+        if self.spec.distributed:
+            self.optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
+
     def train_at_random(self, steps: int) -> None:
         """Step with gradients of noise, for which no stage needs another."""
         ranks = (self.state.get_tensor_model_parallel_rank(), self.state.get_pipeline_model_parallel_rank(),
@@ -174,15 +214,15 @@ class Live:
         """Return every slot of every parameter as `SLOT/NAME`, names as in the files; on one rank."""
         found = {}
         for name, one in self.model.named_parameters():
-            found[f"weight/{_filed(name)}"] = one.detach().clone()
+            found[f"weight/{filed(name)}"] = one.detach().clone()
         for name, one in self.model.named_buffers():
             if "expert_bias" in name:
-                found[f"weight/{_filed(name)}"] = one.detach().clone()
+                found[f"weight/{filed(name)}"] = one.detach().clone()
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             for name, one in self.model.named_parameters():
                 for slot, value in self._state(optimizer, one).items():
                     if slot != "step":
-                        found[f"{slot}/{_filed(name)}"] = value.detach().clone().reshape(one.shape)
+                        found[f"{slot}/{filed(name)}"] = value.detach().clone().reshape(one.shape)
         return found
 
     def _state(self, optimizer: Any, one: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -196,7 +236,8 @@ class Live:
         return {}
 
 
-def _filed(name: str) -> str:
+def filed(name: str) -> str:
+    """Return the name that `torch_dist` has for a parameter."""
     name = re.sub(r"(layers\.\d+)\.input_layernorm\.", r"\1.self_attention.linear_qkv.layer_norm_", name)
     return re.sub(r"(layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
 
@@ -279,3 +320,17 @@ def loaded(
         live.load(folder)
         found.append((live.tensors() if world == 1 else {}, live.train(steps) if spec.pp == 1 else []))
     return found
+
+
+def legacy_saved(rank: int, world: int, spec: Spec, iteration: Path) -> None:
+    """Train a model and save it in legacy files."""
+    live = Live(spec)
+    live.train_at_random(2)
+    live.save_legacy(iteration)
+
+
+def legacy_loaded(rank: int, world: int, spec: Spec, iteration: Path) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Load legacy files; return what the model then holds on one rank, and its losses as it goes on."""
+    live = Live(spec)
+    live.load_legacy(iteration)
+    return (live.tensors() if world == 1 else {}, live.train(2) if spec.pp == 1 else [])

@@ -50,7 +50,17 @@ print(json.dumps(done))
 
 EVERYTHING = ("torch", "deepspeed", "transformers", "safetensors")
 MODULES = sorted((ROOT / "zckpt").rglob("*.py"))
-MAY_IMPORT_TORCH = ("operations/open.py", "operations/tensors.py", "optim/", "training/", "dcp/", "deepspeed/", "hf.py")
+MAY_IMPORT_TORCH = (
+    "operations/open.py",
+    "operations/tensors.py",
+    "optim/",
+    "training/",
+    "dcp/",
+    "deepspeed/",
+    "hf.py",
+    "lightning.py",
+    "accelerate.py",
+)
 
 SOURCES = [
     "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_client", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2",
@@ -191,7 +201,8 @@ def at_module_level(tree: ast.Module) -> ast.Module:
 
 
 FLOORS = [
-    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf"}, {"dcp", "deepspeed"}, {"training"}, {"optim"},
+    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "accelerate", "lightning"}, {"dcp", "deepspeed"},
+    {"training"}, {"optim"},
     {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"torchfile"}, {"executors"}, {"engine"}, {"storage"},
     {"state"}, {"errors", "codes", "version"},
 ]  # fmt: skip

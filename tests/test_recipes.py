@@ -126,6 +126,7 @@ FOUND = {
     "run": FIXTURES / LLAMA,
     "run-stage0": FIXTURES / "s0_bf16_dp2",
     "run-experts": FIXTURES / "moe_ep2_s2_bf16_dp2",
+    "run-megatron": FIXTURES / "other" / "mcore_legacy_tp2_pp2" / "ckpt",
     "run-tp": FIXTURES / "tp2_s1_bf16_dp2",
     "run-pp": FIXTURES / "pp2_s1_bf16_dp1",
     "run-lamb": FIXTURES / "own_lamb_s2_fp32_dp2",

@@ -112,6 +112,12 @@ _OTHERS = [
     Spec("pp2_s1_fp32_dp2", stage=1, dtype="fp32", **_PIPELINE | {"world_size": 4}),
     Spec("pp2_tp2_s1_bf16_dp1", stage=1, universal_info=True, tensor_parallel=2, **_PIPELINE_MEGATRON),
     Spec("pp2_tp1_s1_fp32_dp2", stage=1, universal_info=True, dtype="fp32", **_PIPELINE_MEGATRON),
+    Spec(
+        "moe_pp2_ep2_s1_bf16_dp2",
+        stage=1,
+        expert_parallel=2,
+        **_PIPELINE | {"model": "pipeline_moe", "world_size": 4, "steps": 2, "steps_after": 2},
+    ),
     Spec("pp2_s0_fp32_dp2", stage=0, dtype="fp32", **_PIPELINE | {"world_size": 4}),
 ]
 

@@ -10,6 +10,8 @@
     layer 4   norm
     layer 5   the tied embedding again, as head
 
+`pipeline_moe` has layers of DeepSpeed's experts: the embedding, experts, two linears, experts, norm, the embedding.
+
 Ranks: rank = (stage * data_parallel + dp) * tensor_parallel + tp.
 """
 
@@ -29,7 +31,10 @@ def build_pipeline(spec: Spec) -> Any:
     """Build this rank's stage; collective."""
     from deepspeed.pipe import PipelineModule
 
-    layers = _megatron_layers(invariant=spec.invariant) if spec.model == "pipeline_megatron" else _layers()
+    if spec.model == "pipeline_megatron":
+        layers = _megatron_layers(invariant=spec.invariant)
+    else:
+        layers = _expert_layers(spec) if spec.model == "pipeline_moe" else _layers()
     return PipelineModule(
         layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
         seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
@@ -59,6 +64,19 @@ def _layers() -> list[Any]:
         LayerSpec(_Block),
         torch.relu,
         LayerSpec(_FeedForward),
+        LayerSpec(nn.LayerNorm, HIDDEN),
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN, forward_fn=_head),
+    ]
+
+
+def _expert_layers(spec: Spec) -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    return [
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN),
+        LayerSpec(_Experts, spec.experts, spec.expert_parallel),
+        LayerSpec(_FeedForward),
+        LayerSpec(_Experts, spec.experts, spec.expert_parallel),
         LayerSpec(nn.LayerNorm, HIDDEN),
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN, forward_fn=_head),
     ]
@@ -102,3 +120,20 @@ class _FeedForward(nn.Module):
 
     def forward(self, x):
         return x + self.down(functional.gelu(self.up(x)))
+
+
+class _Experts(nn.Module):
+    """DeepSpeed's own experts; what balances them is left out of the loss."""
+
+    def __init__(self, experts: int, degree: int):
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        expert = nn.Sequential(nn.Linear(HIDDEN, 11), nn.ReLU(), nn.Linear(11, HIDDEN))
+        self.moe = MoE(
+            hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=degree, k=1,
+            min_capacity=0, capacity_factor=4.0, use_rts=False,
+        )  # fmt: skip
+
+    def forward(self, x):
+        return x + self.moe(x)[0]

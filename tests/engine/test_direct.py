@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import zlib
 from concurrent.futures import ProcessPoolExecutor
@@ -134,6 +135,78 @@ def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(source,
         monkeypatch.setattr(os, name, refusing(name))
     write_directory(made, tmp_path / "b", direct=True)
     assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+
+
+def optimizer(path: Path, **state: np.ndarray) -> Path:
+    """Write a model and its masters, which lie a few bytes behind pages; a tensor is in two files, one of 2 bytes."""
+    import torch
+
+    tensors = {name: torch.from_numpy(one) for name, one in state.items()}
+    torch.save(tensors | {"half": tensors["w"].to(torch.bfloat16), "tiny": torch.ones(1)}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder, w = tmp_path_factory.mktemp("pair"), np.random.default_rng(3).normal(size=(311, 1031)).astype(np.float32)
+    other = w.copy()
+    other[300, 1000] += 1
+    return optimizer(folder / "a.pt", w=w), optimizer(folder / "b.pt", w=other)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that were read past the page cache, one number for each read."""
+    found: list[int] = []
+    usual, flags = os.preadv, __import__("fcntl")
+
+    def call(descriptor, *rest):
+        count = usual(descriptor, *rest)
+        found.extend([count] if flags.fcntl(descriptor, flags.F_GETFL) & os.O_DIRECT else [])
+        return count
+
+    monkeypatch.setattr(os, "preadv", call)
+    return found
+
+
+@pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
+@pytest.mark.parametrize("memory", [1, 256 << 20])  # of blocks of one size: sums of floats are of blocks
+def test_verbs_that_read_find_the_same(pair, tmp_path, counted, memory):
+    a, b = pair
+    cut = FIXTURES / "s2_bf16_dp4"
+    digests = tmp_path / "digests"
+    digests.write_text(json.dumps(zckpt.fingerprint(a).as_dict()))
+    verbs = [
+        lambda **how: zckpt.fingerprint(a, **how).as_dict(),
+        lambda **how: zckpt.diff(a, b, **how).as_dict(),
+        lambda **how: zckpt.series([a, b], **how).as_dict(),
+        lambda **how: zckpt.verify(a, deep=True, **how).as_dict(),
+        lambda **how: zckpt.verify(b, against=digests, **how).as_dict(),
+        lambda **how: (zckpt.verify(cut, deep=True, **how).as_dict(), zckpt.fingerprint(cut, **how).as_dict()),
+    ]
+    for verb in verbs:
+        usual, before = verb(memory=memory), len(counted)
+        assert verb(memory=memory, direct=True) == usual
+        assert memory == 1 or verb is verbs[-1] or len(counted) > before  # less than 64 KB at once goes through it
+
+
+def test_what_is_no_sample_is_needed_for_it(pair):
+    with pytest.raises(zckpt.UsageError, match="not read past the page cache"):
+        zckpt.verify(pair[0], direct=True)
+
+
+@pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
+def test_a_file_that_ends_early_is_named(pair, tmp_path, counted):
+    found = zckpt.open(pair[0])
+    short = Path(found.files[0].path)
+    kept = short.read_bytes()
+    try:
+        os.truncate(short, len(kept) // 2)
+        with pytest.raises(DamagedFileError, match="ends too early"):
+            zckpt.fingerprint(found, direct=True)
+        assert counted
+    finally:
+        short.write_bytes(kept)
 
 
 @pytest.mark.nightly

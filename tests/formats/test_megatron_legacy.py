@@ -303,3 +303,15 @@ def test_a_model_that_is_none_is_damage(tmp_path: Path) -> None:
     torch.save({"model": 1}, tmp_path / "mp_rank_00/model_optim_rng.pt")
     with pytest.raises(DamagedFileError, match="state dict"):
         zckpt.open(tmp_path)
+
+
+def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_dist_ep2", tmp_path)
+
+    def other(content: dict) -> None:  # type: ignore[type-arg]
+        content["args"].expert_tensor_parallel_size = 2
+
+    for folder in ("mp_rank_00_000", "mp_rank_00_001"):
+        edit(run / folder / "model_optim_rng.pt", other)
+    with pytest.raises(UnsupportedError, match="experts are cut for other tensor-parallel ranks than the rest"):
+        zckpt.open(run)

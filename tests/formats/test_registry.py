@@ -56,7 +56,7 @@ def test_formats_are_listed_with_their_options() -> None:
     stage = next(option for option in found["deepspeed"]["options"] if option["name"] == "stage")
     assert stage == {"name": "stage", "type": "int", "default": None, "choices": [1, 2, 3],
                      "help": "ZeRO stage. Default: as SOURCE, if it says one; else needed."}  # fmt: skip
-    assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed"}
+    assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed", "megatron"}
     assert {name for name, one in found.items() if one["written"]} == set(WRITTEN)
     text = succeeded("formats").stdout
     assert all(name in text for name in BUILT_IN)

@@ -9,7 +9,7 @@ import torch
 
 import zckpt
 from tests import gloo
-from tests.megatron_core import Spec, loaded, saved
+from tests.megatron_core import Spec, filed, legacy_loaded, legacy_saved, loaded, saved
 from tests.truth import Truth, assert_same
 
 pytestmark = pytest.mark.interop
@@ -74,3 +74,21 @@ def test_experts_of_two_ranks_are_loaded_by_one(moe_layers: tuple[int, ...] | No
     folders = [tmp_path / "run" / STEP, tmp_path / "2" / STEP]
     for [(_, before), (_, after)] in gloo.run(loaded, 2, [(spec, one) for one in folders], fresh=True):
         assert before == after
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spec", [Spec(tp=2, pp=2), Spec(tp=2, pp=2, llama=False, groups=4, distributed=False)])
+def test_legacy_files_of_other_ranks_are_loaded(spec: Spec, tmp_path: Path) -> None:
+    run = tmp_path / "run" / STEP
+    gloo.run(legacy_saved, 4, spec, run, fresh=True)
+    for name, tp in (("one", 1), ("two", 2)):
+        zckpt.reshard(
+            run, tmp_path / name, world_size=1, verify=True, tensor_parallel_size=tp, pipeline_parallel_size=1
+        )
+    [(state, losses)] = gloo.run(legacy_loaded, 1, spec.alone(), tmp_path / "one" / STEP, fresh=True)
+    source = zckpt.open(run)
+    expected = {f"{slot}/{filed(one.name)}": source.read(one.name, slot=slot)
+                for one in source.tensors() for slot in one.slots if slot != "step"}  # fmt: skip
+    assert_equal_state(state, expected)
+    sliced = gloo.run(legacy_loaded, 2, spec.alone(tp=2), tmp_path / "two" / STEP, fresh=True)
+    assert all(one == pytest.approx(losses, rel=1e-2) for _, one in sliced)

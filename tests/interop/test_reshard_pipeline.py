@@ -53,7 +53,9 @@ class Case:
         stages = self.options.get("pipeline_parallel_size", self.source.pipeline_parallel)
         degree = self.options.get("tensor_parallel_size", self.source.tensor_parallel)
         ranks = self.options["world_size"] * stages * degree
-        return self.source.at(ranks, pipeline_parallel=stages, tensor_parallel=degree, partition_method=self.method)
+        experts = self.options.get("expert_parallel_size", self.source.expert_parallel)
+        return self.source.at(ranks, pipeline_parallel=stages, tensor_parallel=degree, partition_method=self.method,
+                              expert_parallel=experts)  # fmt: skip
 
 
 def to(source: Spec, world_size: int, stages: int, method: str = "uniform", **options: Any) -> Case:
@@ -62,10 +64,18 @@ def to(source: Spec, world_size: int, stages: int, method: str = "uniform", **op
     return Case(source, options, method)
 
 
+def with_experts(stages: int, degree: int, **changes: Any) -> Spec:
+    name = "_".join([f"pp{stages}", f"ep{degree}", *map(str, changes.values())])
+    return pipeline(name, stages, 2, model="pipeline_moe", expert_parallel=degree,
+                    **changes)  # fmt: skip
+
+
 TWO = pipeline("pp2", 2, 2)
 BY_WEIGHT = pipeline("pp2_parameters", 2, partition_method="parameters")
 BY_BIG_WEIGHT = sliced("pp2_tp1_parameters", 2, 1, partition_method="parameters")
 SLICED = sliced("pp2_tp2", 2, 2)
+
+EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedding=embed"
 
 FEW = [to(TWO, 1, 3), Case(sliced("pp2_tp2_bf16", 2, 2, dtype="bf16"), {"world_size": 3})]
 
@@ -92,6 +102,11 @@ MANY = [
     Case(SLICED, {"world_size": 1, "tensor_parallel_size": 4}),
     Case(SLICED, {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}),
     Case(SLICED, {"world_size": 2, "pipeline_parallel_size": 1}),
+    Case(with_experts(2, 2), {"world_size": 1, "expert_parallel_size": 1}),
+    Case(with_experts(2, 2), {"world_size": 4, "expert_parallel_size": 2, "pipeline_parallel_size": 1}),
+    Case(with_experts(2, 2, dtype="bf16"), {"world_size": 3, "expert_parallel_size": 1}),
+    Case(with_experts(2, 2, stage=0), {"world_size": 4}),
+    to(with_experts(1, 2), 2, 2, pipeline_layers=EXPERT_LAYERS),
     to(sliced("pp1_tp4", 1, 4), 1, 2, tensor_parallel_size=2, pipeline_layers="Embedding=embed,Layer*2,LayerNorm,Embedding=embed"),  # noqa: E501
 ]  # fmt: skip
 

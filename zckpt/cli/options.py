@@ -93,6 +93,9 @@ executor_option = click.option(
     metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
     help="Who reads and writes: docs/scale.md. Default: threads; under torchrun, its ranks.",
 )
+direct_option = click.option(
+    "--direct", is_flag=True, help="Read (and write) past the page cache, where that can be: docs/copying.md."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -214,7 +217,7 @@ def write_options(command: Command) -> Command:
             ),
             memory_option("Bound of the copy buffers of all workers together."),
             executor_option,
-            click.option("--direct", is_flag=True, help="Read and write past the page cache, where that can be."),
+            direct_option,
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
             click.option("--resume", is_flag=True, help="Go on with what a run to TARGET that was killed has done."),
             click.option("--restart", is_flag=True, help="Remove what a run to TARGET that was killed has left."),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,6 +13,7 @@ from zckpt.cli.options import (
     Place,
     comma_separated,
     dequantize_option,
+    direct_option,
     executor_option,
     json_option,
     memory_option,
@@ -22,6 +23,9 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import json_text, paint, reporter, width
 from zckpt.errors import TargetError, UsageError, without_controls
+
+if TYPE_CHECKING:
+    from zckpt.state import Checkpoint
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,6 +58,15 @@ def _write_page(page: Path, content: str | bytes, *, overwrite: bool) -> None:
             partial_page.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
             raise TargetError("cannot be written", path=page, found=error.strerror) from error
+
+
+def _say_what_is_cached(checkpoints: Iterable[Checkpoint], *, direct: bool, quiet: bool) -> None:
+    """Say on standard error which files --direct does not read past the page cache."""
+    if direct and not quiet:
+        from zckpt.storage.direct import unavailable
+
+        for line in unavailable(file.path for one in checkpoints for file in one.files):
+            click.echo(without_controls(line), err=True)
 
 
 @click.command("inspect")
@@ -110,6 +123,7 @@ def inspect_command(
 @page_options
 @memory_option("Bound of all buffers.")
 @executor_option
+@direct_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
 @dequantize_option
 @naming_options
@@ -128,6 +142,7 @@ def diff_command(
     overwrite: bool,
     memory: int,
     executor: str | None,
+    direct: bool,
     quiet: bool,
     dequantize: bool,
     naming: dict[str, Any],
@@ -143,7 +158,7 @@ def diff_command(
     _check_page(html, overwrite=overwrite)
     common: dict[str, Any] = {
         "slots": comma_separated(slots), "parameters": parameters, "memory": memory, "executor": executor,
-        "reporter": reporter("diff", quiet=quiet),
+        "direct": direct, "reporter": reporter("diff", quiet=quiet),
     }  # fmt: skip
     if series:
         from zckpt.operations.series import series as measure_series
@@ -159,7 +174,8 @@ def diff_command(
             or any(where_b.values())
         ):
             raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
-        found = measure_series(sources, names=where["names"], tp_rules=where["tp_rules"], **common).as_dict()
+        done_series = measure_series(sources, names=where["names"], tp_rules=where["tp_rules"], **common)
+        read, found = done_series.checkpoints, done_series.as_dict()
         text, status = render_series(found, width=width()), 0
     else:
         if len(sources) != 2:
@@ -179,8 +195,9 @@ def diff_command(
             **where,
             **{f"{key}_b": value for key, value in where_b.items()},
         )
-        found = done.as_dict()
+        read, found = [done.a, done.b], done.as_dict()
         text, status = render(found, width=width(), paint=paint()), 0 if done.equal else 1
+    _say_what_is_cached(read, direct=direct, quiet=quiet)
     if html is not None:
         from zckpt.report.page import diff_page, series_page
 
@@ -204,6 +221,7 @@ def diff_command(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @memory_option("Bound of all buffers.")
 @executor_option
+@direct_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @dequantize_option
 @naming_options
@@ -216,6 +234,7 @@ def fingerprint_command(
     as_json: bool,
     memory: int,
     executor: str | None,
+    direct: bool,
     quiet: bool,
     dequantize: bool,
     naming: dict[str, Any],
@@ -244,10 +263,12 @@ def fingerprint_command(
         checkpoint,
         memory=memory,
         executor=executor,
+        direct=direct,
         reporter=reporter("fingerprint", quiet=quiet),
         dequantize=dequantize,
         **naming,
     )
+    _say_what_is_cached([checkpoint], direct=direct, quiet=quiet)
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
@@ -266,6 +287,7 @@ def fingerprint_command(
 @page_options
 @memory_option("Bound of all buffers.")
 @executor_option
+@direct_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
 @source_options
 def verify_command(
@@ -277,6 +299,7 @@ def verify_command(
     overwrite: bool,
     memory: int,
     executor: str | None,
+    direct: bool,
     quiet: bool,
     where: dict[str, Any],
 ) -> int:
@@ -289,7 +312,10 @@ def verify_command(
 
     _check_page(html, overwrite=overwrite)
     bar = reporter("verify", quiet=quiet)
-    found = verify(source, deep=deep, against=against, memory=memory, executor=executor, reporter=bar, **where)
+    how: dict[str, Any] = {"memory": memory, "executor": executor, "direct": direct, "reporter": bar}
+    found = verify(source, deep=deep, against=against, **how, **where)
+    if found.checkpoint is not None:
+        _say_what_is_cached([found.checkpoint], direct=direct, quiet=quiet)
     document = found.as_dict()
     if html is not None:
         from zckpt.operations.map import map as map_of

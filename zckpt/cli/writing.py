@@ -127,6 +127,8 @@ def reshard_command(
     comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
     N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
     and the Trainer resumes from TARGET. Names stay as they are: `convert --to deepspeed` changes them.
+
+    Megatron's legacy files (mp_rank_TT_PPP) are cut for other tensor-, pipeline- and expert-parallel ranks, too.
     """
     from zckpt.operations.reshard import reshard
 

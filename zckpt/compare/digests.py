@@ -175,6 +175,7 @@ def digest_share(
     share: tuple[int, int] = (0, 1),
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    direct: bool = False,
 ) -> Entries:
     """Return the entries of some of the slots, and all single values: several can share the work.
 
@@ -186,6 +187,8 @@ def digest_share(
     memory : int, bytes
         Upper bound of what the buffers of all workers take together; those of one are needed in any case.
     reporter : Reporter, optional
+    direct : bool
+        Read past the page cache, where the file systems can.
 
     Raises
     ------
@@ -200,7 +203,7 @@ def digest_share(
         if parameter.tied_to is None:
             entries[name] = {}
             chosen += _slots(name, checkpoint, parameter, entries[name])
-    _digest(chosen[share[0] :: share[1]], entries, memory, reporter)
+    _digest(chosen[share[0] :: share[1]], entries, memory, reporter, direct=direct)
     return entries
 
 
@@ -259,13 +262,15 @@ def _number(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None) -> None:
+def _digest(
+    chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None, *, direct: bool
+) -> None:
     """Digest slots, in parallel, and add what was found to the entries."""
     trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
     sets = [one.slots for one in chosen]
     look = partial(digest_block, [one.rounded for one in chosen])
     numel = LEAF_NUMEL * LEAVES_PER_BLOCK
-    for index, digests in scan(sets, look, numel=numel, memory=memory, reporter=reporter):
+    for index, digests in scan(sets, look, numel=numel, memory=memory, reporter=reporter, direct=direct):
         for number, digest in enumerate(digests):
             trees[index][number].update(digest)
     for one, tree in zip(chosen, trees, strict=True):

@@ -265,6 +265,7 @@ def differences(
     tolerance: Tolerance | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    direct: bool = False,
 ) -> list[Difference]:
     """Return what differs in each of the slots that are not equal, bit for bit, in the order of the pairs.
 
@@ -278,6 +279,8 @@ def differences(
         Upper bound of what buffers take together.
     reporter : Reporter, optional
         Counts bytes of one side.
+    direct : bool
+        Read past the page cache, where the file systems can.
 
     Raises
     ------
@@ -295,11 +298,12 @@ def differences(
             raise LayoutError(f"{one.label} has two shapes", expected=a.shape, found=b.shape)
     limits = tolerance or Tolerance()
     unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
-    seen = scan(sets, first_difference, memory=memory, reporter=reporter, goes_on=lambda i: i not in unequal)
+    goes_on = lambda index: index not in unequal  # noqa: E731
+    seen = scan(sets, first_difference, memory=memory, reporter=reporter, goes_on=goes_on, direct=direct)
     for index, _ in seen:
         unequal.add(index)
     chosen = sorted(unequal)
-    found = measure([sets[index] for index in chosen], limits, memory=memory)
+    found = measure([sets[index] for index in chosen], limits, memory=memory, direct=direct)
     return [
         Difference(index, sets[index].label, figures)
         for index, figures in zip(chosen, found, strict=True)
@@ -307,11 +311,13 @@ def differences(
     ]
 
 
-def measure(sets: Sequence[SlotSet], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES) -> list[Figures]:
-    """Return the figures of sets of two slots; errors are those of `differences`."""
+def measure(
+    sets: Sequence[SlotSet], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES, direct: bool = False
+) -> list[Figures]:
+    """Return the figures of sets of two slots; arguments and errors are those of `differences`."""
     found = [Figures() for _ in sets]
     look = partial(measure_block, [one.dtypes for one in sets], tolerance)
-    for index, one in scan(sets, look, memory=memory // FIGURES_MEMORY):
+    for index, one in scan(sets, look, memory=memory // FIGURES_MEMORY, direct=direct):
         found[index].add(one)
     return found
 

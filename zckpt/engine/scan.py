@@ -29,12 +29,12 @@ from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import READERS, Workers, batched, budget
+from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
-from zckpt.storage.files import Sources, read_into
+from zckpt.storage.files import PAGE_NBYTES, Sources
 
 BLOCK_NBYTES = 1 << 20
 """Read of each slot at once: small enough to be looked at in the cache, and planning it costs little in comparison."""
@@ -44,6 +44,9 @@ BUFFERS_PER_WORKER = 8
 
 BUFFERS_OF_GIVEN = 4
 """The same, of one slot that is read in blocks of a given number of elements."""
+
+BUFFERS_OF_DIRECT = 1
+"""And what is read into past the page cache, before it is put together."""
 
 MOST_NBYTES = 1 << 34
 """Bytes of elements, most of them repeated, that are read one by one where every one counts in what is found."""
@@ -137,6 +140,7 @@ def scan(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     goes_on: Callable[[int], bool] | None = None,
+    direct: bool = False,
 ) -> Generator[tuple[int, Result]]:
     """Look at sets of slots block by block, and yield what `look` returns with the index of the set, in order.
 
@@ -153,6 +157,8 @@ def scan(
         Hears of progress, in bytes of the first slot of each set as it is read.
     goes_on : callable, optional
         Asked with the index of a set whether more of it is to be looked at.
+    direct : bool
+        Read past the page cache, where the file systems can.
 
     Raises
     ------
@@ -170,18 +176,20 @@ def scan(
     total = sum(one.numel * itemsize(one.dtypes[0]) for one in sets)
     progress.begin(total)
     try:
+        threads, besides = (WRITERS, BUFFERS_OF_DIRECT) if direct else (READERS, 0)  # who reads so waits for the disk
         if numel is None:
-            share = budget(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
+            share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + besides, most=BLOCK_NBYTES)
         else:
             block = numel * max((one.widest for one in sets), default=1)
-            share = budget(memory, READERS, buffers=BUFFERS_OF_GIVEN, most=block, least=block)
-        with Workers(READERS, at_once=share.at_once) as workers:
+            share = budget(memory, threads, buffers=BUFFERS_OF_GIVEN + besides, most=block, least=block)
+        with Workers(threads, at_once=share.at_once) as workers:
             most = share.nbytes
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
             spare: list[list[Array]] = []
             batches = batched(blocks, attrgetter("nbytes"))
             portions = Portions(total, _batch_nbytes, _reads)
-            with closing(workers.run(partial(look_at_batch, look, spare), batches, portions)) as results:
+            run = partial(look_at_batch, look, spare, most if direct else 0)
+            with closing(workers.run(run, batches, portions)) as results:
                 for batch, found in results:
                     progress.advance(_batch_nbytes(batch))
                     yield from found
@@ -226,16 +234,18 @@ def _within(held: FlatSpans | Slot, indexes: SpanIndexes, start: int, numel: int
     return indexes.reaching(held, Extent.flat(held.shape, start, numel))
 
 
-def look_at_batch(look: Look[Result], spare: list[list[Array]], batch: Sequence[Block]) -> list[tuple[int, Result]]:
+def look_at_batch(
+    look: Look[Result], spare: list[list[Array]], direct: int, batch: Sequence[Block]
+) -> list[tuple[int, Result]]:
     """Look at blocks; return what was found, by index of the set. May run in another process.
 
-    `spare` has the buffers that no batch of the scan uses at the moment.
+    `spare` has the buffers that no batch of the scan uses at the moment; `direct` is as for `Sources`.
     """
     buffers: list[Array] = []
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
-    with Sources() as sources, ahead(_ranges(batch)):
+    with Sources(direct) as sources, ahead(_ranges(batch)):
         for block in batch:
             arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
             found = look(block.index, block.start, arrays)
@@ -259,18 +269,22 @@ def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> 
     nbytes = block.numel * itemsize(dtype)
     while len(buffers) <= number:
         buffers.append(np.empty(0, np.uint8))
-    if len(buffers[number]) < nbytes:
-        buffers[number] = np.empty(nbytes, np.uint8)
+    if len(buffers[number]) < nbytes + PAGE_NBYTES:
+        buffers[number] = np.frombuffer(sources.room(nbytes), np.uint8)
     view = buffers[number][:nbytes]
     if isinstance(source, Slot):
         extent = Extent.flat(block.shape, block.start, block.numel)
         hole = Hole(0, block.label, source, extent, dtype)
         for piece in pieces(Fill(hole, tuple(fill(hole))), nbytes, nbytes):
             read_piece(piece, view.data, sources)
+    elif len(source) == 1:
+        ((path, offset, _),) = source
+        found, _ = sources.window(path, offset, view.data, buffers[number].data)
+        view = np.frombuffer(found, np.uint8)
     else:
         at = 0
         for path, offset, size in source:
-            read_into(sources.descriptor(path), offset, view[at : at + size].data, path=path)
+            sources.read(path, offset, view[at : at + size].data)
             at += size
     return view.view(numpy_dtype(dtype))
 

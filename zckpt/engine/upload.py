@@ -123,10 +123,10 @@ def upload(
     memory = buffers_within(memory)
     step = min(max(memory // 12, LEAST_PART_NBYTES), MOST_PART_NBYTES)
     count = min(max(memory // (2 * step + DIRECT_NBYTES * direct), SENDERS[0]), SENDERS[-1])
-    how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)))
     progress.begin(plan.copy_nbytes)
     try:
         with Workers(range(count, count + 1), here=True, at_once=count) as workers:
+            how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)), workers)
             for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, how), Portions()):
                 checks.add(read)
                 progress.advance(nbytes)
@@ -142,10 +142,15 @@ class _How:
     checks: Checks
     direct: int
     room: Room
+    workers: Workers
 
     def taken(self, nbytes: int) -> AbstractContextManager[None]:
         """Take the memory of a part: it is there twice while it is sent."""
         return self.room.taken(2 * nbytes + self.direct)
+
+
+class _EndedError(BaseException):
+    """Another file has failed, or the user: nobody waits for what is raised, and nobody is to try again."""
 
 
 Work = Callable[[], tuple[list[Seen], int]]
@@ -295,6 +300,8 @@ def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[l
         every.clear()
         moved = 0
         for part in parts(one, step, how.checks):
+            if how.workers.is_ending:  # all of the file is not waited for
+                raise _EndedError
             data, seen, nbytes = _made(part, how.checks, how.direct)
             every.extend(seen)
             moved += nbytes

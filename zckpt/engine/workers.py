@@ -153,6 +153,8 @@ class Workers:
         self.are_here = given is None or isinstance(given, ThreadPoolExecutor)
         self._pool = given or ThreadPoolExecutor(self._at_once, thread_name_prefix="zckpt")
         self._is_bounded = given is not None and self._at_once < count
+        self.is_ending = False
+        """Whether nothing is waited for but work that runs: what takes long may look, and end at once."""
 
     def __enter__(self) -> Self:
         return self
@@ -220,6 +222,7 @@ class Workers:
                 queue.popleft()
                 yield item, result
         finally:
+            self.is_ending = True
             for _, future in queue:
                 future.cancel()
             wait([future for _, future in queue])

@@ -64,7 +64,7 @@ class _Proof:
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]
-        found = differences(sets, memory=self.how.memory, reporter=self.how.reporter)
+        found = differences(sets, memory=self.how.memory, reporter=self.how.reporter, direct=self.how.direct)
         if found:
             raise LayoutError(
                 f"{len(found)} tensors are not what is computed: {found[0].label} in {found[0].figures.num_different} "

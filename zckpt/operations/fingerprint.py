@@ -22,6 +22,7 @@ def fingerprint(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -43,6 +44,8 @@ def fingerprint(
     reporter : Reporter, optional
     executor
         As for `consolidate`: who reads.
+    direct : bool
+        Read past the page cache, where the file systems can: what is larger than memory, and read once.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
     rename, strip_prefix, add_prefix, map, map_config
@@ -64,4 +67,4 @@ def fingerprint(
         [found] = with_floats(found)
     checkpoint, _ = naming.of(found)
     with using(executor):
-        return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])
+        return put_together([digest_share(checkpoint, memory=memory, reporter=reporter, direct=direct)])

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
@@ -123,6 +123,8 @@ class Proof:
         Of the parameters that the target's optimizer numbers.
     in_floats : bool
         Whether what the codes of quantised state stand for is to be compared, which ranks have otherwise.
+    direct : bool
+        Read past the page cache.
     verified : int, bytes
         What was compared.
     """
@@ -138,6 +140,7 @@ class Proof:
     copied: Collection[str] = ()
     names: Sequence[str] | None = None
     in_floats: bool = False
+    direct: bool = False
     verified: int = 0
 
     @property
@@ -158,13 +161,14 @@ class Proof:
         source, target = (self.checkpoint, found) if not self.in_floats else _in_floats(self.checkpoint, found)
         prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
+        how: dict[str, Any] = {"memory": self.memory, "reporter": self.reporter, "direct": self.direct}
         if self.verify:
-            self.verified = verify_bytes(source, target, self.target, memory=self.memory, reporter=self.reporter)
+            self.verified = verify_bytes(source, target, self.target, **how)
         if self.fingerprint:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
-            data = bytes_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
+            data = bytes_of(fingerprint(found, **how))
             (more[0] if more else written / FINGERPRINT_NAME).write_bytes(data)
 
 
@@ -252,12 +256,12 @@ def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | Non
 
 
 def _values(parameter: Parameter, written: Checkpoint) -> dict[str, object]:
-    """Return the slots and group-wide values of the parameter of the same name."""
+    """Return the slots of the parameter of the same name, and the single values of it and its group."""
     found = same_parameter(parameter, written)
     if found is None:
         return {}
     group = written.param_groups[found.group].state if found.group is not None else {}
-    return {**group, **found.slots}
+    return {**group, **found.state, **found.slots}
 
 
 def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:
@@ -272,7 +276,13 @@ def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:
 
 
 def verify_bytes(
-    checkpoint: Checkpoint, written: Checkpoint, target: Path, *, memory: int, reporter: Reporter | None = None
+    checkpoint: Checkpoint,
+    written: Checkpoint,
+    target: Path,
+    *,
+    memory: int,
+    reporter: Reporter | None = None,
+    direct: bool = False,
 ) -> int:
     """Compare every byte of every slot that was written with the source; return how many bytes were compared.
 
@@ -290,7 +300,7 @@ def verify_bytes(
         for one in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
     ]
     pairs += _rank_pairs(checkpoint, written)
-    different = differences(pairs, memory=memory, reporter=reporter)
+    different = differences(pairs, memory=memory, reporter=reporter, direct=direct)
     if different:
         first = different[0]
         raise LayoutError(

@@ -1,7 +1,7 @@
 """A target in a store: sent without a copy here, read back, and recognisable only when all of it is there.
 
 own         as for a directory: what is there may be replaced, or nothing is begun
-resume      what a run that was killed has left is gone on with or removed, as the user says (S3)
+resume      what a run that was killed has left is gone on with or removed, as the user says
 send        all files of the plan with elements in them, while none has its name or is an object yet
 finish      they become objects (S3), or have temporary names (others)
 prove       what was sent is opened again, from the store
@@ -22,7 +22,7 @@ from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
-from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, WorkerError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError
 from zckpt.operations.shared_target import shared_at
 from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
@@ -76,7 +76,7 @@ def write_remote(
     large = sorted((name for name in names if name not in small), key=lambda name: base / name == path)
     old = mount.keys_below(path) if owned is not None else []
     with remains.kept_or_removed():
-        uploads.begin(resume=remains.resumes)
+        uploads.begin(resume=remains.resumes, keep=remains.keeps)
         if remains.sent is not None:
             uploads.adopt(remains.sent)
             checked = Checked()
@@ -154,8 +154,6 @@ class _Remains:
     ------
     TargetError
         Something is left, and is neither to be gone on with nor to be removed; or cannot be gone on with.
-    UsageError
-        The store keeps nothing that could be gone on with.
     """
 
     def __init__(self, uploads: Uploads, journal: Journal | None, target: Path) -> None:
@@ -164,15 +162,12 @@ class _Remains:
         self.objects: list[str] = []
         self._uploads, self._journal, self._target = uploads, journal, target
         self._is_finishing = False
-        if journal is None:
-            return
-        if journal.resume and not uploads.can_resume:
-            raise UsageError("--resume: what is written to this store begins anew", path=target)
-        if uploads.can_resume and journal.is_worth_it:
+        self.keeps = journal is not None and journal.is_worth_it
+        if journal is not None and self.keeps:
             self._look(journal)
 
     def _look(self, journal: Journal) -> None:
-        noted = self._uploads.noted()
+        noted = self._uploads.remains()
         said = None if noted is None else _said(noted)
         if journal.restart:
             if said is not None:
@@ -182,7 +177,7 @@ class _Remains:
             left = self._uploads.left()
             if not left:
                 return
-            self._refuse(f"{left} of {journal.purpose.nbytes} bytes sent, in unfinished uploads")
+            self._refuse(f"{left} of {journal.purpose.nbytes} bytes sent, in {self._uploads.kept_in}")
         if said is not None and not journal.resume:
             self._refuse("all that has elements in it sent, and not named")
         self.resumes = True
@@ -202,7 +197,7 @@ class _Remains:
         """Note that all has come, so that it need not be made again."""
         self._is_finishing = True
         journal = self._journal
-        if self.sent is None and journal is not None and self._uploads.can_resume and journal.is_worth_it:
+        if self.sent is None and journal is not None and self.keeps:
             self._uploads.note(json.dumps({**asdict(journal.purpose), "sent": self._uploads.sent()}).encode())
 
     @contextmanager
@@ -228,7 +223,7 @@ class _Remains:
     def _kept(self, error: BaseException) -> str | None:
         """Return what is said of what is left; None: it is removed."""
         journal = self._journal
-        if journal is None or self._is_finishing or not self._uploads.can_resume or not journal.is_worth_it:
+        if journal is None or self._is_finishing or not self.keeps:
             return None
         if isinstance(error, SourceError) and type(error) is not SourceError:  # damaged, changed, or contradicts itself
             return None
@@ -238,7 +233,7 @@ class _Remains:
         if not left:
             return None
         return (
-            f"{left} of {journal.purpose.nbytes} bytes are sent and kept in unfinished uploads: "
+            f"{left} of {journal.purpose.nbytes} bytes are sent and kept in {self._uploads.kept_in}: "
             "--resume goes on with them, --restart begins anew"
         )
 

@@ -57,7 +57,7 @@ def reshard(
     map_config: Config | None = None,
     **options: object,
 ) -> Written:
-    """Cut a DeepSpeed checkpoint for another number of data-parallel ranks; stock DeepSpeed loads the result.
+    """Cut a DeepSpeed checkpoint, or Megatron's legacy files, for other ranks; stock programs load the result.
 
     Parameters
     ----------
@@ -86,6 +86,8 @@ def reshard(
         `stage`, the ZeRO stage, 1, 2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as the target's training
         is configured; `expert_parallel_size` and `tensor_parallel_size`, the ranks over which experts are spread and
         parameters are sliced; `padded_vocab_size`, the rows of the target model's vocabulary.
+        Of Megatron's legacy files: these sizes, `pipeline_parallel_size`, `virtual_pipeline_parallel_size`,
+        `stage_bounds` and `ddp_bucket_size`.
 
     Raises
     ------
@@ -125,6 +127,6 @@ def reshard(
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names,
-                  laid.in_floats)  # fmt: skip
+                  laid.in_floats, direct)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified)

@@ -73,6 +73,7 @@ def series(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
 ) -> Series:
@@ -89,6 +90,8 @@ def series(
         Counts bytes of the checkpoints that are compared with the one before.
     executor
         As for `consolidate`: who reads.
+    direct : bool
+        Read past the page cache, where the file systems can: what is larger than memory, and read once.
     names, tp_rules
         As for `open`, of each path. What else a checkpoint needs, `open` takes.
 
@@ -113,7 +116,7 @@ def series(
     progress.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
     with using(executor):
         for index in range(1, len(held)):
-            for key, figures in _measured(held[index - 1], held[index], memory).items():
+            for key, figures in _measured(held[index - 1], held[index], memory, direct=direct).items():
                 found[key].norm[index - 1 : index + 1] = [figures.norm_a, figures.norm_b]
                 found[key].change[index] = figures.rel_l2 if figures.squares_a or figures.squares else 0.0
             progress.advance(sum(slot.nbytes for slot in held[index].values()))
@@ -134,8 +137,8 @@ def _slots(checkpoint: Checkpoint, chosen: Filter) -> dict[Key, Slot]:
     }
 
 
-def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int) -> dict[Key, Figures]:
+def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int, *, direct: bool) -> dict[Key, Figures]:
     """Return the figures of slots that both have."""
     keys = [key for key in after if key in before and before[key].shape == after[key].shape]
     sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in keys]
-    return dict(zip(keys, measure(sets, Tolerance(), memory=memory), strict=True))
+    return dict(zip(keys, measure(sets, Tolerance(), memory=memory, direct=direct), strict=True))

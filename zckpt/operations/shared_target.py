@@ -122,8 +122,12 @@ class SharedTarget:
         return self._uploads.sent()
 
     def finish(self, every: Sequence[Sent]) -> None:
-        """Make what all have sent readable, on the first process; `every` is in the order of the processes."""
-        waiting = {name: one for sent in every for name, one in sent.items() if name not in self._finished}
+        """Make what all have sent readable, on the first process; `every` is in the order of the processes.
+
+        The first one's last file comes last: of formats without a document, it is the one that says most.
+        """
+        backwards = [item for sent in reversed(every) for item in sent.items()]
+        waiting = {name: one for name, one in backwards if name not in self._finished}
         self._uploads.adopt(waiting)
         names = list(waiting)
         self._uploads.finish(names, [] if self._finished else self._old)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,6 +30,7 @@ from zckpt.formats.floats import with_floats
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
+from zckpt.operations.places import place_of
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.states import Restoring, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
@@ -58,8 +58,8 @@ def save(
     optimizer : ZeroRedundancyOptimizer, ZeroOptimizer or DistributedOptimizer
         Of the first two, all ranks call this together.
     path : path-like
-        A directory that does not exist, on a file system that all ranks or workers share. Of a ZeroOptimizer, it is
-        the directory of a tag of DeepSpeed, and `latest` beside it will name it.
+        A directory that does not exist, on a file system that all ranks or workers share; or, for ranks, the URL of one
+        in a store. Of a ZeroOptimizer, it is the directory of a tag of DeepSpeed, and `latest` beside it will name it.
     model : Module, optional
         Names the parameters, where the optimizer was not given names, and has the buffers.
     step : int, optional
@@ -72,12 +72,12 @@ def save(
     Raises
     ------
     UsageError
-        The parameters have no names.
+        The parameters have no names; or a DistributedOptimizer is to be saved to a store.
     TargetError
         The target exists or cannot be written.
     """
     [state] = Optimizers(optimizer, {} if model is None else bare(model).names()).states.values()
-    state.write(Target(Path(path), model, step, beside or {}, overwrite))
+    state.write(Target(place_of(path), model, step, beside or {}, overwrite))
 
 
 def load(

@@ -56,14 +56,19 @@ class DirectReads:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._buffer = aligned(nbytes + PAGE_NBYTES)
+        self._buffer: memoryview | None = None
         self.nbytes = nbytes
         self._descriptors: dict[str, int | None] = {}
 
-    def window(self, path: str, offset: int, nbytes: int) -> memoryview | None:
-        """Return at most `self.nbytes` bytes of a file, in memory that the next call uses again.
+    def room(self, nbytes: int) -> memoryview:
+        """Return memory for windows of so many bytes, wherever they begin."""
+        return aligned(nbytes + PAGE_NBYTES)
 
-        They begin as far behind a page as they do in the file. None: they are to be read otherwise.
+    def window(self, path: str, offset: int, nbytes: int, room: memoryview | None = None) -> memoryview | None:
+        """Return bytes of a file in `room`; or at most `self.nbytes`, in memory that the next such call uses again.
+
+        They begin as far behind a page as they do in the file. None: they are to be read otherwise. `room` is
+        what the method of this name returns.
 
         Raises
         ------
@@ -76,8 +81,10 @@ class DirectReads:
         descriptor = self._descriptor(path) if nbytes >= LEAST_NBYTES else None
         if descriptor is None:
             return None
+        if room is None:
+            self._buffer = room = self._buffer or aligned(self.nbytes + PAGE_NBYTES)
         needed, filled = skipped + nbytes, 0
-        view = self._buffer[: -(-needed // PAGE_NBYTES) * PAGE_NBYTES]
+        view = room[: -(-needed // PAGE_NBYTES) * PAGE_NBYTES]
         while filled < needed:
             try:
                 count = os.preadv(descriptor, [view[filled:]], offset - skipped + filled)
@@ -171,7 +178,7 @@ class DirectTarget:
             self._direct = None
 
 
-def unavailable(sources: Iterable[str], directory: Path) -> list[str]:
+def unavailable(sources: Iterable[str], directory: Path | None = None) -> list[str]:
     """Return a line for reads, and one for writes, that go through the page cache all the same.
 
     What is in a store does not: another line says so, if nothing is on a disk.
@@ -180,12 +187,12 @@ def unavailable(sources: Iterable[str], directory: Path) -> list[str]:
     ----------
     sources : iterable of str
         Files that are read; of each directory one is tried.
-    directory : Path
-        In which a target is to be made; there is such a directory.
+    directory : Path, optional
+        In which a target is to be made; there is such a directory. None: nothing is written.
     """
     lines = []
     tried: dict[str, str] = {}
-    is_here = not is_remote(directory)
+    is_here = is_written = directory is not None and not is_remote(directory)
     for path in sources:
         if found(path) is not None:
             continue
@@ -196,8 +203,8 @@ def unavailable(sources: Iterable[str], directory: Path) -> list[str]:
         others = f" and {len(without) - 1} more" if len(without) > 1 else ""
         lines.append(f"{without[0]}{others} is read through the page cache: its file system has no O_DIRECT")
     if not is_here:
-        lines.append("--direct: neither source nor target is on a disk here")
-    if not is_remote(directory) and not _writes(directory):
+        lines.append(f"--direct: {'no source' if directory is None else 'neither source nor target'} is on a disk here")
+    if directory is not None and is_written and not _writes(directory):
         lines.append(f"{directory} is written through the page cache: its file system has no O_DIRECT")
     return lines
 

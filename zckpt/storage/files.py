@@ -211,17 +211,26 @@ class Sources:
             else:
                 into[:] = view
 
-    def window(self, path: str, offset: int, buffer: memoryview) -> tuple[memoryview, int | None]:
+    def window(
+        self, path: str, offset: int, buffer: memoryview, room: memoryview | None = None
+    ) -> tuple[memoryview, int | None]:
         """Return the bytes at byte `offset` of a file, as many as `buffer` has: in it, or where they were read.
 
-        The number is how far behind a page of memory they begin, where that is known.
+        The number is how far behind a page of memory they begin, where that is known. Without `room`, the
+        next call may use that memory again.
         """
         descriptor = self.descriptor(path)
-        view = None if self._direct is None else self._direct.window(path, offset, len(buffer))
+        view = None if self._direct is None else self._direct.window(path, offset, len(buffer), room)
         if view is not None:
             return view, offset % PAGE_NBYTES
         read_into(descriptor, offset, buffer, path=path)
         return buffer, None
+
+    def room(self, nbytes: int) -> memoryview:
+        """Return memory for windows of so many bytes, and a page besides."""
+        if self._direct is None:
+            return memoryview(bytearray(nbytes + PAGE_NBYTES))
+        return self._direct.room(nbytes)
 
     def touch(self, path: str, offset: int, nbytes: int) -> None:
         """Note that some of these bytes are read otherwise."""

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from zckpt.engine.plan import plan
-from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import TargetError
 from zckpt.formats.native import DOCUMENT_NAME, OWNED
-from zckpt.operations.target import write_target
+from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
@@ -124,17 +122,11 @@ class StoredRun(RunPlace):
 
     def write_record(self, record: Record) -> None:
         """Write the record, whole or not at all."""
-        self._write(RECORD, run_record.text_of(record))
+        write_text(f"{self._url}/{RECORD}", run_record.text_of(record))
 
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest."""
-        self._write(LATEST, name)
-
-    def _write(self, name: str, text: str) -> None:
-        data = text.encode()
-        with self.seen() as directory:
-            directory.mkdir(exist_ok=True)
-            write_target(plan([TargetFile(name, len(data), [Literal(0, data)])]), directory / name, overwrite=True)
+        write_text(f"{self._url}/{LATEST}", name)
 
     def settle(self, saving: Saved) -> None:
         """Abort uploads, and remove objects among which no document has come."""

@@ -149,7 +149,8 @@ def save(
         Plain data, tensors and numpy arrays; those of the first rank are written.
     format : {"zckpt", "deepspeed", "zero-redundancy"}
         "deepspeed" is what DeepSpeed loads at the same number of ranks, for a ZeroOptimizer; "zero-redundancy" for a
-        ZeroRedundancyOptimizer or DistributedOptimizer. `zckpt convert` makes others.
+        ZeroRedundancyOptimizer or DistributedOptimizer, of which the latter is saved to file systems only.
+        `zckpt convert` makes others.
     async_ : bool
         Return as soon as everything has been copied to the host's memory. At most one save is going on: the next one
         waits for it. Let it finish before the process group is destroyed.
@@ -223,16 +224,16 @@ def save_given(
             f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
         )
     workers = workers_of(optimizer)
-    if isinstance(path, str) and (format != "zckpt" or workers is not None):
+    if isinstance(path, str) and workers is not None:
         raise UsageError(
-            f"{'a DistributedOptimizer' if workers is not None else f'format {format}'} is saved to a file system",
+            "a DistributedOptimizer is saved to a file system",
             path=without_secrets(path),
             advice="save to a path, and let zckpt convert write to the store",
         )
     if format != "zckpt":
         if fingerprint:
             raise _no_fingerprint(f"format {format}")
-        _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
+        _save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
         return None
     if workers is not None:
         if async_:
@@ -273,7 +274,7 @@ def _no_fingerprint(found: str) -> UsageError:
 
 def _save_as(
     form: str,
-    path: Path,
+    path: Place,
     model: Model,
     optimizer: Given,
     given: Mapping[str, Any],

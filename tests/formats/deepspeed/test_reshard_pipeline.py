@@ -13,12 +13,13 @@ import zckpt
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import ShardError, UnsupportedError, UsageError
 
-PLAIN, SLICED = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1"
+PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
 THREE: dict[str, Any] = {"pipeline_parallel_size": 3, "partition_method": "uniform"}
 ONE: dict[str, Any] = {"pipeline_parallel_size": 1}
+EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedding=embed"
 
 
 def model_of(tag: Path, mp_rank: int) -> dict[str, Any]:
@@ -40,6 +41,9 @@ def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
         (SLICED, 2, {**ONE, "tensor_parallel_size": 1}),
         (SLICED, 1, {"tensor_parallel_size": 4}),
         ("pp2_tp1_s1_fp32_dp2", 1, {**ONE, "tensor_parallel_size": 2}),
+        (EXPERTS, 8, {"expert_parallel_size": 4}),
+        (EXPERTS, 2, ONE),
+        (EXPERTS, 1, {"expert_parallel_size": 1, "stage_bounds": "0,2,6", "pipeline_layers": EXPERT_LAYERS}),
     ],
 )
 def test_everything_arrives(name: str, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -55,7 +59,10 @@ def test_everything_arrives(name: str, world_size: int, options: dict[str, Any],
             assert_same(found.read(key, slot), value, f"{slot}/{key}")
     assert_consolidated(tag, truth, tmp_path)
     assert [sorted(g.parameters) for g in found.param_groups] == [sorted(g.parameters) for g in source.param_groups]
-    assert [g.hyperparameters for g in found.param_groups] == [g.hyperparameters for g in source.param_groups]
+    degree = options.get("expert_parallel_size")
+    for group, old in zip(found.param_groups, source.param_groups, strict=True):
+        renamed = {"name": f"ep_size_{degree}"} if degree and old.hyperparameters.get("moe") else {}
+        assert group.hyperparameters == {**old.hyperparameters, **renamed}
     assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
     assert zckpt.verify(tag, deep=True).sound
     assert zckpt.diff(run_of(name), tag).equal
@@ -63,7 +70,12 @@ def test_everything_arrives(name: str, world_size: int, options: dict[str, Any],
 
 @pytest.mark.parametrize(
     ("name", "between", "back"),
-    [(PLAIN, {}, {}), (PLAIN, THREE, {**THREE, "pipeline_parallel_size": 2}), (SLICED, {}, {})],
+    [
+        (PLAIN, {}, {}),
+        (PLAIN, THREE, {**THREE, "pipeline_parallel_size": 2}),
+        (SLICED, {}, {}),
+        (EXPERTS, {"expert_parallel_size": 1}, {"expert_parallel_size": 2}),
+    ],
 )
 def test_there_and_back_gives_the_same_files(
     name: str, between: dict[str, Any], back: dict[str, Any], tmp_path: Path
@@ -252,3 +264,34 @@ def test_names_of_the_modules_by_renaming(tmp_path: Path) -> None:
     names = [("3.", "feed_forward."), ("4.", "norm."), ("1.", "block."), ("tied_modules.embed.", "embed.")]
     zckpt.consolidate(run_of(PLAIN), tmp_path / "model.safetensors", rename=names)
     assert set(zckpt.open(tmp_path / "model.safetensors").parameters) >= {"embed.weight", "norm.bias", "block.alpha"}
+
+
+def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path: Path) -> None:
+    """Each of two stages has a layer 0 of experts; of one stage they are 0 and 1, as its model file counts them."""
+    tag = cut(run_of(EXPERTS), tmp_path / "cut", 2, **ONE)
+    assert model_of(tag, 0)["num_experts"] == [4, 4]
+    numbers = {path.name.split("_expert_")[0] for path in tag.glob("layer_*_expert_*")}
+    assert numbers == {"layer_0", "layer_1"}
+    assert all(name.startswith("3.") for name in content_of(tag / "layer_1_expert_2_mp_rank_00_model_states.pt"))
+
+
+def test_stages_of_older_versions_are_told_by_names(tmp_path: Path) -> None:
+    """DeepSpeed 0.16 does not record the degrees, and with experts there are no layer files to tell them."""
+    folder = copy(EXPERTS, tmp_path)
+    for model in folder.rglob("mp_rank_0?_model_states.pt"):
+        edit(model, lambda content: content.pop("checkpoint_parallel_dimensions"))
+    assert zckpt.open(folder).topology.pp == 2
+    assert zckpt.diff(folder, run_of(EXPERTS)).equal
+
+
+def test_a_stage_without_experts_is_refused(tmp_path: Path) -> None:
+    layers = {"stage_bounds": "0,4,6", "pipeline_layers": EXPERT_LAYERS}
+    with pytest.raises(UnsupportedError, match="stage 1 would"):
+        zckpt.reshard(run_of(EXPERTS), tmp_path / "cut", world_size=1, **layers)
+
+
+def test_experts_lost_from_a_stage_are_named(tmp_path: Path) -> None:
+    folder = copy(EXPERTS, tmp_path)
+    next(folder.rglob("layer_0_expert_3_mp_rank_01_model_states.pt")).unlink()
+    with pytest.raises(ShardError, match="no file holds the weights of expert 3"):
+        zckpt.open(folder)

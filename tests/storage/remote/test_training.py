@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,19 +101,59 @@ def test_ranks_save_to_a_store_and_load_from_it(s3: Served, settings: Settings) 
     assert zckpt.open(f"{s3.url}/step3").source == "s3://bucket/step3"
 
 
-def failing(rank: int, bucket: str) -> str:
+def save_as(rank: int, bucket: str, here: str) -> list[str]:
+    _, everything = trained()
+    everything["extra"] = {"seen": 2}
+    refused = []
+    for place in (bucket, here):
+        zckpt.save(f"{place}/ds/global_step2", **everything, step=2, format="deepspeed")
+        zckpt.save(f"{place}/ds/global_step3", **everything, step=3, format="deepspeed")
+        zckpt.save(f"{place}/ds/global_step3", **everything, step=3, format="deepspeed", overwrite=True)
+        _, redundant = trained("redundancy-ddp-float32")
+        zckpt.save(f"{place}/redundant", **redundant, step=2, format="zero-redundancy")
+        for name in ("ds/global_step3", ""):
+            try:
+                zckpt.save(f"{place}/{name}" if name else "s3://bucket", **everything, format="deepspeed")
+            except zckpt.ZckptError as error:
+                refused.append(str(error))
+    again = Training.of(BY_NAME["zero2-plain-float32"], seed=1)
+    zckpt.load(f"{bucket}/ds", model=again.model, optimizer=again.optimizer, scheduler=again.scheduler)
+    return refused + differences(again.state(), trained()[0].state())
+
+
+def test_ranks_save_formats_of_other_programs_to_a_store(s3: Served, settings: Settings, tmp_path: Path) -> None:
+    for told in run(in_s3, 2, save_as, settings, str(tmp_path)):
+        assert "s3://bucket/ds/global_step3" in told[0]
+        assert "exists already" in told[0]
+        assert "no directory with a name" in told[1]
+        assert len(told) == 4
+    names = files(s3, "ds")
+    assert len(names) == 7
+    assert {name: (s3.directory / "ds" / name).read_bytes() for name in names} == {
+        path.relative_to(tmp_path / "ds").as_posix(): path.read_bytes()
+        for path in (tmp_path / "ds").rglob("*")
+        if path.is_file()
+    }
+    assert (s3.directory / "ds" / "latest").read_text() == "global_step3"
+    assert zckpt.diff(s3.directory / "redundant", tmp_path / "redundant").equal
+    assert unfinished() == []
+
+
+def failing(rank: int, bucket: str, options: dict[str, Any]) -> str:
     _, everything = trained()
     try:
-        zckpt.save(f"{bucket}/failing/step2", **everything, step=2)
+        zckpt.save(f"{bucket}/failing/step2", **everything, step=2, **options)
     except zckpt.TargetError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize("what", ["rank-00001", "checkpoint.json"])
+@pytest.mark.parametrize(
+    "what", ["rank-00001", "checkpoint.json", pytest.param("zero_pp_rank_1", marks=pytest.mark.nightly)]
+)
 def test_a_rank_that_fails_leaves_nothing(what: str, s3: Served, s3_proxy: Proxy, settings: Settings) -> None:
     s3_proxy.fault = lambda method, path: "503" if what in path and method == "PUT" else None
-    for line in run(in_s3, 2, failing, settings):
+    for line in run(in_s3, 2, failing, settings, {"format": "deepspeed"} if "zero" in what else {}):
         assert f"s3://bucket/failing/step2/{what}" in line
         assert "zckpt-remote" not in line
         assert PASSWORD not in line

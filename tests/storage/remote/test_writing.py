@@ -23,6 +23,7 @@ from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
 from zckpt.storage.remote import attempts
+from zckpt.storage.remote.named_uploads import FileSink
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
 
@@ -46,11 +47,15 @@ def put(source: Path, url: str) -> str:
     return url
 
 
-def listed(url: str) -> list[str]:
+def store(url: str) -> Any:
     from zckpt.storage.remote.addresses import address_of
-    from zckpt.storage.remote.s3 import S3Store
+    from zckpt.storage.remote.schemes import store_of
 
-    found: list[str] = S3Store(address_of(url)).fs.find(url)
+    return store_of(address_of(url))
+
+
+def listed(url: str) -> list[str]:
+    found: list[str] = store(url).fs.find(url)
     return found
 
 
@@ -347,9 +352,39 @@ def test_options_that_a_store_limits_are_named(tmp_path: Path) -> None:
     assert [note for note in done.notes if "by this process, not by the executor" in note]
 
 
-def test_other_stores_keep_nothing_to_go_on_with(served: Callable[[str], Served]) -> None:
-    url = served("webdav-alone").url
-    refused(2, "convert", SOURCE, f"{url}/resumed", "--to", "dcp", "--resume", words=("begins anew",))
+@pytest.mark.parametrize("kind", ["webdav", "sftp"])
+def test_files_that_have_come_are_not_sent_again(
+    kind: str, served: Callable[[str], Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To stores without uploads in parts: of a run that fails, whole files are gone on with."""
+    place = served(f"{kind}-alone")
+    torch.manual_seed(0)
+    save_file({f"w{n}": torch.randn(3 << 20) for n in range(4)}, tmp_path / "large.safetensors")
+    given = ("consolidate", tmp_path / "large.safetensors", f"{place.url}/again", "--max-shard-size", "13MB")
+    partial, journal = (place.directory / f".again.zckpt-{what}" for what in ("partial", "journal"))
+    write, sent = FileSink._write, []
+
+    def failing(sink: FileSink, nbytes: int, parts: Any) -> str:
+        if nbytes > 1 << 20:
+            sent.append(sink._name)
+            if len(sent) == 3:
+                raise PermissionError("no more")
+        return write(sink, nbytes, parts)
+
+    monkeypatch.setattr(FileSink, "_write", failing)
+    refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume goes on with them",))
+    refused(4, *given, words=("did not come to its end", "in .again.zckpt-partial", "--resume"))
+    recorded = {json.loads(line[9:])[0] for one in journal.glob("0*") for line in one.read_bytes().splitlines()}
+    assert recorded
+    sent[3:] = []
+    with store(place.url).fs.open("bucket/.again.zckpt-partial/more", "wb") as file:
+        file.write(b"of other options")
+    succeeded(*given, "--resume")
+    assert not recorded & {*sent[3:]}
+    succeeded(*given[:2], tmp_path / "here", *given[3:])
+    assert contents(place.directory / "again") == contents(tmp_path / "here")
+    assert not partial.exists()
+    assert not journal.exists()
 
 
 def test_web_servers_are_read_only(served: Callable[[str], Served]) -> None:

@@ -154,11 +154,17 @@ class ExpertFiles:
     by_lane : dict of int to Weights
         By model-parallel rank.
     layers : dict of str to int
-        Number of the MoE layer by the name before its experts' numbers.
+        Number of the MoE layer by the name before its experts' numbers, counted within a stage of a pipeline.
     """
 
     by_lane: dict[int, Weights]
     layers: dict[str, int]
+
+    def of_stage(self, ranks: Sequence[int]) -> ExpertFiles:
+        """Return those of one stage of a pipeline, given its model-parallel ranks."""
+        held = {lane: self.by_lane[rank] for lane, rank in enumerate(ranks) if rank in self.by_lane}
+        known = {layer_of(name) for weights in held.values() for name in weights if is_expert(name)}
+        return ExpertFiles(held, {layer: number for layer, number in self.layers.items() if layer in known})
 
     def all(self) -> Weights:
         """Return each weight once, from the first rank that has it."""

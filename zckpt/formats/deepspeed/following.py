@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
+from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import BOOKKEEPING
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint
@@ -14,6 +15,10 @@ _SLICES = (
     "metadata.ds_config.tensor_parallel.autotp_size",
     *(f"metadata.{INFO_KEY}.{key}" for key in (AFFINE_KEY, "sub_param_shard_widths", "padded_vocab_size")),
 )
+_GROUP_ORDER = re.compile(r"param_groups\[(\d+)\]\.params")
+_EXPERTS = re.compile(r"metadata\.(mp_rank_\d+_model_states\.)?num_experts\b")
+"""Of each layer of experts that a stage of a pipeline has."""
+
 _EXPERT_GROUP = re.compile(r"ep_size_\d+")
 
 
@@ -23,22 +28,33 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     Notes
     -----
     Source: DeepSpeed 0.19. The batch of one rank is the batch of all, over the ranks; ZeRO-3 files hold no `clip_grad`;
-    groups of experts are named by the ranks that share them; rules for slices say where each rank's are.
+    groups of experts are named by the ranks that share them, and counted by stage; rules for slices say where each
+    rank's are.
     """
     a, b = sides
-    if a.format != b.format and None in values and _is_bookkeeping(key):
-        return True
-    if key == "metadata.lr_scheduler" and values == (None, None):  # no scheduler, which only one of them says
-        return True
-    if key.startswith("metadata.ds_config.zero_optimization.") or (
-        key.startswith(_SLICES) and a.topology.tp != b.topology.tp
+    if (
+        (a.format != b.format and None in values and _is_bookkeeping(key))
+        or (key == "metadata.lr_scheduler" and values == (None, None))  # no scheduler, which only one of them says
+        or key.startswith("metadata.ds_config.zero_optimization.")
+        or (key.startswith(_SLICES) and a.topology.tp != b.topology.tp)
+        or (_EXPERTS.match(key) and a.topology.pp != b.topology.pp)
     ):
         return True
     if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
         return (a.world_size, a.topology.dp) != (b.world_size, b.topology.dp)
     if _GROUP_NAME.fullmatch(key):
         return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
+    if match := _GROUP_ORDER.fullmatch(key):
+        return _are_of_experts(int(match[1]), a, b)
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
+
+
+def _are_of_experts(group: int, a: Checkpoint, b: Checkpoint) -> bool:
+    """Tell whether a group has the same experts, which come expert rank by expert rank, over other ranks."""
+    if a.topology.ep == b.topology.ep or max(len(a.param_groups), len(b.param_groups)) <= group:
+        return False
+    names = [one.param_groups[group].parameters for one in (a, b)]
+    return sorted(names[0]) == sorted(names[1]) and all(map(is_expert, names[0]))
 
 
 def _is_bookkeeping(key: str) -> bool:

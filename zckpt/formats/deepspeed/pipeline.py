@@ -5,6 +5,9 @@
     param_shapes of a stage              `NN.<name>`, and `tied_modules.<key>.<name>` for a layer used in several stages
 
 A tied layer's weights lie in the file of its first use only; every stage that uses it has its optimizer state.
+
+With DeepSpeed's experts there are no layer files: a stage's model file has its weights, under the names of the groups,
+and numbers the layers of experts by itself. Every stage has such layers: DeepSpeed waits for ever where one has none.
 """
 
 from __future__ import annotations
@@ -29,29 +32,52 @@ Copy = tuple[int, str, str, Tensor]
 """Model-parallel rank, parameter name, file and tensor."""
 
 
-def degrees(model: ModelShard, layers: Sequence[Shard], mp_ranks: int) -> tuple[int, int]:
+def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int, int]:
     """Return (pipeline, tensor) parallel degrees.
 
-    Newer model files record them; in older ones the layer files tell how many tensor-parallel ranks there are.
+    Newer model files record them; in older ones the layer files tell how many tensor-parallel ranks there are, and
+    where there are none, the names in the model files.
+
+    Parameters
+    ----------
+    models : sequence of ModelShard
+        Of each model-parallel rank the first.
 
     Raises
     ------
     LayoutError
         They do not multiply to the number of model-parallel ranks.
     """
-    recorded = model.content.get("checkpoint_parallel_dimensions")
+    recorded, mp_ranks = models[0].content.get("checkpoint_parallel_dimensions"), len(models)
     if isinstance(recorded, dict) and type(recorded.get("tp_degree")) is int and recorded["tp_degree"] > 0:
         tp = recorded["tp_degree"]
     else:
-        tp = len({layer.mp_rank or 0 for layer in layers}) if layers else mp_ranks
-    if mp_ranks % tp or (not layers and tp != mp_ranks):
+        tp = len({layer.mp_rank or 0 for layer in layers}) if layers else _alike(models)
+    if mp_ranks % tp or (not layers and tp != mp_ranks and not are_stages(models, tp)):
         raise LayoutError(
             "model-parallel ranks do not make a grid of stages and tensor-parallel ranks",
-            path=model.shard.path,
-            expected=f"a multiple of {tp} ranks and, for several stages, layer files",
+            path=models[0].shard.path,
+            expected=f"a multiple of {tp} ranks and, for several stages, layer files or experts in each",
             found=mp_ranks,
         )
     return mp_ranks // tp, tp
+
+
+def _alike(models: Sequence[ModelShard]) -> int:
+    """Return how many ranks have parameters of the same names: all, but in a pipeline with experts."""
+    same = sum(model.module.keys() == models[0].module.keys() for model in models)
+    return same if len(models) % same == 0 and are_stages(models, same) else len(models)
+
+
+def are_stages(models: Sequence[ModelShard], tp: int) -> bool:
+    """Tell whether model files are of stages that have their own weights, and experts."""
+    names = [set(model.module) for model in models]
+    numbered = all(name.startswith(TIED) or name.partition(".")[0].isdecimal() for one in names for name in one)
+    if not numbered or any(not model.content.get("num_experts") for model in models):
+        return False
+    stages = [{name for name in one if not name.startswith(TIED)} for one in names[::tp]]
+    apart = sum(map(len, stages)) == len(set().union(*stages))
+    return apart and all(names[number] == names[number // tp * tp] for number in range(len(names)))
 
 
 def stage_weights(
@@ -234,6 +260,27 @@ def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup
     return rows
 
 
+def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | None]) -> list[str]:
+    """Return the parameters of a group, stage by stage; of experts, expert rank by expert rank, as in one stage.
+
+    Parameters
+    ----------
+    degrees : mapping of int to int or None
+        Expert ranks by the identity of a group; None for a dense one.
+    """
+    known = {degrees.get(id(group)) or 1 for group in groups}
+    count = known.pop() if len(known) == 1 else 1
+    cuts = [[len(group.parameters) * rank // count for rank in range(count + 1)] for group in groups]
+    return list(
+        dict.fromkeys(
+            name
+            for rank in range(count)
+            for group, cut in zip(groups, cuts, strict=True)
+            for name in group.parameters[cut[rank] : cut[rank + 1]]
+        )
+    )
+
+
 def join(stages: Sequence[RankState], path: str) -> RankState:
     """Return one state for all stages; of a tied layer, the first stage's.
 
@@ -260,9 +307,10 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         joined.warnings += stage.warnings
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
+    degrees = {id(g): degree for one in stages for g, degree in zip(one.groups, one.degrees, strict=False)}
     for row, groups in enumerate(align_groups([stage.groups for stage in stages])):
         own = [group for group in groups if group is not None]
-        names = list(dict.fromkeys(name for group in own for name in group.parameters))
+        names = _names_in_order(own, degrees)
         joined.groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))
         for name in names:
             if joined.parameters[name].group != row:

@@ -35,6 +35,7 @@ from zckpt.formats.deepspeed.shards import (
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
+from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of_optimizers, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
@@ -101,13 +102,16 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             model.configuration = model.configuration or configuration(optimizers[0])
     ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
-    pp, tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(states))
+    pp, tp = degrees([rank.models[0] for rank in ranks], directory.of(PIPELINE_LAYER))
     info = _info(models[0]) if given is None else given
     rules = _rules(info, str(tp_rules or models[0].shard.path), tp)
     layers = bool(directory.of(PIPELINE_LAYER))
-    if optimizers or of_experts:
-        attached = None
-    else:
+    attached: list[str] | None = None
+    if not optimizers and of_experts and len(ranks) > 1:
+        from zckpt.formats.deepspeed.stage0_experts import attach_experts_to_ranks
+
+        attached = attach_experts_to_ranks(checkpoint.source, ranks, of_experts, tp, names)
+    elif not optimizers and not of_experts:
         from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
@@ -131,7 +135,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     _keep_others(checkpoint, models, optimizers, members, of_experts)
     checkpoint.warnings += attached or []
     if not optimizers:
-        _attach_without_zero(checkpoint, models, of_experts, names, by_rank=attached is not None, ranks=len(states))
+        _attach_without_zero(checkpoint, models, of_experts, names, by_rank=attached is not None)
     elif names is not None:
         checkpoint.warnings.append("--names is not used: the files have the names of the parameters")
     return checkpoint
@@ -144,7 +148,6 @@ def _attach_without_zero(
     names: Sequence[str] | None,
     *,
     by_rank: bool,
-    ranks: int,
 ) -> None:
     """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one already.
 
@@ -152,8 +155,6 @@ def _attach_without_zero(
     ----------
     by_rank : bool
         Whether stages and slices have been looked at, each with the optimizer of its rank.
-    ranks : int
-        Model-parallel ranks.
     """
     content = models[0].content.get("optimizer")
     if by_rank and checkpoint.param_groups and isinstance(content, dict):
@@ -161,14 +162,11 @@ def _attach_without_zero(
         return
     for parameter in checkpoint.parameters.values():
         parameter.frozen = False  # a file without groups does not say
+    if is_unsaved(models, of_experts):
+        note_unsaved(checkpoint, models)
     if by_rank or (content is None and not of_experts):
         return
-    if ranks > 1:
-        checkpoint.warnings.append(
-            "without ZeRO, each model-parallel rank numbers the parameters of its experts by itself; the optimizer's "
-            "state is left out"
-        )
-    elif of_experts:
+    if of_experts:
         attach_experts(checkpoint, of_experts, models[0], names)
     else:
         attach_optimizer(checkpoint, models[0], names)
@@ -209,10 +207,12 @@ def _ranks(
         )
     shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
-    tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
+    firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
+    tp = degrees(firsts, directory.of(PIPELINE_LAYER))[1]
     models = with_shapes(models, optimizers, layers, tp) if layers else models
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
+    unsaved = is_unsaved(models, optimizers)
     found: list[tuple[int, list[ModelShard], list[OptimizerShard]]] = []
     for mp_rank in mp_ranks:
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
@@ -222,25 +222,27 @@ def _ranks(
                 raise lost_ranks(mp_rank, str(directory.path))
             raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path, code=MISSING_FILE)
         members: list[OptimizerShard] = []
-        if shards or any(m.content.get("param_shapes") for m in own):
+        if shards or (not unsaved and any(m.content.get("param_shapes") for m in own)):
             members, leftovers = select(directory.path, own, shards, mp_rank)
             checkpoint.leftovers |= leftovers
             checkpoint.warnings += dict.fromkeys(leftovers.values())
         files = _model_members(directory, own, members)
         found.append((mp_rank, files, members))
     auto = auto_layers(models[0])
-    experts = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
+    every = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
     ranks: list[RankFiles] = []
-    for mp_rank, files, members in found:
-        alike = [one for _, _, one in found] if len(found) == tp else [members]
-        spread = spread_over(alike, mp_rank if len(found) == tp else 0, files[0], experts)
+    for number, (mp_rank, files, members) in enumerate(found):
+        first, lane = number - number % tp, number % tp
+        of_stage = found[first : first + tp]
+        experts = every.of_stage([rank for rank, _, _ in of_stage])
+        spread = spread_over([one for _, _, one in of_stage], lane, files[0], experts)
         across = spread.lanes > 1
-        of_experts = experts.all() if across else experts.by_lane.get(mp_rank, {})
+        of_experts = experts.all() if across else experts.by_lane.get(lane, {})
         outer = {**of_experts, **weights.get(mp_rank, {})}
         state = read_rank(mp_rank, files, members, outer, shared, spread=spread)
         if across:
             state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
-            state.duplicates += experts.copies() if mp_rank == 0 else ()
+            state.duplicates += experts.copies() if lane == 0 else ()
         ranks.append(RankFiles(files, members, state))
     _note_copies(ranks, copies)
     return ranks

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import TIED, align_groups
+from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
 from zckpt.formats.deepspeed.target_groups import local_states
 from zckpt.state import Checkpoint, Parameter, ParamGroup
@@ -39,7 +41,7 @@ def stage_states(
         As `local_states` and `stages_of`.
     """
     rows = options.padded_vocab_size
-    if not origin.layers:
+    if not is_staged(checkpoint, origin, options):
         given = {
             "pipeline-parallel size": options.pipeline_parallel_size,
             "partition method": options.partition_method,
@@ -66,8 +68,31 @@ def stage_states(
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
     first = origin.ranks[0]
+    _check_experts(checkpoint, grid)
     return [[replace(first, state=replace(state, mp_rank=stage * degree + rank)) for rank, state in enumerate(of_stage)]
             for stage, of_stage in enumerate(grid)], stages  # fmt: skip
+
+
+def _check_experts(checkpoint: Checkpoint, grid: Sequence[Sequence[RankState]]) -> None:
+    """Raise where a stage would have no experts and others have some."""
+    held = [any(map(is_expert, states[0].parameters)) for states in grid]
+    if any(held) and not all(held):
+        raise UnsupportedError(
+            f"stage {held.index(False)} would have no experts, and DeepSpeed waits for ever where a stage has none",
+            path=checkpoint.source,
+            expected="experts in each stage",
+            found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
+        )
+
+
+def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> bool:
+    """Tell whether a checkpoint is a pipeline's: with experts there are no layer files, nor a mark of one stage."""
+    if origin.layers or checkpoint.topology.pp > 1:
+        return True
+    given = options.pipeline_layers is not None or options.stage_bounds is not None
+    return (
+        given and len(origin.ranks) > 0 and are_stages([files.models[0] for files in origin.ranks], len(origin.ranks))
+    )
 
 
 def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups: bool) -> list[RankState]:
@@ -81,7 +106,10 @@ def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups:
         Whether DeepSpeed adds up the gradients' norms group by group, as ZeRO-1 does.
     """
     count = len(stages.bounds) - 1
-    found = [RankState(0) for _ in range(count)]
+    found = [RankState(0, lanes=source[0].lanes, whole=frozenset().union(*(s.whole for s in source)))
+             for _ in range(count)]  # fmt: skip
+    spread = {name: degree for state in source for group, degree in zip(state.groups, state.degrees, strict=False)
+              for name in group.parameters}  # fmt: skip
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, Parameter] = {}
     for state in source:
@@ -99,8 +127,14 @@ def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups:
         for stage, state in enumerate(found):
             its = [name for name in every if stage in has[name]]
             if its:
-                ordered = _in_order(its, groups, stages, stage, path)
+                degree = spread.get(its[0])
+                ordered = (
+                    _in_order(its, groups, stages, stage, path)
+                    if degree is None
+                    else _experts_in_order(its, degree, stages, stage)
+                )
                 state.groups.append(ParamGroup(groups[0].hyperparameters, ordered, groups[0].state))
+                state.degrees.append(degree)
             elif len(groups) == len(row) and by_groups:  # no stage of the source lacks it, either
                 raise UnsupportedError(
                     f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
@@ -143,11 +177,23 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def check_stage(origin: Origin, options: RecutOptions, stage: int, path: str) -> None:
+def _experts_in_order(names: Sequence[str], degree: int, stages: Stages, stage: int) -> list[str]:
+    """Return the experts that a stage has, expert rank by expert rank, each in the order of the stage's modules."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        layers.setdefault(expert_layer_of(name), []).append(name)
+    shares = {layer: len(its) // degree for layer, its in layers.items()}  # experts of a layer follow their ranks
+    return [
+        name
+        for rank in range(degree)
+        for layer in sorted(layers, key=lambda layer: stages.order(layer, stage))
+        for name in layers[layer][rank * shares[layer] : (rank + 1) * shares[layer]]
+    ]
+
+
+def check_stage(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, stage: int) -> None:
     """Raise where DeepSpeed has no pipelines."""
-    if origin.layers and stage != 1:
+    if is_staged(checkpoint, origin, options) and stage != 1:
         raise UnsupportedError(
-            "DeepSpeed has no pipelines under ZeRO-2 and 3", path=path, expected="--stage 1", found=stage
+            "DeepSpeed has no pipelines under ZeRO-2 and 3", path=checkpoint.source, expected="--stage 1", found=stage
         )
-    if origin.layers and options.expert_parallel_size is not None:
-        raise LayoutError("experts in a pipeline are not regrouped", path=path)

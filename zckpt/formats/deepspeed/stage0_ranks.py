@@ -172,7 +172,7 @@ def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Se
     ]
     if missing:
         return [f"{missing[0]}: holds no optimizer, as those of other stages do; none is read"]
-    given = _by_stage(names, ranks[::tp], source)
+    given = names_by_stage(names, ranks[::tp], source)
     every = [set(ranks[number % tp].state.parameters) for number in range(len(ranks))]
     found = _attached(source, ranks, tp, every, given)
     if names is None and any(one.unnamed for one in found):  # what is certain tells which layers the others can have
@@ -227,7 +227,7 @@ def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: 
     return allowed
 
 
-def _by_stage(names: Sequence[str] | None, stages: Sequence[RankFiles], source: str) -> list[Sequence[str] | None]:
+def names_by_stage(names: Sequence[str] | None, stages: Sequence[RankFiles], source: str) -> list[Sequence[str] | None]:
     """Return the names that a user gave, for each stage as many as its optimizer has parameters."""
     if names is None:
         return [None] * len(stages)

@@ -244,6 +244,8 @@ def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Eviden
     seen.weights, seen.keys = _weights(source)
     tp = max(len(origin.ranks) // len(source), 1)
     models = [files.models[0] for files in origin.ranks[::tp]]
+    if not origin.layers:  # with experts the stages' own files have the weights
+        seen.filed.update(seen.stage)
     for shard, file in origin.layers:
         if (shard.mp_rank or 0) == 0 and shard.layer is not None:
             seen.filed.add(shard.layer)

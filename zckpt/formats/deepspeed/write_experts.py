@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
@@ -46,7 +47,7 @@ def expert_files(target: Target) -> list[ExpertFile]:
     return [
         ExpertFile(_name(layer, expert, mp_rank), mp_rank, None, names)
         for layer, expert, names in _made(target)
-        for mp_rank in _lanes(target, layer_of(names[0]), expert)
+        for mp_rank in _lanes(target, 0, layer_of(names[0]), expert)
     ]
 
 
@@ -56,32 +57,48 @@ def optimizer_files(target: Target) -> list[tuple[str, TorchFile]]:
     degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
     found: list[tuple[str, TorchFile]] = []
     for rank in range(degree if known else 0):
-        for mp_rank in _lanes_of_rank(target, rank, degree):
-            _, file = known[min(rank, len(known) - 1)]
-            found.append((f"expp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt", file))
+        for first in range(0, len(target.ranks), target.tp):
+            for lane in _lanes_of_rank(target, rank, degree):
+                _, file = known[min(rank, len(known) - 1)]
+                found.append((f"expp_rank_{rank}_mp_rank_{first + lane:02d}_optim_states.pt", file))
     return found
 
 
 def _from_files(target: Target) -> Iterator[ExpertFile]:
-    origin = target.origin
-    files: dict[tuple[int | None, int], dict[int, tuple[Shard, TorchFile]]] = {}
+    """Yield the files of a source's experts. Those of a pipeline are numbered by stage."""
+    origin, tp = target.origin, target.checkpoint.topology.tp
+    files: dict[tuple[int, int, int], dict[int, tuple[Shard, TorchFile]]] = {}
     for shard, file in origin.experts:
-        files.setdefault((shard.layer, shard.expert or 0), {})[shard.mp_rank or 0] = shard, file
+        stage, lane = divmod(shard.mp_rank or 0, tp)
+        key = stage, -1 if shard.layer is None else shard.layer, shard.expert or 0
+        files.setdefault(key, {})[lane] = shard, file
     whole = target.ranks[0].lanes > 1 or any(one.state.lanes > 1 for one in origin.ranks)
-    same = len(target.ranks) == len(origin.ranks)
-    for (layer, expert), by_rank in sorted(files.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
-        first = by_rank[min(by_rank)]
+    same = target.tp == tp
+    for (source, _, expert), by_lane in sorted(files.items(), key=lambda item: item[0]):
+        first = by_lane[min(by_lane)]
         root = first[1].root if isinstance(first[1].root, dict) else {}
         names = [str(key) for key, value in root.items() if isinstance(value, Tensor)]
         prefix = next(map(layer_of, filter(is_expert, names)), "")
-        for mp_rank in _lanes(target, prefix, expert):
-            name = _name(layer, expert, mp_rank)
-            shard, file = by_rank.get(mp_rank, first) if same else first
-            if whole or (same and mp_rank in by_rank):
-                yield ExpertFile(name if mp_rank != shard.mp_rank else Path(shard.path).name, mp_rank, file)
+        stage, layer = (source, first[0].layer) if target.stages is None else _place(target, prefix)
+        for lane in _lanes(target, stage, prefix, expert):
+            mp_rank = stage * target.tp + lane
+            shard, file = by_lane.get(lane, first) if same else first
+            kept = (layer, mp_rank) == (shard.layer, shard.mp_rank)
+            name = Path(shard.path).name if kept else _name(layer, expert, mp_rank)
+            if whole or (same and lane in by_lane):
+                yield ExpertFile(name, mp_rank, file)
             else:
                 here = target.ranks[mp_rank].parameters
                 yield ExpertFile(name, mp_rank, file, [one for one in names if one in here])
+
+
+def _place(target: Target, layer: str) -> tuple[int, int]:
+    """Return the stage that has a layer of experts, and the layer's number among the stage's own."""
+    for stage, mp in enumerate(target.ranks[:: target.tp]):
+        own = sorted({layer_of(name) for name in mp.parameters if is_expert(name)}, key=in_order)
+        if layer in own:
+            return stage, own.index(layer)
+    raise LayoutError(f"no stage has the experts of {layer}", path=target.checkpoint.source)
 
 
 def _made(target: Target) -> Iterator[tuple[int, int, list[str]]]:
@@ -100,19 +117,19 @@ def _made(target: Target) -> Iterator[tuple[int, int, list[str]]]:
             yield index, expert, layers[layer][expert]
 
 
-def _lanes(target: Target, layer: str, expert: int) -> list[int]:
-    """Return the model-parallel ranks that look for the files of an expert under their number."""
-    for group in target.ranks[0].groups:
+def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:
+    """Return the tensor-parallel ranks of a stage that look for the files of an expert under their number."""
+    for group in target.ranks[stage * target.tp].groups:
         numbers = {expert_number(p.name) for p in group.experts[0] if layer_of(p.name) == layer and is_expert(p.name)}
         if numbers:
             return _lanes_of_rank(target, expert // len(numbers), len(group.experts))
-    return list(range(len(target.ranks)))
+    return list(range(target.tp))
 
 
 def _lanes_of_rank(target: Target, expert_rank: int, degree: int) -> list[int]:
     lanes = target.ranks[0].lanes
     if lanes == 1:
-        return list(range(len(target.ranks)))
+        return list(range(target.tp))
     placement = Placement(target.world_size * lanes, is_data_first(target.origin.model))
     count = placement.ranks // degree
     return sorted({placement.rank(expert_rank, position, degree) % lanes for position in range(count)})

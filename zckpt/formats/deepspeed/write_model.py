@@ -9,6 +9,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY as AUTO_KEY
 from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, layers_for
 from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
@@ -42,6 +43,7 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
         written["buffer_names"] = list(mp.buffers)
+        written["num_experts"] = numbers_of_experts(mp.parameters)
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
     if target.stage in (0, 1) or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None

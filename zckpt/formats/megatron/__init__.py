@@ -28,6 +28,8 @@ cut           how ranks' slices make up a parameter
 heads         the order of query, key and value in old files
 
 writer        a run's directory with one `torch_dist` checkpoint
+legacy_writer one with legacy files: legacy_target, legacy_state, stages, slices
+write_common  what both have
 keys          under which key, and where in it, such a directory has each tensor
 write_groups  param groups as Megatron-Core has them
 own           what a directory that zckpt wrote has besides
@@ -38,6 +40,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.megatron.directory import FSDP_DTENSOR, LEGACY, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
@@ -46,6 +49,34 @@ from zckpt.storage.ownership import Owned
 if TYPE_CHECKING:
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
+
+
+_TENSOR: int | None = option(int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T")
+_PIPELINE: int | None = option(
+    int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
+)
+_VIRTUAL: int | None = option(
+    int, None, "Chunks of the model on each stage (virtual pipeline). Default: as SOURCE, or 1.", metavar="V"
+)
+_BOUNDS: str | None = option(
+    str,
+    None,
+    "First layer of each chunk, and the number of layers. Default: as SOURCE, or evenly.",
+    metavar="0,N,...",
+)
+_ROWS: int | None = option(int, None, "Rows of the vocabulary in TARGET's model. Default: SOURCE's.", metavar="ROWS")
+_IMPLEMENTATION: str | None = option(
+    str,
+    None,
+    "Of the model that loads it. Default: as SOURCE's arguments or names, or transformer_engine.",
+    choices=("local", "transformer_engine"),
+)
+_BUCKET: int | None = option(
+    int,
+    None,
+    "Elements after which a bucket of gradients ends in the training; 0: none does. Default: as SOURCE says.",
+    metavar="N",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +102,35 @@ class Options:
         metavar="E",
     )  # fmt: skip
     iteration: int | None = option(int, None, "At which it was saved. Default: SOURCE's step.", metavar="N")
+    ckpt_format: str = option(
+        str,
+        "torch_dist",
+        "As Megatron-LM's; torch: its legacy files, of a number of ranks, which the further options are for.",
+        choices=("torch_dist", "torch"),
+    )
+    tensor_parallel_size: int | None = _TENSOR
+    pipeline_parallel_size: int | None = _PIPELINE
+    virtual_pipeline_parallel_size: int | None = _VIRTUAL
+    stage_bounds: str | None = _BOUNDS
+    padded_vocab_size: int | None = _ROWS
+    transformer_impl: str | None = _IMPLEMENTATION
+    ddp_bucket_size: int | None = _BUCKET
+
+
+@dataclass(frozen=True, slots=True)
+class RecutOptions:
+    """What `reshard` of legacy files can be given."""
+
+    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
+    expert_parallel_size: int | None = option(
+        int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
+    )
+    tensor_parallel_size: int | None = _TENSOR
+    pipeline_parallel_size: int | None = _PIPELINE
+    virtual_pipeline_parallel_size: int | None = _VIRTUAL
+    stage_bounds: str | None = _BOUNDS
+    padded_vocab_size: int | None = _ROWS
+    ddp_bucket_size: int | None = _BUCKET
 
 
 class Megatron(Format):
@@ -88,11 +148,14 @@ class Megatron(Format):
         (
             "Megatron's legacy `mp_rank_XX`",
             "tensor, pipeline (virtual, too) and expert ranks as one model; optimizers by number; `distrib_optim.pt`, "
-            "proven by the weights; old orders of query, key and value",
+            "proven by the weights; old orders of query, key and value; resharded for other ranks of each kind",
         ),
     )
-    writes = "Megatron-Core: `torch_dist`, which any tensor, pipeline, expert and data parallelism loads"
+    writes = (
+        "Megatron-Core: `torch_dist`, which any tensor, pipeline, expert and data parallelism loads; or legacy files"
+    )
     options = Options
+    recut_options = RecutOptions
     owns = Owned(names_own, is_written)
     takes = frozenset({TAG})
     own_metadata = frozenset({
@@ -117,8 +180,29 @@ class Megatron(Format):
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return the files of a run's directory."""
-        from zckpt.formats.megatron.writer import lay_out
+        from zckpt.formats.megatron import legacy_writer, writer
 
+        if job.options.ckpt_format == "torch":
+            return legacy_writer.lay_out(job)
+        only = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "stage_bounds",
+                "padded_vocab_size", "transformer_impl", "ddp_bucket_size")  # fmt: skip
+        given = next((name for name in only if getattr(job.options, name) is not None), None)
+        if given is not None:
+            raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
+                             path=job.source, expected="--ckpt-format torch with it")  # fmt: skip
+        return writer.lay_out(job)
+
+    def recut(self, job: Job) -> TargetFiles:
+        """Return legacy files for other ranks."""
+        from zckpt.formats.megatron.legacy_writer import lay_out
+
+        if job.checkpoint.format_version != LEGACY:
+            raise UnsupportedError(
+                "any number of ranks of each kind loads this checkpoint as it is",
+                path=job.checkpoint.source,
+                found=job.checkpoint.format_version,
+                advice="`zckpt convert --to megatron --ckpt-format torch` writes legacy files of some",
+            )
         return lay_out(job)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
@@ -145,6 +229,7 @@ OF_RANKS = frozenset({
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "transformer_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "context_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "world_size", "rank",
+    "padded_vocab_size",
     "local_rank", "ckpt_fully_parallel_save", "dist_ckpt_optim_fully_reshardable", "use_distributed_optimizer",
 })  # fmt: skip
 """Arguments of Megatron-LM that say on how many ranks it ran, and how these share out the state."""

@@ -116,14 +116,24 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
 
 def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
     """Return at which sizes buckets may have ended: never, or where the program's arguments say so, in elements."""
-    size = arguments.get("ddp_bucket_size")
+    ranks = arguments.get("data_parallel_size")
+    return [None, default_bucket_numel(arguments, ranks if type(ranks) is int else 1)]
+
+
+def default_bucket_numel(arguments: Mapping[object, object], data_ranks: int) -> int:
+    """Return the elements after which a bucket ends, if gradients are reduced as they come.
+
+    Parameters
+    ----------
+    arguments : mapping
+        The program's.
+    data_ranks : int
+        Data-parallel ones, without those of context parallelism.
+    """
+    size, context = arguments.get("ddp_bucket_size"), arguments.get("context_parallel_size")
     if type(size) is int:
-        return [None, size]
-    ranks = [n for key in ("data_parallel_size", "context_parallel_size") if type(n := arguments.get(key)) is int]
-    count = 1
-    for n in ranks:
-        count *= n
-    return [None, max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * count)]
+        return size
+    return max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * data_ranks * (context if type(context) is int else 1))
 
 
 def gaps(layout: Layout, members: Sequence[Member]) -> list[tuple[int, int, int]]:

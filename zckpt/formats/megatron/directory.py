@@ -53,7 +53,8 @@ RELEASE = "release"
 
 _WRITTEN = re.compile(
     rf"{re.escape(TRACKER)}|(?:iter_[0-9]+|{RELEASE})/"
-    r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp)"
+    r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp|"
+    rf"{FOLDER.pattern}/(?:{re.escape(FILE)}|{re.escape(OPTIMIZER_FILE)}))"
 )
 
 

@@ -19,7 +19,7 @@ Source: megatron-core 0.16, Megatron-LM's `checkpointing.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -28,6 +28,7 @@ from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import KEPT, PARTNER, Cut, cut_of, joined
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
 from zckpt.formats.megatron.heads import CURRENT, reordered, splits_of
+from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS
 from zckpt.formats.megatron.local import (
     GROUPS,
     MASTERS,
@@ -41,6 +42,7 @@ from zckpt.formats.megatron.local import (
 from zckpt.formats.megatron.names import BUFFERS, in_order
 from zckpt.formats.megatron.objects import Common, topology_of
 from zckpt.formats.megatron.optimizer import attach
+from zckpt.formats.megatron.own import add_absent, read_own, restore_own, trim
 from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
@@ -69,6 +71,9 @@ class Whole:
     Parameters
     ----------
     name : str
+        The module's.
+    given : str
+        In the checkpoint; the same, but where a file says otherwise.
     copies : dict of (int, int, int) to dict
         By stage, chunk and expert-parallel rank: the rank's parameter, by tensor-parallel rank.
     said : int or None
@@ -76,6 +81,7 @@ class Whole:
     """
 
     name: str
+    given: str = ""
     copies: dict[tuple[int, int, int], dict[int, Parameter]] = field(default_factory=dict)
     said: int | None = None
 
@@ -88,7 +94,8 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     SourceError
         Files are missing or damaged, contradict each other, or hold what is not known for certain.
     """
-    ranks = read_ranks(directory)
+    own = read_own(directory)
+    ranks = read_ranks(directory, {} if own is None else own.ranks)
     checkpoint = Checkpoint(str(directory), FORMAT, "legacy")
     if tracker is not None:
         checkpoint.claims[str(tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
@@ -99,18 +106,37 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
         names = [dict(numbering.names(one, chunk)) for chunk in range(len(one.chunks))]
         local = _local(one, names)
         locals_.append(local)
-        _gather(wholes, one, names, local)
+        tied = one.arguments.get(UNTIED) is False or (own is not None and own.ranks.get("tied") == 1)
+        _gather(wholes, one, names, local, tied=tied)
     first = ranks[0]
     _check_groups(locals_, ranks)
     tensor_ranks = 1 + max(one.rank.tp for one in ranks)
+    for whole in wholes.values():
+        whole.given = own.names.get(whole.name, whole.name) if own is not None else whole.name
     _add(checkpoint, wholes, tensor_ranks, first)
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
-    _add_groups(checkpoint, locals_[0], common)
+    _add_groups(checkpoint, locals_[0], common, own.groups if own is not None else None)
     _carry(checkpoint, ranks, locals_)
     checkpoint.padding_spans += [spans for local in locals_ for spans in local.checkpoint.padding_spans]
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
+    kinds = {kind: 1 + max(getattr(one.rank, kind) for one in ranks) for kind in ("tp", "pp", "ep")}
+    checkpoint.topology = replace(checkpoint.topology, **kinds)
+    _add_stages(checkpoint, numbering, len(first.chunks))
     checkpoint.step = common.step
+    if own is not None:
+        trim(checkpoint, own)
+        add_absent(checkpoint, own)
+        restore_own(checkpoint, own)
     return checkpoint
+
+
+def _add_stages(checkpoint: Checkpoint, numbering: Numbering, chunks: int) -> None:
+    """Say how layers are dealt to stages, where there are several."""
+    fronts = numbering.fronts()
+    if checkpoint.topology.pp > 1 and len(fronts) == 1:
+        checkpoint.details[BOUNDS] = ",".join(map(str, numbering.bounds(fronts[0])))
+    if chunks > 1:
+        checkpoint.details[CHUNKS] = chunks
 
 
 @dataclass(slots=True)
@@ -194,9 +220,10 @@ def _is_buffer(name: str, tensor: Tensor) -> bool:
     return not is_floating(tensor.dtype) or BUFFERS.fullmatch(name) is not None
 
 
-def _gather(wholes: dict[str, Whole], one: RankFile, names: Sequence[Mapping[str, str]], local: Local) -> None:
+def _gather(
+    wholes: dict[str, Whole], one: RankFile, names: Sequence[Mapping[str, str]], local: Local, *, tied: bool
+) -> None:
     """Add what a rank has to what is known of the whole model's parameters."""
-    tied = one.arguments.get(UNTIED) is False
     for chunk, its in enumerate(names):
         for name, renamed in its.items():
             label = label_of(chunk, name)
@@ -221,7 +248,7 @@ def _add(checkpoint: Checkpoint, wholes: Mapping[str, Whole], ranks: int, first:
         whole = _together(checkpoint, one, wholes, ranks, first)
         is_buffer = _is_buffer_of(one)
         whole.frozen = trained and not is_buffer and len(whole.slots) == 1
-        (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = whole
+        (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
 
 
 def _is_buffer_of(one: Whole) -> bool:
@@ -265,12 +292,12 @@ def _together(
             whole = _whole(one.name, own, cut, first, path)
             original = found.setdefault(key, whole)
             if original is not whole:
-                _note_copy(checkpoint, kind, one.name, whole, original, None, path)
+                _note_copy(checkpoint, kind, one.given, whole, original, None, path)
             if cut.dimension is None:
                 for rank, slot in enumerate(own[1:], 1):
-                    _note_copy(checkpoint, kind, one.name, slot, whole, rank, path)
+                    _note_copy(checkpoint, kind, one.given, slot, whole, rank, path)
     weight = found[WEIGHT]
-    return Parameter(one.name, weight.shape, weight.dtype, found, group, state=state)
+    return Parameter(one.given, weight.shape, weight.dtype, found, group, state=state)
 
 
 def _note_copy(
@@ -324,15 +351,15 @@ def _check_groups(every: Sequence[Local], ranks: Sequence[RankFile]) -> None:
                              advice="the files may be of two steps or runs")  # fmt: skip
 
 
-def _add_groups(checkpoint: Checkpoint, local: Local, common: Common) -> None:
+def _add_groups(checkpoint: Checkpoint, local: Local, common: Common, members: Sequence[Sequence[str]] | None) -> None:
     """Give the checkpoint its param groups, and what else the first rank's file holds."""
     if not local.plain:
-        attach(checkpoint, common)
+        attach(checkpoint, common, members)
         checkpoint.files.clear()
         return
     for number, group in enumerate(local.checkpoint.param_groups):
-        members = [p.name for p in checkpoint.parameters.values() if p.group == number]
-        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, members, group.state))
+        its = [p.name for p in checkpoint.parameters.values() if p.group == number]
+        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, its, group.state))
     attach(checkpoint, Common(common.file, {key: value for key, value in common.content.items() if key != OPTIMIZER}))
     checkpoint.files.clear()
     for part in local.parts:

@@ -12,7 +12,7 @@ Source: megatron-core 0.16, `get_gpt_layer_local_spec`, `get_gpt_layer_with_tran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _NORM = ("layer_norm_weight", "layer_norm_bias")
@@ -53,6 +53,7 @@ BACK = [*_of("decoder.final_layernorm", *_BOTH), *_of("output_layer", *_BOTH)]
 
 _LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]+)\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +81,62 @@ def orders(names: Iterable[str]) -> list[Order]:
     names : iterable of str
     """
     every = list(names)
+    layers = _layers(every)
+    found: list[Order] = []
+    for spec in _SPECS:
+        for grouped in (False, True):
+            found += [one for one in _specified(every, layers, spec, grouped=grouped) if one not in found]
+    return found
+
+
+def order_of(names: Iterable[str], *, engine: bool) -> list[str] | None:
+    """Return parameters in the order in which a module has them that names them so; None where a name is not known.
+
+    Parameters
+    ----------
+    names : iterable of str
+        As the module's.
+    engine : bool
+        Whether its layers are Transformer Engine's.
+    """
+    every = list(names)
+    layers = _layers(every)
+    known = [one for spec in _SPECS for one in _specified(every, layers, spec, grouped=False)]
+    if not known:
+        return None
+    order = known[-1] if engine else known[0]
+    return [*order.front, *(name for layer in order.layers for name in layer), *order.back]
+
+
+def _layers(every: Sequence[str]) -> dict[int, list[tuple[str, str]]] | None:
+    """Return what is in each layer, by its name there and its whole name; None where something is not known."""
     layers: dict[int, list[tuple[str, str]]] = {}
     for name in every:
         match = _LAYER.fullmatch(name)
         if match is not None:
             layers.setdefault(int(match[1]), []).append((match[2], name))
         elif name not in FRONT and name not in BACK:
-            return []
-    if sorted(layers) != list(range(len(layers))):
+            return None
+    return layers if sorted(layers) == list(range(len(layers))) else None
+
+
+def _specified(
+    every: Sequence[str], layers: Mapping[int, Sequence[tuple[str, str]]] | None, spec: list[str], *, grouped: bool
+) -> list[Order]:
+    """Return the order that a specification of layers gives; none where it lacks a name."""
+    if layers is None:
         return []
-    found: list[Order] = []
-    for spec in _SPECS:
-        for grouped in (False, True):
-            ranked = [[(_rank(inner, spec, grouped), name) for inner, name in layers[n]] for n in range(len(layers))]
-            if any(rank is None for layer in ranked for rank, _ in layer):
-                continue
-            inside = [[name for _, name in sorted(layer, key=lambda one: one[0] or ())] for layer in ranked]
-            order = Order([n for n in FRONT if n in every], inside, [n for n in BACK if n in every])
-            if order not in found:
-                found.append(order)
-    return found
+    ranked = [[(_rank(inner, spec, grouped), name) for inner, name in layers[n]] for n in range(len(layers))]
+    if any(rank is None for layer in ranked for rank, _ in layer):
+        return []
+    inside = [[name for _, name in sorted(layer, key=lambda one: one[0] or ())] for layer in ranked]
+    return [Order([n for n in FRONT if n in every], inside, [n for n in BACK if n in every])]
 
 
 def _rank(inner: str, spec: list[str], grouped: bool) -> tuple[int, ...] | None:
+    whole = _GROUPED.fullmatch(inner)
+    if whole is not None:
+        return (spec.index("mlp.experts"), int(whole[1] == "linear_fc2"), int(whole[3]), int(whole[2] == "bias"))
     match = _EXPERT.fullmatch(inner)
     if match is None:
         return (spec.index(inner),) if inner in spec else None

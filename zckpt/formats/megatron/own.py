@@ -3,7 +3,9 @@
 {**formats.remainder,
  "megatron": {"groups": [[name]],        of each param group of `common.pt`, in its order
               "names": {name: name},     in the files, and here, where they differ
-              "absent": {name: {"shape": [int], "dtype": str}}}}     of further names of tied parameters
+              "absent": {name: {"shape": [int], "dtype": str}},      of further names of tied parameters
+              "ranks": {"tp": int, "pp": int, "ep": int, "tied": bool,
+                        "rows": int}}}     of legacy files; of a vocabulary that has zeros behind these
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.directory import OWN_NAME
+from zckpt.formats.megatron.legacy_target import ROWS
+from zckpt.formats.megatron.slices import VOCABULARY
 from zckpt.formats.remainder import remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe
 from zckpt.state import Checkpoint, Parameter
@@ -28,7 +32,12 @@ RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "names, and whose each p
 
 
 def own_tree(
-    checkpoint: Checkpoint, *, held: Collection[str], groups: Sequence[Sequence[str]], names: Mapping[str, str]
+    checkpoint: Checkpoint,
+    *,
+    held: Collection[str],
+    groups: Sequence[Sequence[str]],
+    names: Mapping[str, str],
+    ranks: Mapping[str, int] | None = None,
 ) -> dict[str, object]:
     """Return the tree.
 
@@ -41,6 +50,8 @@ def own_tree(
         Names of each group's parameters.
     names : mapping of str to str
         Names here by those in the files.
+    ranks : mapping of str to int, optional
+        Of legacy files: how many of each kind.
     """
     rest = {key: value for key, value in checkpoint.metadata.items() if key not in held}
     others = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in held}
@@ -51,6 +62,7 @@ def own_tree(
             "groups": [list(its) for its in groups],
             "names": {filed: name for filed, name in names.items() if filed != name},
             "absent": {one.name: {"shape": list(one.shape), "dtype": one.dtype} for one in aliases},
+            **({} if ranks is None else {"ranks": dict(ranks)}),
         },
     }
 
@@ -62,6 +74,7 @@ class Own:
     file: TorchFile
     names: dict[str, str] = field(default_factory=dict)
     groups: list[list[str]] = field(default_factory=list)
+    ranks: dict[str, int] = field(default_factory=dict)
 
 
 def read_own(directory: Path) -> Own | None:
@@ -81,7 +94,9 @@ def read_own(directory: Path) -> Own | None:
     listed = about.get("groups", [])
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in names.values()):
         raise DamagedFileError("unexpected content", path=file.path, expected="names, and param groups as lists")
-    return Own(file, {str(key): str(name) for key, name in names.items()}, [as_names(its, file.path) for its in listed])
+    ranks = {str(key): n for key, n in as_mapping(about.get("ranks", {}), file.path).items() if isinstance(n, int)}
+    filed = {str(key): str(name) for key, name in names.items()}
+    return Own(file, filed, [as_names(its, file.path) for its in listed], ranks)
 
 
 def add_absent(checkpoint: Checkpoint, own: Own) -> None:
@@ -101,6 +116,20 @@ def add_absent(checkpoint: Checkpoint, own: Own) -> None:
         if known or not isinstance(shape, list) or not all(type(n) is int for n in shape) or dtype not in DTYPES:
             raise DamagedFileError("unexpected content", path=path, expected=f"shape and type of {name}, not there")
         checkpoint.parameters[name] = Parameter(name, tuple(shape), str(dtype))
+
+
+def trim(checkpoint: Checkpoint, own: Own) -> None:
+    """Leave out the rows of zeros that a vocabulary was given for this target."""
+    rows = own.ranks.get("rows")
+    if rows is None:
+        return
+    for one in checkpoint.tensors():
+        if one.name.endswith(VOCABULARY) and one.shape[0] > rows:
+            checkpoint.details[ROWS] = one.shape[0]
+            # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
+            one.slots = {key: replace(slot, shape=(rows, *slot.shape[1:])) if slot.shape == one.shape else slot
+                         for key, slot in one.slots.items()}  # fmt: skip
+            one.shape = (rows, *one.shape[1:])
 
 
 def restore_own(checkpoint: Checkpoint, own: Own) -> None:

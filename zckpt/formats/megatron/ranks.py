@@ -76,8 +76,14 @@ def arguments_of(content: Mapping[object, object]) -> Mapping[object, object]:
     return attributes_of(content.get("args"))
 
 
-def read_ranks(directory: Path) -> list[RankFile]:
+def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
     """Read the structure of all ranks' files, in the order of tensor, expert, and pipeline ranks.
+
+    Parameters
+    ----------
+    directory : Path
+    known : mapping of str to int
+        How many ranks of each kind there are, `tp`, `pp` and `ep`, where that is known otherwise than by the files.
 
     Raises
     ------
@@ -93,7 +99,10 @@ def read_ranks(directory: Path) -> list[RankFile]:
     if len(lengths) > 1:
         raise ShardError("has directories of ranks of more than one kind", path=directory, found=listed(list(names)))
     files = {name: read_torchfile(path / FILE) for name, path in names.items()}
-    second_is_expert = lengths == {2} and _second_is_expert(files, directory)
+    _check_experts_cut(files, directory)
+    second_is_expert = lengths == {2} and (
+        known["ep"] > 1 if {"ep", "pp"} <= known.keys() else _second_is_expert(files, directory)
+    )
     ranks = {
         name: Rank(n[0], n[1] if len(n) > 1 and not second_is_expert else 0,
                    n[-1] if len(n) == 3 or second_is_expert else 0, names[name])
@@ -103,6 +112,20 @@ def read_ranks(directory: Path) -> list[RankFile]:
     found = [_rank_file(ranks[name], file) for name, file in files.items()]
     _check_alike(found)
     return sorted(found, key=lambda one: (one.rank.pp, one.rank.ep, one.rank.tp))
+
+
+def _check_experts_cut(files: Mapping[str, TorchFile], directory: Path) -> None:
+    """Raise UnsupportedError where experts are cut for other ranks than the rest: which have them, no file says."""
+    file = next(iter(files.values()))
+    content = as_mapping(file.root, file.path)
+    arguments = arguments_of(content)
+    tp, own = (arguments.get(key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size"))
+    states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
+    has_experts = any(EXPERT.fullmatch(str(name)) for its in states if isinstance(its, dict) for name in its)
+    if has_experts and type(tp) is int and type(own) is int and own != tp:
+        raise UnsupportedError("experts are cut for other tensor-parallel ranks than the rest", path=directory,
+                               expected=f"expert_tensor_parallel_size {tp}", found=own,
+                               advice="write it as torch_dist with the program that wrote it")  # fmt: skip
 
 
 def _second_is_expert(files: Mapping[str, TorchFile], directory: Path) -> bool:
@@ -207,7 +230,26 @@ class Numbering:
         for chunk, stage, front in sorted(counts):
             self._first[chunk, stage, front] = ends.get(front, 0)
             ends[front] = ends.get(front, 0) + counts[chunk, stage, front]
+        self._ends, self._chunks = ends, len(ranks[0].chunks)
         self._parallel = any(one.rank.ep for one in ranks)
+
+    def bounds(self, front: str) -> list[int]:
+        """Return the first layer of each chunk, in the model's order, and how many layers there are.
+
+        Parameters
+        ----------
+        front : str
+            What the layers' names begin with. A chunk without any begins where the next one does.
+        """
+        found: list[int] = [self._ends.get(front, 0)]
+        for chunk in reversed(range(self._chunks)):
+            for stage in reversed(range(self._stages)):
+                found.insert(0, self._first.get((chunk, stage, front), found[0]))
+        return found
+
+    def fronts(self) -> list[str]:
+        """Return what names of layers begin with."""
+        return list(self._ends)
 
     def names(self, one: RankFile, chunk: int) -> Iterator[tuple[str, str]]:
         """Yield the names of what is in a chunk: in the file, and in the whole model.

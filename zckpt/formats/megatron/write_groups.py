@@ -75,7 +75,7 @@ def groups_of(checkpoint: Checkpoint, *, chained: bool, notes: list[str]) -> lis
             one = found.setdefault(tuple(factors.values()), Group(values))
             _check_alike(checkpoint, one.values, values)
             one.members += [name] if name else []
-    made = sorted(found.values(), key=lambda one: (bool(_factor(one.values, EXPERTS)), not own and not _decays(one)))
+    made = sorted(found.values(), key=lambda one: (is_of_experts(one), not own and not _decays(one)))
     if not own:
         count = (
             f"{len(checkpoint.param_groups)} param groups were"
@@ -89,6 +89,11 @@ def groups_of(checkpoint: Checkpoint, *, chained: bool, notes: list[str]) -> lis
 
 def _factor(values: Mapping[str, object], key: str) -> object:
     return values.get(key, values.get(f"pre_{key}"))
+
+
+def is_of_experts(group: Group) -> bool:
+    """Tell whether a group is of an optimizer that experts have for themselves."""
+    return bool(_factor(group.values, EXPERTS))
 
 
 def _decays(group: Group) -> bool:
@@ -148,8 +153,8 @@ def optimizer_node(
     scalers : sequence of object or None
         The loss scaler's state, and that of experts where it is another.
     """
-    chain = [[one for one in groups if not _factor(one.values, EXPERTS)],
-             [one for one in groups if _factor(one.values, EXPERTS)]]  # fmt: skip
+    chain = [[one for one in groups if not is_of_experts(one)],
+             [one for one in groups if is_of_experts(one)]]  # fmt: skip
     own = (scalers[0], scalers[1] if scalers[1] is not None else scalers[0])
     every = [_one(its, step, sharding, scaler) for its, scaler in zip(chain, own, strict=True) if its]
     return every[0] if len(every) == 1 else dict(enumerate(every))

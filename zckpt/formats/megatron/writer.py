@@ -22,40 +22,47 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.consolidated.model import model_tensors
+from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.directory import NAME as INDEX
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.dcp.writer import Archives, TensorPiece
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.megatron.directory import (
     COMMON,
-    FOLDER,
-    FORMAT,
     MARK,
-    OPTIMIZER_FILE,
     OWN_NAME,
     RELEASE,
     TORCH_DIST,
     TRACKER,
-    folder_of,
 )
-from zckpt.formats.megatron.keys import Placed, check_names, filed_names, is_of_one_layer, placed
-from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
-from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP
+from zckpt.formats.megatron.keys import Placed, filed_names, is_of_one_layer, placed
+from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER
 from zckpt.formats.megatron.own import own_tree
-from zckpt.formats.megatron.write_groups import Group, groups_of, optimizer_node, step_of
+from zckpt.formats.megatron.write_common import (
+    CONTENT,
+    DISTRIBUTED,
+    FLATTENED,
+    PLAIN,
+    RESTATED,
+    SCALERS,
+    common_tree,
+    folder_for,
+    groups_for,
+    master_type,
+    missing_notes,
+    model_for,
+    optimizer_for,
+    shards_of,
+    state_of,
+    text_file,
+)
+from zckpt.formats.megatron.write_groups import optimizer_node, step_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
-from zckpt.torchfile import FromFile
-
-DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
-"""Whose state it is: the distributed optimizer's, in either form, or another's."""
 
 SHARDING = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
 """How the distributed optimizer cuts its state: as the model's; each slice flattened, of which here each is a whole."""
@@ -64,25 +71,12 @@ APART, STACKED = "apart", "stacked"
 LAYERS = "layers"
 """Under which `Checkpoint.details` say that the files have each layer under keys of its own."""
 
-SCALERS = (SCALER, f"1.{SCALER}")
-"""Under which `Checkpoint.optimizer_metadata` have the loss scalers, that of experts where it is another."""
-
 EMPTY = [None]
 """The state of a module that has none."""
-
-CONTENT, VERSION, ITERATION = "content_metadata", "checkpoint_version", "iteration"
-CURRENT = 3.0
-"""The version of a checkpoint whose queries, keys and values are ordered as everything here has them."""
-
-OF_PROGRAM = frozenset({"args", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine"})
-"""Keys of `common.pt` that are Megatron-LM's, wherever a checkpoint has been in between."""
-
-RESTATED = frozenset({CONTENT, VERSION, ITERATION})
 
 _MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 _FIRST = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)([0-9]*)")
-_SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +138,7 @@ def lay_out(job: Job) -> TargetFiles:
     """
     checkpoint, options = job.checkpoint, job.options
     notes: list[str] = []
-    tensors = _model(checkpoint, options.dtype)
+    tensors = model_for(checkpoint, options.dtype)
     filed = filed_names(tensors)
     trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
     kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
@@ -154,7 +148,7 @@ def lay_out(job: Job) -> TargetFiles:
     items = Items()
     for name, (slot, dtype) in tensors.items():
         items.add("", places[filed[name]], slot, dtype, name)
-    kind = options.optimizer or _optimizer(checkpoint)
+    kind = options.optimizer or optimizer_for(checkpoint)
     sharding = SHARDING.get(kind) if trained else None
     for name, one in trained.items():
         for key, slot, dtype in _state(checkpoint, one, tensors[name], kind):
@@ -164,10 +158,11 @@ def lay_out(job: Job) -> TargetFiles:
             else:
                 items.add(prefix, places[filed[name]], slot, dtype, label)
     held = _objects(checkpoint, places, items)
-    groups = _groups(checkpoint, options.expert_parallel_size, notes)
+    groups = groups_for(checkpoint, options.expert_parallel_size, notes)
     step = step_of(checkpoint, list(trained.values()))
-    folder = _folder(checkpoint, options.iteration, trained=bool(trained))
-    tree = _common(checkpoint, folder, sharding, held, one_by_one=one_by_one)
+    folder = folder_for(checkpoint, options.iteration, trained=bool(trained))
+    tree = common_tree(checkpoint, folder, held)
+    tree[CONTENT] = _content(sharding, one_by_one=one_by_one)
     if groups:
         scalers = {key: value for key, value in checkpoint.optimizer_metadata.items() if key in SCALERS}
         held |= set(scalers)
@@ -180,44 +175,15 @@ def lay_out(job: Job) -> TargetFiles:
         *_items(items, folder, options.world_size),
         torch_writer.lay_out(f"{folder}/{COMMON}", tree),
         torch_writer.lay_out(f"{folder}/{OWN_NAME}", own),
-        _text(f"{folder}/{MARK}", json.dumps(mark)),
-        _text(TRACKER, folder if folder == RELEASE else str(int(folder.rpartition("_")[2]))),
+        text_file(f"{folder}/{MARK}", json.dumps(mark)),
+        text_file(TRACKER, folder if folder == RELEASE else str(int(folder.rpartition("_")[2]))),
     ]
-    notes += _missing(checkpoint, folder, tree)
+    notes += missing_notes(checkpoint, folder, tree)
     return TargetFiles(files, notes=notes, restated=RESTATED)
-
-
-def _model(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
-    """Return what the model has under each name, without further names of tied parameters."""
-    path = checkpoint.source
-    if checkpoint.unnamed:
-        raise UnsupportedError("holds optimizer state of parameters without names", path=path,
-                               found=listed(list(checkpoint.unnamed)), advice="give --names FILE")  # fmt: skip
-    if checkpoint.optimizers() or checkpoint.models():
-        raise UnsupportedError("Megatron-Core has one model and one optimizer", path=path,
-                               found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip
-    check_names([one.name for one in checkpoint.tensors()], path)
-    tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
-    absent = [one.name for one in checkpoint.parameters.values() if one.tied_to is None and one.name not in tensors]
-    if absent:
-        raise UnsupportedError("the model lacks some of its tensors", path=path, found=listed(absent))
-    return tensors
 
 
 def _slots(one: Parameter | None) -> tuple[str, ...]:
     return () if one is None else tuple(sorted(key for key in one.slots if key != WEIGHT))
-
-
-def _optimizer(checkpoint: Checkpoint) -> str:
-    """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
-    said = arguments_of(checkpoint.metadata.get("args")).get("use_distributed_optimizer")
-    if isinstance(said, bool):
-        return DISTRIBUTED if said else PLAIN
-    origin = checkpoint.details.get("origin")
-    facts = origin if isinstance(origin, Mapping) else {"format": checkpoint.format, **checkpoint.details}
-    flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
-    distributed = facts.get("format") != FORMAT or "optimizer sharding" in facts or flat
-    return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
 
 
 def _stored_apart(checkpoint: Checkpoint) -> bool:
@@ -230,18 +196,11 @@ def _state(
     checkpoint: Checkpoint, one: Parameter, model: tuple[Slot, str], kind: str
 ) -> Iterator[tuple[str, Slot, str]]:
     """Yield key, slot and type of all that the optimizer has of a parameter."""
-    written, dtype = model
-    master = one.slots.get(MASTER)
-    if kind != PLAIN or dtype != "float32":  # the distributed optimizer's has a copy of a float32 weight, too
-        source = master or written
-        yield "param" if kind == DISTRIBUTED else "fp32_param", source, "float32" if master is None else source.dtype
-    for key, slot in one.slots.items():
-        if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
-            continue
-        if slot.shape != one.shape:
-            raise UnsupportedError(f"Megatron has no place for {key} of {one.name}", path=checkpoint.source,
-                                   expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
-        yield key, slot, slot.dtype
+    for key, slot in state_of(checkpoint, one, model, plain=kind == PLAIN):
+        if key == MASTER:
+            yield "param" if kind == DISTRIBUTED else "fp32_param", slot, master_type(one)
+        else:
+            yield key, slot, slot.dtype
 
 
 def _is_gated(name: str, tensors: Mapping[str, tuple[Slot, str]]) -> bool:
@@ -262,7 +221,7 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
             items.objects[f"{attention[1]}.core_attention.{EXTRA_STATE}/{shard}"] = EMPTY
     held = set()
     for name, value in checkpoint.metadata.items():
-        shards = _shards(value)
+        shards = shards_of(value)
         for shard, node in shards.items():
             key = f"{name}/shard_{shard}"
             if name.endswith(EXTRA_STATE) and key not in items.objects:
@@ -277,60 +236,8 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
     return held
 
 
-def _shards(value: object) -> dict[str, object]:
-    """Return what ranks have of an object, by the keys that they have for it; nothing for other values."""
-    node = value.node if isinstance(value, FromFile) else value
-    if not isinstance(node, dict) or not all(isinstance(key, str) and _SHARDS.fullmatch(key) for key in node):
-        return {}
-    return {key: replace(value, node=one) if isinstance(value, FromFile) else one for key, one in node.items()}
-
-
-def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:
-    path = checkpoint.source
-    if expert_parallel_size is not None and expert_parallel_size < 1:
-        raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
-    grouped = {name for group in checkpoint.param_groups for name in group.parameters}
-    lost = [one.name for one in checkpoint.parameters.values()
-            if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
-    if lost:
-        raise UnsupportedError("which parameters each param group has is not known", path=path, found=listed(lost),
-                               advice="`zckpt consolidate` writes the model")  # fmt: skip
-    trained = [one for name in grouped if (one := checkpoint.parameters[name])]
-    most = {key for one in trained for key in one.slots if key not in (WEIGHT, MASTER)}
-    lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
-    if lacking is not None:
-        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have", path=path,
-                               expected="state of all trained parameters")  # fmt: skip
-    as_source = checkpoint.topology.ep > 1 or any(
-        group.hyperparameters.get(EXPERTS) is True for group in checkpoint.param_groups
-    )
-    chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
-    return groups_of(checkpoint, chained=chained, notes=notes)
-
-
-def _folder(checkpoint: Checkpoint, iteration: int | None, *, trained: bool) -> str:
-    chosen = checkpoint.step if iteration is None else iteration
-    if chosen is None:
-        if trained:
-            raise UsageError("SOURCE does not say at which iteration it was saved", expected="--iteration N")
-        return RELEASE
-    if chosen < 0:
-        raise UsageError("unusable iteration", expected="at least 0", found=chosen)
-    return folder_of(str(chosen))
-
-
-def _common(
-    checkpoint: Checkpoint, folder: str, sharding: str | None, held: set[str], *, one_by_one: bool
-) -> dict[object, object]:
-    """Return what `common.pt` holds but for the optimizer; the keys of metadata that are there go to `held`."""
-    origin = checkpoint.details.get("origin")
-    formats = (checkpoint.format, origin.get("format") if isinstance(origin, Mapping) else None)
-    tree: dict[object, object] = {}
-    for key, value in checkpoint.metadata.items():
-        own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
-        if key not in held and key not in RESTATED and (own or key in OF_PROGRAM):
-            tree[key] = value
-    held |= {str(key) for key in tree} | RESTATED
+def _content(sharding: str | None, *, one_by_one: bool) -> dict[object, object]:
+    """Return what the directory says of how it was written."""
     content: dict[object, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if one_by_one:
         content["non_homogeneous_layers"] = True
@@ -338,19 +245,7 @@ def _common(
         content["distrib_optim_sharding_type"] = sharding
     if sharding == SHARDING[DISTRIBUTED]:
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
-    tree |= {VERSION: CURRENT, CONTENT: content}
-    if folder != RELEASE:
-        tree[ITERATION] = int(folder.rpartition("_")[2])
-    return tree
-
-
-def _missing(checkpoint: Checkpoint, folder: str, tree: Mapping[object, object]) -> list[str]:
-    """Say what a program that goes on from here will look for and not find."""
-    if folder == RELEASE or FORMAT in (checkpoint.format,):
-        return []
-    lacks = [what for key, what in (("args", "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
-             if key not in tree]  # fmt: skip
-    return [f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}"] if lacks else []
+    return content
 
 
 def _items(items: Items, folder: str, world_size: int) -> list[TargetFile]:
@@ -381,8 +276,3 @@ def _least(loads: list[tuple[int, int]], nbytes: int) -> int:
     load, rank = loads[0]
     heapq.heapreplace(loads, (load + nbytes, rank))
     return rank
-
-
-def _text(name: str, text: str) -> TargetFile:
-    data = text.encode()
-    return TargetFile(name, len(data), [Literal(0, data)])

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
@@ -126,6 +127,7 @@ def diff(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -161,6 +163,8 @@ def diff(
     reporter : Reporter, optional
     executor
         As for `consolidate`: who reads.
+    direct : bool
+        Read past the page cache, where the file systems can: what is larger than memory, and read once.
     roots, tag, names, tp_rules
         As for `open`, of `a`.
     roots_b, tag_b, names_b, tp_rules_b
@@ -190,7 +194,8 @@ def diff(
     if not found and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
     with using(executor):
-        changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), memory, reporter)
+        how = {"memory": memory, "reporter": reporter, "direct": direct}
+        changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), how)
         settings = [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=memory)
     return Compared(
         ours,
@@ -208,14 +213,11 @@ def diff(
 
 
 def _compare_slots(
-    slots: Sequence[Match], tolerance: Tolerance, memory: int, reporter: Reporter | None
+    slots: Sequence[Match], tolerance: Tolerance, how: dict[str, Any]
 ) -> tuple[list[Changed], list[Match]]:
     """Return the slots that differ, those that changed most first, and those that are equal."""
     alike = [one for one in slots if one.a.shape == one.b.shape]
-    different = {
-        one.index: one
-        for one in differences([one.pair for one in alike], tolerance=tolerance, memory=memory, reporter=reporter)
-    }
+    different = {one.index: one for one in differences([one.pair for one in alike], tolerance=tolerance, **how)}
     changed = [Changed(alike[index], one) for index, one in different.items()]
     changed += [Changed(one, None) for one in slots if one.a.shape != one.b.shape]
     return sorted(changed, key=_how_much), [one for index, one in enumerate(alike) if index not in different]

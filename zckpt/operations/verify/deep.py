@@ -1,4 +1,4 @@
-"""NaN, Inf, sign and equality of elements: the blocks of a checkpoint, read in parallel and in bounded memory.
+"""The blocks of a checkpoint, read in parallel and in bounded memory, and what is found in their elements.
 
 Blocks are of bytes in files, whatever lies in them, for each byte counts for a checksum; `engine.scan` knows elements
 of slots only. A block that cannot be read is an error among what was found, and the rest is looked at all the same.
@@ -8,167 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from zckpt.compare import weights
-from zckpt.compare.slots import unequal_bits
 from zckpt.engine import Reporter
 from zckpt.engine.boxes import SpanIndex
-from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
+from zckpt.engine.cast import Array
 from zckpt.engine.checking import Sum
 from zckpt.engine.read import read_extent
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Budget, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.operations.verify.blocks import Block, Subjects, Work, paths_of, subjects_of
-from zckpt.operations.verify.inventory import BUFFER, PADDING, Inventory, Partner, Piece, Scattered, Subject
+from zckpt.operations.verify.elements import Tally, Unequal, not_equal, not_rounded, tally, typed
+from zckpt.operations.verify.inventory import Inventory, Partner, Piece, Scattered
 from zckpt.state import Extent
-from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import combine, crc32
-from zckpt.storage.files import Sources, read_into
-
-NOT_NEGATIVE = frozenset({"square_avg", "acc_delta", "sum", "exp_inf", "row_var", "col_var", "variance"})
-"""Sums and means of squares or of magnitudes, besides `exp_avg_sq` and what begins or ends with it: of RMSprop,
-Adadelta, Adagrad, Adamax and Adafactor (torch 2.13)."""
-
-_EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
-"""Bits that are all set in NaN and Inf."""
-
-_REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-
-
-def is_second_moment(slot: str) -> bool:
-    """Tell by its name whether a slot cannot be negative."""
-    return "exp_avg_sq" in slot or slot in NOT_NEGATIVE
-
-
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """What is wrong with some elements of one subject.
-
-    Parameters
-    ----------
-    nan, inf, negative, nonzero : int, elements
-        `nonzero` of padding, in bytes.
-    first : int
-        Index of the first one.
-    """
-
-    nan: int = 0
-    inf: int = 0
-    negative: int = 0
-    nonzero: int = 0
-    first: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.nan or self.inf or self.negative or self.nonzero)
-
-    def plus(self, other: Tally) -> Tally:
-        """Return the tally of both."""
-        if not self or not other:
-            return self or other
-        return Tally(
-            self.nan + other.nan,
-            self.inf + other.inf,
-            self.negative + other.negative,
-            self.nonzero + other.nonzero,
-            min(self.first, other.first),
-        )
-
-
-def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
-    """Return what is wrong with elements.
-
-    Parameters
-    ----------
-    values : ndarray
-        Flat, in the machine's byte order.
-    dtype : str
-    subject : Subject
-    first : int
-        Index of the first of them.
-    """
-    if subject.kind == PADDING:
-        wrong = values.view(np.uint8) != 0
-        return replace(Tally(nonzero=int(np.count_nonzero(wrong))), first=first + int(np.argmax(wrong)))
-    odd = not_finite(values, dtype)
-    found = Tally()
-    if odd is not None and odd.any():
-        nan = np.isnan(_real(values, dtype)[odd].astype(np.float64))
-        infinite = 0 if subject.kind == BUFFER else int(len(nan) - np.count_nonzero(nan))  # a mask of -inf is one
-        at = int(np.argmax(odd)) // (2 if dtype in _REAL else 1)
-        found = Tally(nan=int(np.count_nonzero(nan)), inf=infinite, first=first + at)
-    if subject.kind != BUFFER and is_floating(dtype) and is_second_moment(subject.slot):
-        below = values < 0
-        if odd is not None and below.any():
-            below &= ~odd
-        found = found.plus(Tally(negative=int(np.count_nonzero(below)), first=first + int(np.argmax(below))))
-    return found
-
-
-def not_finite(values: Array, dtype: str) -> Array | None:
-    """Return which elements are NaN or Inf; None for a type that has neither. A complex number counts as two."""
-    if dtype in _EXPONENT:
-        mask = _EXPONENT[dtype]
-        found: Array = (values.view(np.uint16) & mask) == mask
-        return found
-    if dtype in _REAL:
-        return not_finite(_real(values, dtype), _REAL[dtype])
-    if not is_floating(dtype):
-        return None
-    wide = values if values.dtype.kind == "f" else values.astype(np.float32)
-    finite: Array = ~np.isfinite(wide)
-    return finite
-
-
-def _real(values: Array, dtype: str) -> Array:
-    return values.view(numpy_dtype(_REAL[dtype])) if dtype in _REAL else values
-
-
-def typed(data: Array, dtype: str, byteorder: str) -> Array:
-    """Return bytes as elements, in the machine's byte order."""
-    values: Array = data.view(numpy_dtype(dtype))
-    return values if byteorder == "little" else swapped(values, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Unequal:
-    """How many elements differ, and the first of them."""
-
-    count: int
-    first: int = 0
-    detail: str = ""
-
-
-def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal:
-    """Compare weights with their masters, rounded; NaN and Inf are other findings."""
-    where = weights.not_rounded(master, weight)
-    kept = np.isfinite(master[where].astype(np.float32))
-    odd = not_finite(weight[where], dtype)
-    where = where[kept if odd is None else kept & ~odd]
-    if not len(where):
-        return Unequal(0)
-    at = int(where[0])
-    rounded = float(cast(master[at : at + 1], dtype)[0])
-    detail = f"{float(weight[at])!r} where the master rounds to {rounded!r}, at element {first + at}"
-    return Unequal(len(where), first + at, detail)
-
-
-def not_equal(one: Array, other: Array, first: int) -> Unequal:
-    """Compare elements bit for bit."""
-    wrong = unequal_bits(one, other)
-    count = int(np.count_nonzero(wrong))
-    return Unequal(count, first + int(np.argmax(wrong))) if count else Unequal(0)
-
+from zckpt.storage.files import Sources
 
 BLOCK_NBYTES = 1 << 20
 """Of a block at most: what is done with it finds it in the cache."""
 
 BUFFERS_PER_WORKER = 8
 """What a block may need at once: itself, weights, masters as they round, and which elements are wrong."""
+
+BUFFERS_OF_DIRECT = 1
+"""And what is read into past the page cache, of what lies scattered."""
 
 ALIGNMENT = 64
 
@@ -258,13 +126,20 @@ class Checks:
             self.wrong[number] = whole
 
 
-def share_of(memory: int) -> Budget:
+def share_of(memory: int, *, direct: bool) -> Budget:
     """Return the size of a block, and how many are looked at at once, so that all buffers together fit into memory."""
-    return budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
+    return budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
 
 
 def run(
-    inventory: Inventory, sums: Sequence[Sum], work: Iterable[Work], *, share: Budget, total: int, reporter: Reporter
+    inventory: Inventory,
+    sums: Sequence[Sum],
+    work: Iterable[Work],
+    *,
+    share: Budget,
+    total: int,
+    reporter: Reporter,
+    direct: bool,
 ) -> tuple[Outcome, dict[int, int]]:
     """Do all work and return what was found, and the CRC-32 of each record whose bytes are not those written.
 
@@ -278,15 +153,18 @@ def run(
     total : int, bytes
         Of all work.
     reporter : Reporter
+    direct : bool
+        Read past the page cache.
     """
     outcome, checks = Outcome(), Checks(sums)
     batches = ((some, subjects_of(inventory, some)) for some in batched(work, nbytes_of))
     portions: Portions[tuple[tuple[Work, ...], Subjects]] = Portions(
         total, lambda batch: sum(map(nbytes_of, batch[0])), lambda batch: (p for one in batch[0] for p in paths_of(one))
     )
+    look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
     with (
         Workers(WRITERS, at_once=share.at_once) as workers,
-        closing(workers.run(partial(_run_batch, share.nbytes), batches, portions)) as results,
+        closing(workers.run(look, batches, portions)) as results,
     ):
         for (batch, _), found in results:
             outcome.add(found)
@@ -304,14 +182,22 @@ def nbytes_of(work: Work) -> int:
     return work.extent.numel * (itemsize(work.slot.dtype) + other)
 
 
-def _run_batch(most: int, given: tuple[Sequence[Work], Subjects]) -> Outcome:
+Rooms = tuple[memoryview, memoryview]
+"""Memory for a block and for its partners."""
+
+
+def _run_batch(most: int, spare: list[Rooms], direct: int, given: tuple[Sequence[Work], Subjects]) -> Outcome:
+    """Look at some work. `spare` has what no batch uses at the moment; `direct` is as for `Sources`."""
     found, (batch, subjects) = Outcome(), given
-    buffers: tuple[Array, Array] = np.empty(most + ALIGNMENT, np.uint8), np.empty(2 * most + ALIGNMENT, np.uint8)
-    with Sources() as sources:
+    with Sources(direct) as sources:
+        try:
+            rooms = spare.pop()
+        except IndexError:
+            rooms = sources.room(most), sources.room(2 * most)
         for work in batch:
             try:
                 if isinstance(work, Block):
-                    _look_at_block(found, subjects, work, buffers, sources)
+                    _look_at_block(found, subjects, work, rooms, sources)
                 else:
                     _look_at_scattered(found, subjects, work, most, sources)
             except LayoutError:
@@ -319,16 +205,14 @@ def _run_batch(most: int, given: tuple[Sequence[Work], Subjects]) -> Outcome:
             except SourceError as error:
                 if not isinstance(error, UnsupportedError):  # types that cannot be compared
                     found.errors.append(error)
+    spare.append(rooms)
     return found
 
 
-def _look_at_block(
-    found: Outcome, subjects: Subjects, block: Block, buffers: tuple[Array, Array], sources: Sources
-) -> None:
+def _look_at_block(found: Outcome, subjects: Subjects, block: Block, rooms: Rooms, sources: Sources) -> None:
     base = (block.pieces[0].offset - block.offset) % ALIGNMENT if block.pieces else 0
     base = (ALIGNMENT - base) % ALIGNMENT  # so that the first piece begins where elements may
-    data = buffers[0][base : base + block.nbytes]
-    read_into(sources.descriptor(block.path), block.offset, data.data, path=block.path)
+    data = _bytes(block.path, block.offset, rooms[0], base, block.nbytes, sources)
     if block.checksum >= 0:
         found.crcs.append((block.checksum, block.offset, block.nbytes, crc32(data.data)))
     for piece in block.pieces:
@@ -337,7 +221,13 @@ def _look_at_block(
         found.elements += piece.numel
         found.add_tally(piece.subject, block.checksum, tally(values, piece.dtype, subjects[piece.subject], piece.first))
         if piece.partner is not None:
-            _look_at_partner(found, subjects, piece, piece.partner, values, block, buffers[1], sources)
+            _look_at_partner(found, subjects, piece, piece.partner, values, block, rooms[1], sources)
+
+
+def _bytes(path: str, offset: int, room: memoryview, base: int, nbytes: int, sources: Sources) -> Array:
+    """Return bytes of a file, read behind `base` bytes of memory, or as far behind a page as they are in the file."""
+    view, _ = sources.window(path, offset, room[base : base + nbytes], room)
+    return np.frombuffer(view, np.uint8)
 
 
 def _look_at_partner(
@@ -347,13 +237,12 @@ def _look_at_partner(
     partner: Partner,
     masters: Array,
     block: Block,
-    buffer: Array,
+    room: memoryview,
     sources: Sources,
 ) -> None:
     """Read the weights of a piece of masters, look at them, and hold them against it."""
     nbytes = piece.numel * itemsize(partner.dtype)
-    data = buffer[:nbytes]
-    read_into(sources.descriptor(partner.path), partner.offset, data.data, path=partner.path)
+    data = _bytes(partner.path, partner.offset, room, 0, nbytes, sources)
     if partner.checksum >= 0:
         found.crcs.append((partner.checksum, partner.offset, nbytes, crc32(data.data)))
     weights = typed(data, partner.dtype, partner.byteorder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
     from zckpt.compare.digests import Change, Fingerprint
 
 
+@dataclass(frozen=True, slots=True)
+class _How:
+    """How elements are read: with how much memory, who hears of it, and whether past the page cache."""
+
+    memory: int
+    reporter: Reporter
+    direct: bool
+
+
 @takes_urls
 def verify(
     source: Source,
@@ -35,6 +45,7 @@ def verify(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -57,6 +68,8 @@ def verify(
         Counts bytes.
     executor
         As for `consolidate`: who reads under `deep` and `against`.
+    direct : bool
+        Under these, read past the page cache, where the file systems can: what is larger than memory, and read once.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
 
@@ -74,20 +87,22 @@ def verify(
     """
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
+    if direct and not deep and against is None:
+        raise UsageError("a sample is not read past the page cache", expected="direct with deep or against")
     check_executor(executor)
     expected = None
     if against is not None:
         from zckpt.compare.digests import read_digests
 
         expected = read_digests(against)
-    progress = reporter or SilentReporter()
+    how = _How(memory, reporter or SilentReporter(), direct)
     try:
         checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     except SourceError as error:
         if isinstance(source, Checkpoint):
             raise
         with using(executor if deep else None):
-            return _unopened(Path(source), error, deep, memory, progress, tag, [Path(root) for root in roots])
+            return _unopened(Path(source), error, deep, how, tag, [Path(root) for root in roots])
     ranks = ranks_by_file(checkpoint)
     findings = [*structure_findings(checkpoint, ranks)]
     counts = _counts(checkpoint)
@@ -95,11 +110,11 @@ def verify(
     with using(executor if deep or expected is not None else None):
         if deep:
             owner = find_format(checkpoint.format)
-            findings += _deep(counts, checkpoint.files, owner, checkpoint, ranks, memory, progress)
+            findings += _deep(counts, checkpoint.files, owner, checkpoint, ranks, how)
         else:
             findings += _sampled(counts, checkpoint, ranks)
         if expected is not None:
-            text, changed = _against(checkpoint, expected, memory, progress)
+            text, changed = _against(checkpoint, expected, how)
             findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
     return Verification(name, checkpoint.format, deep, in_order(_once(findings)), Checked(**counts), text, checkpoint)
@@ -112,15 +127,13 @@ def _counts(checkpoint: Checkpoint) -> dict[str, int]:
     return {"files": len(checkpoint.files), "parameters": len(owners), "slots": slots, "elements": 0}
 
 
-def _against(
-    checkpoint: Checkpoint, expected: Fingerprint, memory: int, reporter: Reporter
-) -> tuple[str | None, list[Finding]]:
+def _against(checkpoint: Checkpoint, expected: Fingerprint, how: _How) -> tuple[str | None, list[Finding]]:
     """Hold the digests of all slots against those that were recorded; return the fingerprint, and what changed."""
     from zckpt.compare.digests import changes
     from zckpt.operations.fingerprint import fingerprint
 
     try:
-        found = fingerprint(checkpoint, memory=memory, reporter=reporter)
+        found = fingerprint(checkpoint, memory=how.memory, reporter=how.reporter, direct=how.direct)
     except SourceError as error:
         return None, [finding_of(error)]
     return found.text, [_finding_of_change(one) for one in changes(expected, found)]
@@ -137,8 +150,7 @@ def _unopened(
     path: Path,
     error: SourceError,
     deep: bool,
-    memory: int,
-    reporter: Reporter,
+    how: _How,
     tag: str | None,
     roots: Sequence[Path],
 ) -> Verification:
@@ -156,7 +168,7 @@ def _unopened(
     findings = [finding_of(one) for one in _distinct(error, surveyed)]
     if deep:
         ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
-        findings += _deep(counts, surveyed.files, surveyed.format, None, ranks, memory, reporter)
+        findings += _deep(counts, surveyed.files, surveyed.format, None, ranks, how)
     return Verification(os.fspath(path), None, deep, in_order(_once(findings)), Checked(**counts))
 
 
@@ -205,8 +217,7 @@ def _deep(
     owner: Format | None,
     checkpoint: Checkpoint | None,
     ranks: Ranks,
-    memory: int,
-    reporter: Reporter,
+    how: _How,
 ) -> Iterator[Finding]:
     """Read every byte once."""
     from zckpt.engine.checking import Sum
@@ -226,13 +237,13 @@ def _deep(
     index = SumIndex(sums)
     inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
-    share = share_of(memory)
+    share = share_of(how.memory, direct=how.direct)
     work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
-    reporter.begin(total := sum(map(nbytes_of, work)))
+    how.reporter.begin(total := sum(map(nbytes_of, work)))
     try:
-        outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=reporter)
+        outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=how.reporter, direct=how.direct)
     finally:
-        reporter.end()
+        how.reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums}
     yield from _once([finding_of(error) for error in [*errors, *outcome.errors]])
     yield from damage_findings(outcome, inventory, Damage(sums, wrong, checkpoint), ranks)

@@ -22,7 +22,8 @@ from zckpt.codes import (
 )
 from zckpt.engine.checking import Sum
 from zckpt.errors import listed
-from zckpt.operations.verify.deep import Outcome, Tally
+from zckpt.operations.verify.deep import Outcome
+from zckpt.operations.verify.elements import Tally
 from zckpt.operations.verify.findings import Finding
 from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND

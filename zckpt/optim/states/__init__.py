@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +30,7 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.optim.flat_parameters import Members, check_named
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
+from zckpt.optim.ranks import Place
 from zckpt.optim.states.values import as_stored, like
 from zckpt.optim.tensors import Share
 from zckpt.state import Parameter, ParamGroup
@@ -57,7 +57,7 @@ class Values:
 class Target:
     """A directory to be written in another program's format, and what goes there; see `zckpt.optim.files.save`."""
 
-    path: Path
+    path: Place
     model: torch.nn.Module | None
     step: int | None
     beside: Mapping[str, Any]

@@ -27,9 +27,11 @@ from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.states.expected import check_keys
 from zckpt.optim.states.values import as_torch
 from zckpt.optim.tensors import Share, bare, world_rank
+from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import ParamGroup, Slot
 from zckpt.storage.durable import written_directory
+from zckpt.storage.remote.addresses import without_secrets
 from zckpt.version import __version__
 
 
@@ -59,12 +61,13 @@ class ZeroRedundancyState(PerRank):
         optimizer, names = self.optimizer, self.names()
         ranks = Ranks(optimizer.process_group)
         sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
+        write = write_torch_file if isinstance(target.path, str) else torch.save  # a store gets what has no pickle
         with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
-            torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
+            write(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
             if optimizer.rank == 0:
                 tensors, about = _model(self._parameters, target.model)
-                torch.save(tensors, partial / MODEL_NAME)
-                torch.save(_metadata(target, about, optimizer.world_size, names), partial / METADATA_NAME)
+                write(tensors, partial / MODEL_NAME)
+                write(_metadata(target, about, optimizer.world_size, names), partial / METADATA_NAME)
 
 
 class TorchState(PerRank):
@@ -175,6 +178,11 @@ class WorkersState:
     def write(self, target: Target) -> None:
         """Let each worker write its files of a directory; the caller calls it."""
         names = self.names()
+        if isinstance(target.path, str):
+            raise UsageError(
+                "a DistributedOptimizer is saved to a file system", path=without_secrets(target.path),
+                advice="save to a path, and let zckpt convert write to the store",
+            )  # fmt: skip
         with written_directory(target.path, overwrite=target.overwrite, owned=OWNED) as partial:
             arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
             numbers = self.optimizer.call_each(_save_worker, arguments)

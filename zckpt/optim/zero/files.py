@@ -28,6 +28,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
 from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
+from zckpt.operations.small_file import beside_it, check_text, name_of, write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import Target
@@ -36,8 +37,7 @@ from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
-from zckpt.storage.durable import written_files
-from zckpt.storage.ownership import Owned, check_replaceable
+from zckpt.storage.ownership import Owned
 from zckpt.torchfile import DType, Object, OrderedMapping, Size
 
 OWNED = Owned(lambda name: classify(name, name) is not None)
@@ -55,7 +55,8 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
     path, model, beside = target.path, target.model, target.beside
     mp_rank, slices = model_rank(optimizer.model_parallel)
     ranks = every_rank(optimizer.process_group, slices)
-    ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
+    latest = beside_it(path, "latest")
+    ranks.of_first(lambda: check_text(latest))
     with written_together(path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
         if model is None:
             tensors = OrderedDict((name, p.detach()) for p, name in names.items())
@@ -75,9 +76,7 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
             write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{mp_rank:02d}_model_states.pt")
         for (layer, expert), its in _expert_files(tensors, experts).items():
             write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt")
-    if ranks.rank == 0:
-        with written_files([path.parent / "latest"], overwrite=True) as [latest]:
-            latest.write_text(path.name)
+    ranks.of_first(lambda: write_text(latest, name_of(path)))
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:

@@ -22,8 +22,6 @@ from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
 class S3Uploads(Uploads):
     """Uploads in parts."""
 
-    can_resume = True
-
     def __init__(self, store: S3Store, key: str, *, is_directory: bool) -> None:
         super().__init__(store, key, is_directory=is_directory)
         self.s3 = store
@@ -32,12 +30,14 @@ class S3Uploads(Uploads):
         self._found: dict[str, str] = {}
         self._has_note = False
 
-    def begin(self, *, resume: bool = False) -> None:
+    def begin(self, *, resume: bool = False, keep: bool = False) -> None:  # noqa: ARG002  # the store keeps all
         """Abort uploads to the same keys, or note them; whose run still goes on fails with its next part."""
         if resume:
             self._found = {one["Key"]: one["UploadId"] for one in self._unfinished()}
         else:
             self._sweep()
+
+    kept_in = "unfinished uploads"
 
     def left(self) -> int:
         """Return how many bytes are in unfinished uploads."""

@@ -12,14 +12,12 @@ finishes all. What they have to tell each other through the store is a `note`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zckpt.errors import TargetError
-from zckpt.storage.remote.attempts import ShortBodyError, attempt
-from zckpt.storage.remote.sftp import SftpStore
 from zckpt.storage.remote.stores import Store
-from zckpt.storage.remote.web import HttpStore, WebdavStore
+from zckpt.storage.remote.web import HttpStore
 
 NOTE = "note"
 
@@ -57,15 +55,24 @@ class Uploads(ABC):
         return f"{self.root}/{name}"
 
     @abstractmethod
-    def begin(self, *, resume: bool = False) -> None:
-        """Remove what a run that was killed has left, or go on with it where that can be done."""
+    def begin(self, *, resume: bool = False, keep: bool = False) -> None:
+        """Remove what a run that was killed has left, or go on with it.
 
-    can_resume = False
-    """Whether there is something to go on with after a kill."""
+        Parameters
+        ----------
+        resume : bool
+        keep : bool
+            Let another run go on with this one, if it is killed.
+        """
 
+    @property
+    @abstractmethod
+    def kept_in(self) -> str:
+        """Where what has been sent stays until it is gone on with, for messages."""
+
+    @abstractmethod
     def left(self) -> int:
-        """Return how many bytes a run that was killed has sent, of those that can be gone on with."""
-        return 0
+        """Return how many bytes a run that was killed has sent, or this one, of those that can be gone on with."""
 
     @abstractmethod
     def sent(self) -> Sent:
@@ -75,13 +82,13 @@ class Uploads(ABC):
     def adopt(self, sent: Sent) -> None:
         """Take over what another process has sent."""
 
-    def completed(self, sent: Sent) -> list[str]:  # noqa: ARG002
-        """Return which files of a note have their names already: none, where nothing is gone on with."""
-        return []
+    @abstractmethod
+    def completed(self, sent: Sent) -> list[str]:
+        """Return which files of a note have their names already."""
 
-    def discard(self, sent: Sent) -> list[str]:  # noqa: ARG002
+    @abstractmethod
+    def discard(self, sent: Sent) -> list[str]:
         """Remove those that have, and the note; return their names."""
-        return []
 
     @abstractmethod
     def note(self, data: bytes) -> None:
@@ -90,6 +97,10 @@ class Uploads(ABC):
     @abstractmethod
     def noted(self) -> bytes | None:
         """Return the note beside the target; None: there is none."""
+
+    def remains(self) -> bytes | None:
+        """Return the note of a run that was killed after all had come and before all was named; None: of none."""
+        return self.noted()
 
     @abstractmethod
     def sink(self, name: str) -> Any:  # noqa: ANN401  # an engine.upload.Sink
@@ -121,156 +132,6 @@ class Uploads(ABC):
         """Remove what has come; or what this process has sent, and another removes all."""
 
 
-class NamedUploads(Uploads):
-    """Files under temporary names, which are renamed."""
-
-    def __init__(self, store: Store, key: str, *, is_directory: bool) -> None:
-        super().__init__(store, key, is_directory=is_directory)
-        self._named: list[str] = []
-        self._sent: list[str] = []
-
-    def begin(self, *, resume: bool = False) -> None:  # noqa: ARG002  # there is nothing to go on with
-        """Remove what has the temporary name."""
-        self._remove(self.partial)
-
-    def sent(self) -> Sent:
-        """Return the names of files that have come."""
-        return dict.fromkeys(self._sent)
-
-    def adopt(self, sent: Sent) -> None:
-        """Do nothing: they have temporary names."""
-
-    def note(self, data: bytes) -> None:
-        """Write a file of a temporary name."""
-        self._sink(NOTE).write(len(data), lambda: iter([bytearray(data)]))
-
-    def noted(self) -> bytes | None:
-        """Return what the file holds."""
-
-        def read() -> bytes | None:
-            with self.store.turn() as fs:
-                fs.invalidate_cache()
-                key = self._temporary(NOTE)
-                found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
-                return found
-
-        return attempt(read, self.store.address.shown, writing=True)
-
-    def _temporary(self, name: str) -> str:
-        return f"{self.partial}/{name}"
-
-    def sink(self, name: str) -> FileSink:
-        """Return where a file goes, in a directory of a temporary name."""
-        self._sent.append(name)
-        return self._sink(name)
-
-    def _sink(self, name: str) -> FileSink:
-        return FileSink(self.store, self._temporary(name), self.shown(name))
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file under a temporary name."""
-        self._sink(name).write(len(data), lambda: iter([bytearray(data)]))
-
-    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
-        """Do nothing: they can be read as they come."""
-
-    def url(self) -> str:
-        """Return that of the temporary directory."""
-        head, _, name = self.store.address.url.rstrip("/").rpartition("/")
-        return f"{head}/.{name}.zckpt-partial"
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether it is a directory: always."""
-        return True
-
-    def name(self, names: Sequence[str], old: Sequence[str]) -> None:
-        """Rename the directory, or the files."""
-        fs, shown = self.store.fs, self.store.address.shown
-
-        def renamed() -> None:
-            if self.is_directory and isinstance(self.store, SftpStore | WebdavStore):
-                self._remove(self.key)
-                self._move(self.partial, self.key)
-                return
-            for key in old:
-                self._remove(key)
-            for name in names:
-                target = self.at(name)
-                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-                self._move(self._temporary(name), target)
-                self._named.append(target)
-
-        try:
-            if fs.exists(self._temporary(NOTE)):
-                fs.rm(self._temporary(NOTE))
-            renamed()
-        except Exception as error:
-            raise TargetError("could not be named", path=shown, found=f"{type(error).__name__}: {error}") from error
-        self._remove(self.partial)
-
-    def _move(self, one: str, other: str) -> None:
-        if isinstance(self.store, WebdavStore):
-            self.store.fs.client.move(one, other, overwrite=True)
-        else:
-            if not isinstance(self.store, SftpStore) and self.store.fs.exists(other):
-                self.store.fs.rm(other)
-            self.store.fs.mv(one, other)
-
-    def _remove(self, key: str) -> None:
-        fs = self.store.fs
-        fs.invalidate_cache()
-        if fs.exists(key):
-            fs.rm(key, recursive=True)
-
-    def abort(self, *, everything: bool = True) -> None:
-        """Remove the temporary names, and what has been named."""
-        if not everything:
-            return
-        for key in [*self._named, self.partial]:
-            try:
-                self._remove(key)
-            except Exception as error:
-                raise TargetError(
-                    "could not be removed", path=self.store.address.shown, found=key, advice="remove it"
-                ) from error
-
-
-class FileSink:
-    """A file that is written from its beginning to its end."""
-
-    def __init__(self, store: Store, key: str, shown: str) -> None:
-        self._store, self._key, self._shown = store, key, shown
-
-    def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
-        """Write a file, from its beginning again if that fails."""
-        attempt(lambda: self._write(nbytes, parts()), self._shown, writing=True)
-
-    def _write(self, nbytes: int, parts: Iterator[bytearray]) -> None:
-        store = self._store
-        with store.turn() as fs:
-            fs.makedirs(self._key.rpartition("/")[0], exist_ok=True)
-        if isinstance(store, SftpStore):
-            with store.channel() as channel, channel.open(self._key, "wb") as file:
-                file.set_pipelined(True)
-                for part in parts:
-                    file.write(part)
-        elif isinstance(store, WebdavStore):
-            client = store.fs.client
-            headers = {"Content-Length": str(nbytes)}
-            found = client.http.request("PUT", client.join_url(self._key), content=map(bytes, parts), headers=headers)
-            found.raise_for_status()
-        else:
-            with store.turn() as fs, fs.open(self._key, "wb") as file:
-                for part in parts:
-                    file.write(bytes(part))
-        with store.turn() as fs:
-            fs.invalidate_cache()
-            size = fs.info(self._key)["size"]
-        if size != nbytes:
-            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
-
-
 def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
     """Return how files get into a store.
 
@@ -282,6 +143,7 @@ def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
     if isinstance(store, HttpStore):
         raise TargetError("cannot be written", path=store.address.shown, found="a web server, which is read only",
                           advice="write to a store: S3, SFTP, WebDAV, ...")  # fmt: skip
+    from zckpt.storage.remote.named_uploads import NamedUploads
     from zckpt.storage.remote.s3 import S3Store
     from zckpt.storage.remote.s3_uploads import S3Uploads
 

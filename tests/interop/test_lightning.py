@@ -1,0 +1,231 @@
+"""Lightning's own loop saves through `zckpt.lightning`, and goes on at another number of processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+from tests.fsdp_training.training import truth
+from tests.gloo import run
+from zckpt.errors import UnsupportedError, UsageError
+
+pytestmark = pytest.mark.interop
+
+BATCH = 12  # for 1, 2 and 3 processes
+PER_EPOCH = 2
+
+Slots = dict[str, torch.Tensor]
+
+
+@dataclass
+class Trained:
+    """What a run of Lightning held when it began and after its first epoch, and what it has left."""
+
+    began: Slots
+    saved: Slots
+    losses: list[float]
+    rate: float
+    names: list[str]
+    steps: int
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return BATCH * PER_EPOCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(5, generator=torch.Generator().manual_seed(index))
+
+
+def module_of(world_size: int, kind: str) -> Any:
+    from lightning import pytorch as pl
+    from torch.distributed.fsdp import fully_shard
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"width": 7})
+            torch.manual_seed(world_size)  # a resumed model is another before
+            self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+            self.losses: list[float] = []
+            self.began: Slots = {}
+            self.saved: Slots = {}
+
+        def configure_model(self) -> None:
+            if kind == "fsdp2" and not hasattr(next(self.parameters()), "placements"):
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss = self.net(batch).square().mean()
+            total = loss.detach().clone()
+            torch.distributed.all_reduce(total)
+            self.losses.append(float(total / world_size))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+        def held(self) -> Slots:
+            model = self.trainer.strategy.model if kind == "fsdp1" else self
+            found = {} if kind == "deepspeed" else truth(model, self.trainer.optimizers[0])
+            return {key.replace("_forward_module.", ""): one.clone() for key, one in found.items()}
+
+        def on_train_start(self) -> None:
+            self.began = self.held()
+
+        def on_train_epoch_end(self) -> None:
+            self.saved = self.saved or self.held()
+
+    return Module()
+
+
+def strategy_of(kind: str, world_size: int, *, stock: bool, async_: bool) -> Any:
+    from lightning.pytorch import strategies
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.strategies import deepspeed
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from torch.distributed import fsdp
+
+    from zckpt import lightning
+
+    source: Any = strategies if stock else lightning
+    options: dict[str, Any] = {} if stock else {"async_": async_}
+    if kind == "ddp":
+        return source.DDPStrategy(**options)
+    if kind == "fsdp2":
+        return source.ModelParallelStrategy(data_parallel_size=world_size, tensor_parallel_size=1, **options)
+    if kind == "fsdp1":  # Lightning wants a GPU for it, and for DeepSpeed
+        _AcceleratorConnector._check_strategy_and_fallback = lambda _: None  # type: ignore[method-assign]
+        original = fsdp.FullyShardedDataParallel
+        made = type("Here", (original,), {
+            "__init__": lambda self, *given, **named: original.__init__(
+                self, *given, **{**named, "device_id": torch.device("cpu")})})  # fmt: skip
+        fsdp.FullyShardedDataParallel = made  # type: ignore[misc]
+        return source.FSDPStrategy(**options)
+    deepspeed.CUDAAccelerator = CPUAccelerator  # type: ignore[attr-defined,misc,assignment]
+    deepspeed._validate_device_index_selection = lambda _: None  # type: ignore[attr-defined]
+    source.DeepSpeedStrategy.root_device = property(lambda _: torch.device("cpu", 0))
+    return source.DeepSpeedStrategy(stage=2, **options)
+
+
+def trainer_of(rank: int, world_size: int, strategy: Any, **options: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="run", GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1", RANK=str(rank),
+        LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+    )  # fmt: skip
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    return Trainer(
+        accelerator="cpu", devices=world_size, strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+    )  # fmt: skip
+
+
+def fit(
+    rank: int, world_size: int, kind: str, directory: Path, resume: Path | None = None, stock: bool = False,
+    async_: bool = False, keep: int = -1,
+) -> Trained:  # fmt: skip
+    """Train to the end of the third epoch."""
+    strategy = strategy_of(kind, world_size, stock=stock, async_=async_)
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    keeps = ModelCheckpoint(directory, filename="{step}", save_top_k=keep, every_n_epochs=1)
+    trainer = trainer_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
+    module = module_of(world_size, kind)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH // world_size)
+    trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
+    return Trained(
+        module.began, module.saved, module.losses, trainer.optimizers[0].param_groups[0]["lr"],
+        sorted(path.name for path in directory.iterdir()), trainer.global_step,
+    )  # fmt: skip
+
+
+def assert_goes_on(source: str, kind: str, directory: Path, *, stock: bool = False, world_size: int) -> None:
+    """Let a run go on from the first epoch of another, and hold it against that."""
+    saves = {"stock": stock, "async_": not stock}
+    whole = run(fit, 2, source, directory / "whole", None, *saves.values())[0]
+    assert whole.names == ["step=2.ckpt", "step=4.ckpt", "step=6.ckpt"]
+    saved = directory / "whole" / "step=2.ckpt"
+    if not stock:
+        opened = zckpt.open(saved)
+        assert (opened.format, opened.step) == ("deepspeed" if source == "deepspeed" else "zckpt", PER_EPOCH)
+    resumed = run(fit, world_size, kind, directory / "resumed", saved, False, world_size == 3, 1)[0]
+    assert resumed.names == ["step=6.ckpt"], "the earlier one is removed, and nothing else is left"
+    assert resumed.began.keys() == whole.saved.keys()
+    for key, value in whole.saved.items():
+        assert torch.equal(resumed.began[key], value), key
+    assert resumed.losses == pytest.approx(whole.losses[PER_EPOCH:], rel=1e-5)
+    assert (resumed.rate, resumed.steps) == (whole.rate, whole.steps)
+
+
+def test_lightning_goes_on_with_sharded_models_at_another_number_of_processes(tmp_path: Path) -> None:
+    assert_goes_on("fsdp2", "fsdp2", tmp_path, world_size=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "deepspeed"])
+def test_lightning_goes_on_with_every_strategy(kind: str, tmp_path: Path) -> None:
+    assert_goes_on(kind, kind, tmp_path, world_size=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("source", "kind", "world_size"), [("ddp", "fsdp2", 3), ("fsdp2", "ddp", 1)])
+def test_lightning_goes_on_with_what_its_own_strategies_saved(
+    source: str, kind: str, world_size: int, tmp_path: Path
+) -> None:
+    assert_goes_on(source, kind, tmp_path, stock=True, world_size=world_size)
+
+
+def several(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Take what another program saved; refuse what cannot be kept; return what was said."""
+    from zckpt.lightning import DDPStrategy
+
+    other = module_of(7, "ddp")
+    given = directory / "other"
+    optimizer = torch.optim.AdamW(other.parameters())
+    other.net(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    zckpt.save(given, model=other, optimizer=optimizer, step=3)
+    strategy = DDPStrategy()
+    trainer = trainer_of(rank, world_size, strategy, max_epochs=1, enable_checkpointing=False)
+    module = module_of(world_size, "ddp")
+    rows = torch.utils.data.DataLoader(Rows(), batch_size=BATCH // world_size)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.fit(module, rows, ckpt_path=str(given))
+    assert any("Lightning counts from 0" in str(one.message) for one in warned) == (rank == 0)
+    assert trainer.global_step == PER_EPOCH
+    for name, value in other.state_dict().items():
+        assert torch.equal(module.began[f"weight/{name}"], value), name
+    trainer.save_checkpoint(directory / "bare.ckpt", weights_only=True)
+    assert zckpt.open(directory / "bare.ckpt").param_groups == []
+    said = []
+    with pytest.raises(UsageError) as error:
+        trainer.save_checkpoint(directory / "x.ckpt", storage_options={})
+    said.append(str(error.value))
+    module.hparams["scale"] = object()
+    with pytest.raises(UnsupportedError) as refused:
+        trainer.save_checkpoint(directory / "x.ckpt")
+    said.append(str(refused.value))
+    assert not (directory / "x.ckpt").exists()
+    return said
+
+
+@pytest.mark.nightly
+def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(tmp_path: Path) -> None:
+    for options, kept in run(several, 2, tmp_path, fresh=True):
+        assert "CheckpointIO" in options
+        assert "scale" in kept

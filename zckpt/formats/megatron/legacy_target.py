@@ -1,0 +1,204 @@
+"""What a target of legacy files is to be: how many ranks of each kind, and what the module on them is like.
+
+Whatever the user does not say is as in SOURCE where that has it: in its own files, or in the arguments of Megatron-LM
+that came with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from zckpt.errors import UsageError
+from zckpt.formats.megatron.buckets import default_bucket_numel
+from zckpt.formats.megatron.keys import filed_names
+from zckpt.formats.megatron.objects import arguments_of
+from zckpt.formats.megatron.slices import VOCABULARY
+from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
+from zckpt.state import Checkpoint, Topology
+from zckpt.torchfile import FromFile, Namespace, Object
+
+ENGINE, LOCAL = "transformer_engine", "local"
+"""Whose layers a module has: Megatron-LM's --transformer-impl."""
+
+CHUNKS, BOUNDS, ROWS = "virtual stages", "stage bounds", "padded vocabulary"
+"""Under which `Checkpoint.details` have them."""
+
+_MERGED = (
+    (re.compile(r"(.*)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"), r"\1.input_layernorm.\2"),
+    (re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"\1.pre_mlp_layernorm.\2"),
+)
+"""Norms that are a part of the linear layer behind them with Transformer Engine, and modules of their own without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the ranks are.
+
+    Parameters
+    ----------
+    topology : Topology
+    chunks : int
+        Of the model on each stage.
+    bounds : tuple of int
+        First layer of each chunk, and the number of layers.
+    rows : int or None
+        Of the vocabulary; None: SOURCE's.
+    engine : bool
+        Whether layers are Transformer Engine's.
+    bucket_numel : int or None, elements
+        After which a bucket of gradients ends; None: nowhere.
+    """
+
+    topology: Topology
+    chunks: int
+    bounds: Bounds
+    rows: int | None
+    engine: bool
+    bucket_numel: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a user has said of it; None: nothing."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    chunks: int | None = None
+    bounds: str | None = None
+    rows: int | None = None
+    implementation: str | None = None
+    bucket_numel: int | None = None
+
+
+def wanted_of(options: object) -> Wanted:
+    """Return what the options of `convert` or `reshard` say."""
+    return Wanted(
+        dp=getattr(options, "world_size", None),
+        tp=getattr(options, "tensor_parallel_size", None),
+        pp=getattr(options, "pipeline_parallel_size", None),
+        ep=getattr(options, "expert_parallel_size", None),
+        chunks=getattr(options, "virtual_pipeline_parallel_size", None),
+        bounds=getattr(options, "stage_bounds", None),
+        rows=getattr(options, "padded_vocab_size", None),
+        implementation=getattr(options, "transformer_impl", None),
+        bucket_numel=getattr(options, "ddp_bucket_size", None),
+    )
+
+
+def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
+    """Return what the target is to be.
+
+    Raises
+    ------
+    UsageError
+        A size that cannot be.
+    """
+    path, arguments, own = checkpoint.source, arguments_of(checkpoint.metadata.get("args")), checkpoint.topology
+    given = {"dp": wanted.dp, "tp": wanted.tp, "pp": wanted.pp, "ep": wanted.ep}
+    for value in (*given.values(), wanted.chunks):
+        if value is not None and value < 1:
+            raise UsageError("unusable number of ranks", expected="at least 1", found=value)
+    topology = replace(own, **{key: value for key, value in given.items() if value is not None})
+    known = checkpoint.details.get(CHUNKS, 1)
+    chunks = wanted.chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
+    if chunks > 1 and topology.pp == 1:
+        raise UsageError("a virtual pipeline has several stages", path=path, expected="--pipeline-parallel-size P",
+                         found=topology.pp)  # fmt: skip
+    bounds = wanted.bounds
+    if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
+        bounds = str(checkpoint.details[BOUNDS])
+    names = [one.name for one in checkpoint.tensors()]
+    size = wanted.bucket_numel
+    if size is None:
+        size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
+    return Target(
+        topology=topology,
+        chunks=chunks,
+        bounds=bounds_of(bounds, layer_count(names), topology.pp * chunks, path),
+        rows=_rows(checkpoint, wanted.rows),
+        engine=_is_engine(checkpoint, wanted.implementation, arguments),
+        bucket_numel=size or None,
+    )
+
+
+def _rows(checkpoint: Checkpoint, rows: int | None) -> int | None:
+    """Return the rows of the vocabulary: those that the user says, or SOURCE's model had; None: those that it has."""
+    present = max((one.shape[0] for one in checkpoint.tensors() if one.name.endswith(VOCABULARY)), default=0)
+    known = checkpoint.details.get(ROWS)
+    rows = known if rows is None and isinstance(known, int) else rows
+    if rows is not None and rows < present:
+        raise UsageError(
+            "unusable padded size of the vocabulary",
+            path=checkpoint.source,
+            expected=f"at least the {present} rows that SOURCE has, all of them trained",
+            found=rows,
+        )
+    return rows if rows != present else None
+
+
+def _is_engine(checkpoint: Checkpoint, said: str | None, arguments: Mapping[object, object]) -> bool:
+    if said is not None:
+        return said == ENGINE
+    names = [one.name for one in checkpoint.tensors()]
+    if filed_names(names) != {name: name for name in names}:
+        return False
+    known = arguments.get("transformer_impl")
+    return known != LOCAL
+
+
+def live_names(names: Iterable[str], *, engine: bool) -> dict[str, str]:
+    """Return what the module calls each tensor.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of Megatron-Core, of either kind of layers.
+    engine : bool
+    """
+    every = list(names)
+    filed = filed_names(every)
+    found = {}
+    for name in every:
+        new = filed[name]
+        for pattern, live in _MERGED:
+            match = pattern.fullmatch(new)
+            linear = new.rpartition(".")[0] + ".weight"
+            if match is not None and not (engine and linear in every):
+                new = pattern.sub(live, new)
+        found[name] = new
+    return found
+
+
+def with_sizes(value: object, target: Target) -> object:
+    """Return Megatron-LM's arguments with the target's sizes, where they are among them."""
+    node = value.node if isinstance(value, FromFile) else value
+    attributes = arguments_of(node)
+    top, context = target.topology, attributes.get("context_parallel_size")
+    changed: dict[object, object] = {
+        "tensor_model_parallel_size": top.tp,
+        "pipeline_model_parallel_size": top.pp,
+        "transformer_pipeline_model_parallel_size": top.pp,
+        "virtual_pipeline_model_parallel_size": target.chunks if target.chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": target.bounds[1] - target.bounds[0] if target.chunks > 1 else None,
+        "expert_model_parallel_size": top.ep,
+        "expert_tensor_parallel_size": top.tp,
+        "data_parallel_size": top.dp,
+        "world_size": top.dp * top.tp * top.pp * (context if type(context) is int else 1),
+        **({"padded_vocab_size": target.rows} if target.rows is not None else {}),
+    }
+    known = {key: new for key, new in changed.items() if key in attributes and attributes[key] != new}
+    if not known:
+        return value
+    state = {**attributes, **known}
+    inner = (
+        replace(node, state=state)
+        if isinstance(node, Object)
+        else Namespace(state)
+        if isinstance(node, Namespace)
+        else state
+    )
+    return replace(value, node=inner) if isinstance(value, FromFile) else inner

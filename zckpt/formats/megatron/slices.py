@@ -1,0 +1,120 @@
+"""What a tensor-parallel rank has of a slot of the whole model: the other way round than `cut`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from zckpt.errors import UsageError
+from zckpt.formats.megatron.cut import GATED, KEPT, PARTNER, Cut, Shape, cut_of
+from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
+from zckpt.state import Extent, Slot
+from zckpt.torchfile import Tensor
+
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A rank's slice of a parameter.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the slice.
+    pieces : tuple of (int, Extent)
+        Of the whole, and from which element of the slice on each is; what none is of are zeros.
+    """
+
+    shape: Shape
+    pieces: tuple[tuple[int, Extent], ...]
+
+    def contents(self, slot: Slot, label: str, start: int = 0) -> list[SlotContent]:
+        """Return the contents of a storage that has the slice from element `start`."""
+        return [SlotContent(start + at, slot, label, extent) for at, extent in self.pieces if extent.numel]
+
+    def tensor(self, slot: Slot, dtype: str, label: str) -> Tensor:
+        """Return the slice of a slot as a tensor of its own."""
+        return view(new_storage(dtype, prod(self.shape), self.contents(slot, label)), self.shape)
+
+
+def slice_of(shape: Shape, cut: Cut, rank: int, ranks: int, rows: int | None = None) -> Slice:
+    """Return a rank's slice.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the whole, as it is.
+    cut : Cut
+        Divides it evenly.
+    rank, ranks : int
+    rows : int, optional
+        How many it shall have; further ones are zeros.
+    """
+    if cut.dimension is None:
+        return Slice(shape, ((0, Extent.whole(shape)),))
+    d = cut.dimension
+    wanted = shape[d] if rows is None else rows
+    size = wanted // (ranks * cut.parts)
+    pieces = []
+    for part in range(cut.parts):
+        first = (part * ranks + rank) * size
+        there = max(min(size, shape[d] - first), 0)
+        offsets = tuple(first if at == d else 0 for at in range(len(shape)))
+        sizes = tuple(there if at == d else n for at, n in enumerate(shape))
+        numel = prod(sizes)
+        if numel:
+            pieces.append((part * size * prod(shape[d + 1 :]), Extent(offsets, sizes, 0, numel)))
+    return Slice(tuple(size * cut.parts if at == d else n for at, n in enumerate(shape)), tuple(pieces))
+
+
+def cuts_of(shapes: Mapping[str, Shape], ranks: int, rows: int | None, path: str) -> dict[str, Cut]:
+    """Return how each parameter is cut.
+
+    Parameters
+    ----------
+    shapes : mapping of str to tuple of int
+        Of the whole model's parameters, by the names of the module.
+    ranks : int
+    rows : int or None
+        Of vocabularies in the target.
+    path : str
+
+    Raises
+    ------
+    UsageError
+        One is not cut evenly.
+    UnsupportedError
+        Of one no rule is known.
+    """
+    if ranks == 1 and rows is None:
+        return dict.fromkeys(shapes, KEPT)
+    found = {}
+    for name, shape in shapes.items():
+        is_vocabulary = name.endswith(VOCABULARY)
+        if ranks == 1:
+            found[name] = Cut(0) if is_vocabulary else KEPT
+            continue
+        cut = Cut(0) if name.endswith("lm_head.bias") else cut_of(name, shape, path, gated=_is_gated(name, shapes))
+        size = None if cut.dimension is None else shape[cut.dimension]
+        if is_vocabulary and rows is not None:
+            size = rows
+        if size is not None and size % (ranks * cut.parts):
+            raise UsageError(
+                f"{name} is not cut evenly for {ranks} tensor-parallel ranks",
+                path=path,
+                expected="--padded-vocab-size of a multiple of them" if is_vocabulary else "a divisor of its size",
+                found=shape,
+            )
+        found[name] = cut
+    return found
+
+
+def _is_gated(name: str, shapes: Mapping[str, Shape]) -> bool | None:
+    module = next((one for one in GATED if f".{one}." in name), None)
+    if module is None:
+        return None
+    front, _, rest = name.rpartition(f".{module}.")
+    partner = shapes.get(f"{front}.{PARTNER[module]}.{rest.replace('bias', 'weight')}")
+    return None if partner is None or len(partner) != 2 else shapes[name][0] == 2 * partner[1]

@@ -1,0 +1,168 @@
+"""How a model is dealt to pipeline stages, their chunks and expert-parallel ranks, and what each calls it. Pure.
+
+Chunk v of stage p of P is number v P + p of all chunks in the model's order. The first one has what is before the
+layers, the last one what is behind them; of a tied embedding it has a copy, under another name. Layers are numbered
+from 0 in each chunk, experts on each expert-parallel rank: the other way round than `ranks.Numbering`.
+
+Source: megatron-core 0.16, `get_transformer_layer_offset`, `get_num_layers_to_build`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.errors import UnsupportedError, UsageError, listed
+
+_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]+)(\..*)")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]+)((?:\..*)?)")
+
+_BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
+_FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
+_BACK = re.compile(r"(?:(?:language_model\.)?(?:decoder|encoder|transformer)\.final_(?:layernorm|norm)|"
+                   r"(?:language_model\.)?output_layer)\..+")  # fmt: skip
+"""What is known to be before the layers, and behind them. Anything else has a stage that only its program knows."""
+
+Bounds = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A tensor of a chunk: its name in the whole model, and that on the rank.
+
+    Parameters
+    ----------
+    name, local : str
+    shared : bool
+        Whether the first and the last stage both have it.
+    """
+
+    name: str
+    local: str
+    shared: bool = False
+
+
+def layer_count(names: Iterable[str]) -> int:
+    """Return how many layers the block of a model has, that stages share."""
+    numbers = [int(match[2]) for match in map(_LAYER.fullmatch, names) if match and _BLOCK.fullmatch(match[1])]
+    return 1 + max(numbers, default=-1)
+
+
+def bounds_of(given: str | None, layers: int, chunks: int, path: str) -> Bounds:
+    """Return the first layer of each chunk, and the number of all layers.
+
+    Parameters
+    ----------
+    given : str or None
+        As the user says; None: each has as many.
+    layers, chunks : int
+    path : str
+        For messages.
+
+    Raises
+    ------
+    UsageError
+        They are not in order, or do not divide.
+    """
+    if given is None:
+        if chunks > 1 and layers % chunks:
+            raise UsageError(
+                f"{layers} layers are not dealt evenly to {chunks} chunks of the model",
+                path=path,
+                expected="--stage-bounds 0,N,...: the first layer of each, and the number of layers",
+            )
+        return tuple(at * layers // chunks for at in range(chunks + 1))
+    try:
+        found = tuple(int(one) for one in given.split(","))
+    except ValueError:
+        found = ()
+    if len(found) != chunks + 1 or found[0] != 0 or found[-1] != layers or list(found) != sorted(found):
+        raise UsageError("unusable stage bounds", path=path, found=given,
+                         expected=f"{chunks + 1} numbers from 0 to {layers}, in order")  # fmt: skip
+    return found
+
+
+def dealt(
+    names: Sequence[str], bounds: Bounds, *, stages: int, tied: Mapping[str, str], path: str
+) -> list[list[list[Dealt]]]:
+    """Return what each stage has, by chunk, in the order of `names`.
+
+    Parameters
+    ----------
+    names : sequence of str
+    bounds : tuple of int
+        Of all chunks, in the model's order.
+    stages : int
+    tied : mapping of str to str
+        By the name of an embedding that is the output layer, too: what the last stage calls its copy.
+    path : str
+
+    Raises
+    ------
+    UnsupportedError
+        Of something it is not known which stage has it.
+    """
+    chunks = len(bounds) - 1
+    found: list[list[Dealt]] = [[] for _ in range(chunks)]
+    unknown = []
+    for name in names:
+        layer = _LAYER.fullmatch(name)
+        if chunks == 1:
+            found[0].append(Dealt(name, name))
+        elif layer is not None and _BLOCK.fullmatch(layer[1]):
+            at = next(at for at in range(chunks) if bounds[at] <= int(layer[2]) < bounds[at + 1])
+            found[at].append(Dealt(name, f"{layer[1]}.{int(layer[2]) - bounds[at]}{layer[3]}"))
+        elif _FRONT.fullmatch(name):
+            found[0].append(Dealt(name, name, shared=name in tied))
+        elif _BACK.fullmatch(name):
+            found[-1].append(Dealt(name, name))
+        else:
+            unknown.append(name)
+    if unknown:
+        raise UnsupportedError("which pipeline stage has it is not known", path=path, found=listed(unknown),
+                               advice="give --pipeline-parallel-size 1")  # fmt: skip
+    if chunks > 1:
+        found[-1] += [Dealt(name, local, shared=True) for name, local in tied.items() if name in set(names)]
+    return [[found[chunk * stages + stage] for chunk in range(chunks // stages)] for stage in range(stages)]
+
+
+def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int, ranks: int) -> list[Dealt]:
+    """Return what an expert-parallel rank has of a chunk: of experts its own, numbered from 0.
+
+    Parameters
+    ----------
+    dealt : sequence of Dealt
+    counts : mapping of str to int
+        How many experts there are, by what their names begin with.
+    rank, ranks : int
+    """
+    found = []
+    for one in dealt:
+        match, whole = _EXPERT.fullmatch(one.local), _EXPERT.fullmatch(one.name)
+        if match is None or whole is None:
+            found.append(one)
+            continue
+        own = counts[whole[1]] // ranks
+        number = int(match[2]) - rank * own
+        if 0 <= number < own:
+            found.append(Dealt(one.name, f"{match[1]}{number}{match[3]}", one.shared))
+    return found
+
+
+def expert_counts(names: Iterable[str], ranks: int, path: str) -> dict[str, int]:
+    """Return how many experts there are, by what their names begin with.
+
+    Raises
+    ------
+    UsageError
+        They are not dealt evenly.
+    """
+    found: dict[str, int] = {}
+    for match in filter(None, map(_EXPERT.fullmatch, names)):
+        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+    odd = next((count for count in found.values() if count % ranks), None)
+    if odd is not None or (not found and ranks > 1):
+        raise UsageError("unusable expert-parallel size", path=path, found=ranks,
+                         expected=f"a divisor of {odd}" if odd else "1, for a model without experts")  # fmt: skip
+    return found

@@ -1,0 +1,72 @@
+"""A small file of text that says something of its neighbours, such as `latest`; on a file system, or in a store.
+
+It is written whole or not at all, and takes the place of what was there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Literal, TargetFile
+from zckpt.errors import UsageError
+from zckpt.operations.target import write_target
+from zckpt.storage.ownership import check_replaceable
+from zckpt.storage.remote.addresses import address_of
+
+
+def name_of(place: Path | str) -> str:
+    """Return the last name of a path or URL.
+
+    Raises
+    ------
+    UsageError
+        A URL without one: of a whole bucket.
+    """
+    if isinstance(place, Path):
+        return place.name
+    address = address_of(place)
+    if not address.parts:
+        raise UsageError("is no directory with a name", path=address.shown, expected="SCHEME://HOST/.../NAME")
+    return address.parts[-1]
+
+
+def beside_it(place: Path | str, name: str) -> Path | str:
+    """Return the place of a file in the directory that a path or URL is in; errors are those of `name_of`."""
+    name_of(place)
+    if isinstance(place, Path):
+        return place.parent / name
+    return f"{place.rstrip('/').rpartition('/')[0]}/{name}"
+
+
+def check_text(place: Path | str) -> None:
+    """Raise TargetError if what is there is no file that could be replaced."""
+    if isinstance(place, Path):
+        check_replaceable(place)
+        return
+    from zckpt.storage.remote.mount import mounted
+
+    with mounted(place, missing=True) as mount:
+        check_replaceable(mount.path)
+
+
+def write_text(place: Path | str, text: str) -> None:
+    """Write a text.
+
+    Raises
+    ------
+    TargetError
+        It cannot be written, or what is there is no file.
+    """
+    data = text.encode()
+    if isinstance(place, Path):
+        _write(data, place)
+        return
+    from zckpt.storage.remote.mount import mounted
+
+    with mounted(place, missing=True) as mount:
+        _write(data, mount.path)
+
+
+def _write(data: bytes, path: Path) -> None:
+    write_target(plan([TargetFile(path.name, len(data), [Literal(0, data)])]), path, overwrite=True)

@@ -1,0 +1,331 @@
+"""Files on their way into a store under temporary names, which are renamed: all stores but S3.
+
+What a run that was killed has left is gone on with file by file: one that has come whole (`finished`) is made again and
+not sent, if its bytes are the same. When all have come, a note among them lists them, so that a run that was killed
+while it named them need not make any of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+from zckpt.errors import TargetError
+from zckpt.storage.remote.attempts import ShortBodyError, attempt
+from zckpt.storage.remote.finished import Finished, Record, new_digest
+from zckpt.storage.remote.sftp import SftpStore
+from zckpt.storage.remote.stores import Listed, Store
+from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
+from zckpt.storage.remote.web import WebdavStore
+
+READ_NBYTES = 8 << 20
+"""Of a file that is read back, at once."""
+
+
+class NamedUploads(Uploads):
+    """Files under temporary names, which are renamed."""
+
+    def __init__(self, store: Store, key: str, *, is_directory: bool) -> None:
+        super().__init__(store, key, is_directory=is_directory)
+        self.journal = self.partial.removesuffix("partial") + "journal"
+        self._named: list[str] = []
+        self._sent: dict[str, Finished | None] = {}
+        self._record = Record(self._write_record)
+        self._keeps = self._resumes = False
+
+    def begin(self, *, resume: bool = False, keep: bool = False) -> None:
+        """Remove what has the temporary name, or go on with those of its files that have come."""
+        self._keeps, self._resumes = keep, resume
+        if resume:
+            self._read_record()
+        else:
+            self._remove(self.partial)
+            self._remove(self.journal)
+            self._record = Record(self._write_record)
+
+    @property
+    def kept_in(self) -> str:
+        """The directory of the temporary name."""
+        return self.partial.rpartition("/")[2]
+
+    def left(self) -> int:
+        """Return how many bytes have come in whole files."""
+        if self._keeps:
+            self._record.flush()
+        else:
+            self._read_record()
+        return sum(one.nbytes for one in self._record.files.values())
+
+    def _write_record(self, number: int, data: bytes) -> None:
+        self._write(f"{self.journal}/{number:08d}", self.store.address.shown, data)
+
+    def _read_record(self) -> None:
+        """Read what is recorded of files that are there as they came."""
+        self._record = Record(self._write_record)
+        for key in sorted(self._below(self.journal)):
+            with suppress(ValueError):  # of a name that is none of the record's
+                number = int(key.rpartition("/")[2])
+                self._record.read(number, self._read(key) or b"")
+        for name, one in list(self._record.files.items()):
+            if not self._is_there(name, one):
+                del self._record.files[name]
+
+    def _is_there(self, name: str, one: Finished) -> bool:
+        found = self._described(self._temporary(name))
+        return found is not None and (found.nbytes, found.version) == (one.nbytes, one.version)
+
+    def _described(self, key: str) -> Listed | None:
+        return attempt(lambda: self.store.described(key), self.store.address.shown, writing=True)
+
+    def _below(self, key: str) -> list[str]:
+        """Return the files below a directory."""
+
+        def once() -> list[str]:
+            with self.store.turn() as fs:
+                fs.invalidate_cache()
+                found: list[str] = fs.find(key) if fs.exists(key) else []
+                return found
+
+        return attempt(once, self.store.address.shown, writing=True)
+
+    def _read(self, key: str) -> bytes | None:
+        def once() -> bytes | None:
+            with self.store.turn() as fs:
+                fs.invalidate_cache()
+                found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
+                return found
+
+        return attempt(once, self.store.address.shown, writing=True)
+
+    def _write(self, key: str, shown: str, data: bytes) -> None:
+        FileSink(self.store, key, shown).write(len(data), lambda: iter([bytearray(data)]))
+
+    def sent(self) -> Sent:
+        """Return what is known of files that have come."""
+        return {name: None if one is None else list(one) for name, one in self._sent.items()}
+
+    def adopt(self, sent: Sent) -> None:
+        """Take over what has temporary names, or a name.
+
+        Raises
+        ------
+        TargetError
+            Something is not as it came.
+        """
+        for name, about in sent.items():
+            if about is not None and self.at(name) not in self._named and not self._is_there(name, Finished(*about)):
+                raise TargetError("is not as it was sent", path=f"{self.store.address.shown} ({name})",
+                                  advice="--restart begins anew")  # fmt: skip
+
+    def completed(self, sent: Sent) -> list[str]:
+        """Return which files of a note have their names: those without a temporary one whose bytes are those sent."""
+        found = []
+        for name, about in sent.items():
+            if about is not None and self._described(self._temporary(name)) is None:
+                there = self._described(self.at(name))
+                if there is not None and self._is(there, Finished(*about)):
+                    found.append(name)
+        self._named = [self.at(name) for name in found]
+        return found
+
+    def _is(self, there: Listed, one: Finished) -> bool:
+        if there.nbytes != one.nbytes:
+            return False
+        digest = new_digest()
+        for offset in range(0, one.nbytes, READ_NBYTES):
+            digest.update(
+                self.store.fetch(there, offset, min(READ_NBYTES, one.nbytes - offset), self.store.address.shown)
+            )
+        return bool(digest.hexdigest() == one.digest)
+
+    def discard(self, sent: Sent) -> list[str]:
+        """Remove files of a note that have their names."""
+        found = self.completed(sent)
+        for key in self._named:
+            self._remove(key)
+        self._named.clear()
+        return found
+
+    def note(self, data: bytes) -> None:
+        """Write a file beside the temporary directory."""
+        self._write(f"{self.journal}/{NOTE}", self.store.address.shown, data)
+
+    def noted(self) -> bytes | None:
+        """Return what the file holds."""
+        return self._read(f"{self.journal}/{NOTE}")
+
+    def remains(self) -> bytes | None:
+        """Return the note, if something still has a temporary name."""
+        return self.noted() if self._below(self.partial) else None
+
+    def _temporary(self, name: str) -> str:
+        return f"{self.partial}/{name}"
+
+    def sink(self, name: str) -> FileSink:
+        """Return where a file goes, in a directory of a temporary name."""
+        self._sent[name] = None
+        return FileSink(self.store, self._temporary(name), self.shown(name), self._record if self._keeps else None,
+                        name, self._came)  # fmt: skip
+
+    def _came(self, name: str, one: Finished) -> None:
+        self._sent[name] = one
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file under a temporary name."""
+        self._write(self._temporary(name), self.shown(name), data)
+
+    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
+        """Do nothing: they can be read as they come."""
+
+    def url(self) -> str:
+        """Return that of the temporary directory."""
+        head, _, name = self.store.address.url.rstrip("/").rpartition("/")
+        return f"{head}/.{name}.zckpt-partial"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a directory: always."""
+        return True
+
+    def name(self, names: Sequence[str], old: Sequence[str]) -> None:
+        """Rename the directory, or the files."""
+        try:
+            self._rename(names, old)
+        except Exception as error:
+            raise TargetError("could not be named", path=self.store.address.shown,
+                              found=f"{type(error).__name__}: {error}") from error  # fmt: skip
+        self._remove(self.partial)
+        self._remove(self.journal)
+
+    def _rename(self, names: Sequence[str], old: Sequence[str]) -> None:
+        fs = self.store.fs
+        if self.is_directory and isinstance(self.store, SftpStore | WebdavStore):
+            own = {self._temporary(name).strip("/") for name in names}
+            for key in self._below(self.partial) if self._resumes else ():  # what another run has sent, of other files
+                if key.strip("/") not in own:
+                    self._remove(key)
+            self._remove(self.key)
+            self._move(self.partial, self.key)
+            return
+        for key in old:
+            self._remove(key)
+        for name in names:
+            target = self.at(name)
+            if target not in self._named:
+                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+                self._move(self._temporary(name), target)
+                self._named.append(target)
+
+    def _move(self, one: str, other: str) -> None:
+        if isinstance(self.store, WebdavStore):
+            self.store.fs.client.move(one, other, overwrite=True)
+        else:
+            if not isinstance(self.store, SftpStore) and self.store.fs.exists(other):
+                self.store.fs.rm(other)
+            self.store.fs.mv(one, other)
+
+    def _remove(self, key: str) -> None:
+        fs = self.store.fs
+        fs.invalidate_cache()
+        if fs.exists(key):
+            fs.rm(key, recursive=True)
+
+    def abort(self, *, everything: bool = True) -> None:
+        """Remove the temporary names, and what has been named."""
+        if not everything:
+            return
+        for key in [*self._named, self.partial, self.journal]:
+            try:
+                self._remove(key)
+            except Exception as error:
+                raise TargetError(
+                    "could not be removed", path=self.store.address.shown, found=key, advice="remove it"
+                ) from error
+
+
+class FileSink:
+    """A file that is written from its beginning to its end.
+
+    Parameters
+    ----------
+    store : Store
+    key, shown : str
+    record : Record, optional
+        Of files that have come; this one is not sent again if it has the same bytes.
+    name : str
+        In the record.
+    came : callable, optional
+        Is told of it when it has.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        shown: str,
+        record: Record | None = None,
+        name: str = "",
+        came: Callable[[str, Finished], None] = lambda _name, _one: None,
+    ) -> None:
+        self._store, self._key, self._shown = store, key, shown
+        self._record, self._name, self._came = record, name, came
+
+    def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
+        """Write a file, from its beginning again if that fails."""
+        record = self._record
+        if record is None:
+            attempt(lambda: self._write(nbytes, parts()), self._shown, writing=True)
+            return
+        there = record.files.get(self._name)
+        if there is not None:
+            if there.nbytes == nbytes and _digest(parts()) == there.digest:
+                self._came(self._name, there)
+                return
+            record.forget(self._name)
+        one = attempt(lambda: self._write_digested(nbytes, parts()), self._shown, writing=True)
+        record.add(self._name, one)
+        self._came(self._name, one)
+
+    def _write_digested(self, nbytes: int, parts: Iterator[bytearray]) -> Finished:
+        digest = new_digest()
+
+        def seen() -> Iterator[bytearray]:
+            for part in parts:
+                digest.update(part)
+                yield part
+
+        version = self._write(nbytes, seen())
+        return Finished(nbytes, digest.hexdigest(), version)
+
+    def _write(self, nbytes: int, parts: Iterator[bytearray]) -> str:
+        """Write; return which version the store says that it is."""
+        store = self._store
+        with store.turn() as fs:
+            fs.makedirs(self._key.rpartition("/")[0], exist_ok=True)
+        if isinstance(store, SftpStore):
+            with store.channel() as channel, channel.open(self._key, "wb") as file:
+                file.set_pipelined(True)
+                for part in parts:
+                    file.write(part)
+        elif isinstance(store, WebdavStore):
+            client = store.fs.client
+            headers = {"Content-Length": str(nbytes)}
+            found = client.http.request("PUT", client.join_url(self._key), content=map(bytes, parts), headers=headers)
+            found.raise_for_status()
+        else:
+            with store.turn() as fs, fs.open(self._key, "wb") as file:
+                for part in parts:
+                    file.write(bytes(part))
+        there = store.described(self._key)
+        size = None if there is None else there.nbytes
+        if there is None or size != nbytes:
+            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
+        return there.version
+
+
+def _digest(parts: Iterator[bytearray]) -> str:
+    digest = new_digest()
+    for part in parts:
+        digest.update(part)
+    found: str = digest.hexdigest()
+    return found
