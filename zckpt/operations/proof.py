@@ -256,12 +256,12 @@ def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | Non
 
 
 def _values(parameter: Parameter, written: Checkpoint) -> dict[str, object]:
-    """Return the slots and group-wide values of the parameter of the same name."""
+    """Return the slots of the parameter of the same name, and the single values of it and its group."""
     found = same_parameter(parameter, written)
     if found is None:
         return {}
     group = written.param_groups[found.group].state if found.group is not None else {}
-    return {**group, **found.slots}
+    return {**group, **found.state, **found.slots}
 
 
 def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:

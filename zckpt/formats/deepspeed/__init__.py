@@ -103,7 +103,7 @@ class DeepSpeed(Format):
         ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
         ("mixture of experts", "expert groups with their own partition counts, expert files, also under tensor "
-         "parallelism, in pipelines and without ZeRO; AutoEP under ZeRO-1 and 2"),
+         "parallelism, in pipelines and without ZeRO; AutoEP under ZeRO"),
         ("other optimizers under ZeRO", "8-bit Adam is resharded at whole blocks, or as floats (`--dequantize`); LAMB "
          "and Adafactor where each rank keeps its elements, or without what `--drop` names; Muon is cut for any ranks; "
          "quantised frozen layers"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
 from zckpt.formats.deepspeed.auto_ep import fused_name
+from zckpt.formats.deepspeed.auto_ep_shards import check_written
 from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
@@ -320,21 +321,19 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
 def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> None:
     """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
     path = checkpoint.source
-    for name, value in (
-        ("expert-parallel", options.expert_parallel_size),
-        ("tensor-parallel", options.tensor_parallel_size),
-    ):
+    degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
+    for name, value in degrees.items():
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
     check_stage(checkpoint, origin, options, stage)
     experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
+    check_written(origin, path)
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
         return
-    if origin.layers:
-        raise UnsupportedError("experts next to files of a pipeline's layers, which DeepSpeed does not write",
-                               path=path)  # fmt: skip
+    if origin.layers:  # DeepSpeed writes none
+        raise UnsupportedError("experts next to files of a pipeline's layers", path=path)
     if stage == 3:
         raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
     fused = any(fused_name(name) for files in origin.ranks for name in files.state.parameters)
