@@ -198,8 +198,10 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     if not target.bf16_optimizer:
         cut["zero_stage"] = _stage(target)
         clipping = target.origin.members[0].content.get("clip_grad")
-        configured = target.origin.model.config.get("gradient_clipping", 0.0)
-        cut["clip_grad"] = configured if clipping is None else clipping
+        if clipping is None:
+            clipping = target.origin.model.config.get("gradient_clipping")
+        if clipping is not None:  # else the engine's own: what is usual depends on its version
+            cut["clip_grad"] = clipping
         cut["ds_version"] = source.version
     # The version that wrote the source may write alignment pads down, even if they are zero.
     if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
