@@ -59,6 +59,7 @@ MAY_IMPORT_TORCH = (
     "deepspeed/",
     "hf.py",
     "lightning.py",
+    "accelerate.py",
 )
 
 SOURCES = [
@@ -200,7 +201,8 @@ def at_module_level(tree: ast.Module) -> ast.Module:
 
 
 FLOORS = [
-    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "lightning"}, {"dcp", "deepspeed"}, {"training"}, {"optim"},
+    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "accelerate", "lightning"}, {"dcp", "deepspeed"},
+    {"training"}, {"optim"},
     {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"torchfile"}, {"executors"}, {"engine"}, {"storage"},
     {"state"}, {"errors", "codes", "version"},
 ]  # fmt: skip

@@ -1,4 +1,10 @@
-"""Resume Hugging Face's Trainer at another number of processes.
+"""Hugging Face's Trainer: save what it trains with a Checkpointer, resume at another number of processes.
+
+    with zckpt.Checkpointer("run", every=500, async_=True) as checkpointer:
+        trainer.add_callback(zckpt.hf.callback(checkpointer))
+        trainer.train()
+
+With DeepSpeed:
 
     trainer = Trainer(...)
     with zckpt.hf.any_world_size():
@@ -25,8 +31,9 @@ import os
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
-from zckpt.errors import SourceError, TargetError, UsageError, require_torch
+from zckpt.errors import MissingPackageError, SourceError, TargetError, UnsupportedError, UsageError, require_torch
 
 require_torch("zckpt.hf")
 
@@ -42,13 +49,57 @@ from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology
 from zckpt.storage.durable import written_files
 from zckpt.storage.files import read_whole
+from zckpt.training import Checkpointer
 
-__all__ = ["any_world_size", "prepare_resume"]
+__all__ = ["any_world_size", "callback", "prepare_resume"]
 
 MAXIMUM_NBYTES = 1 << 26
 """Of the file that says what a copy was copied from: some hundred bytes for each file."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def callback(checkpointer: Checkpointer) -> Any:
+    """Return a callback for `Trainer.add_callback`: a Checkpointer saves what is trained without DeepSpeed.
+
+    After each step, `checkpointer.step` is called with its number, the model, the optimizer and the scheduler: all
+    ranks save every so many steps, and at SIGTERM, upon which the training ends. What was saved becomes a Trainer's by
+    `zckpt convert --to transformers-trainer`.
+
+    Raises
+    ------
+    MissingPackageError
+        Transformers is not installed.
+    UnsupportedError
+        When training begins: DeepSpeed trains, of which `zckpt.deepspeed.durable_saves` saves what the Trainer does.
+    """
+    try:
+        from transformers import TrainerCallback
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise MissingPackageError("zckpt.hf.callback needs Transformers", advice="pip install transformers") from error
+
+    class Saves(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            del state, control, others
+            if args.deepspeed:
+                raise UnsupportedError(
+                    "a Checkpointer does not save what DeepSpeed trains",
+                    advice="train in zckpt.deepspeed.durable_saves(), without this callback",
+                )
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            del args
+            checkpointer.step(
+                state.global_step,
+                model=others["model"],
+                optimizer=others["optimizer"],
+                scheduler=others["lr_scheduler"],
+            )
+            control.should_training_stop |= checkpointer.is_ending
+
+    return Saves()
 
 
 def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None = None) -> str | None:

@@ -61,7 +61,9 @@ def _read_stage3(optimizer: Any, names: dict, live: Live) -> None:
     """ZeRO-3: every parameter gives ceil(n / ranks) elements to each rank, sub-group by sub-group."""
     for i, params in enumerate(optimizer.fp16_groups):
         flat = optimizer.fp32_partitioned_groups_flat[i]
-        ranks, offset = _gather(_slots(flat, optimizer.optimizer.state[flat]), optimizer.dp_process_group), 0
+        own = getattr(params[0], "ds_process_group", None) if params else None
+        group = own or optimizer.dp_process_group  # experts of AutoEP have one of their own
+        ranks, offset = _gather(_slots(flat, optimizer.optimizer.state[flat]), group), 0
         for p in params:
             size = math.ceil(p.ds_numel / len(ranks))
             live.slots[names[p]] = {

@@ -435,3 +435,19 @@ def test_notes_say_where_the_loader_stops(tmp_path: Path) -> None:
     for group in checkpoint.param_groups:
         group.state["mu_product"] = Scalar(0.5, "float32")
     assert [note for note in writer.notes(checkpoint) if "stops at mu_product" in note]
+
+
+def test_steps_of_their_own_arrive_with_each_parameter(tmp_path: Path) -> None:
+    """A parameter of a group that began to be trained later has taken fewer steps."""
+    late, early = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
+    optimizer = torch.optim.AdamW([late, early])
+    for step in range(3):
+        early.grad, late.grad = torch.ones(3), torch.ones(3) if step else None
+        optimizer.step()
+    torch.save(
+        {"model": {"late": late.data, "early": early.data}, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt"
+    )
+    source = zckpt.open(tmp_path / "x.pt", names=["late", "early"])
+    zckpt.convert(source, tmp_path / "u", to="universal", verify=True)
+    assert not zckpt.diff(source, tmp_path / "u").as_dict()["different"]
+    assert [float(torch.load(tmp_path / "u" / "zero" / name / "step.pt")) for name in ("late", "early")] == [2, 3]

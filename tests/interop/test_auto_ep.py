@@ -11,7 +11,7 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
-from tests.truth import Truth, assert_consolidated
+from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.formats.deepspeed.auto_ep import layers_for
 from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
 
@@ -69,6 +69,26 @@ def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) ->
     for options in ({"stage": 3}, {"round_robin": True}, {"parameter_alignment": True}):
         with pytest.raises(zckpt.UnsupportedError, match="experts"):
             zckpt.reshard(folder, tmp_path / "cut", world_size=2, **options)
+
+
+@pytest.mark.parametrize(("world_size", "degree"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.nightly)], ids=str)
+def test_experts_under_zero3_are_read(
+    world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Each rank shares its experts with fewer ranks than all else; routers have a second name that no file lists."""
+    folder = made(mixtral(f"autoep{degree}_s3_fp32_dp{world_size}", world_size, degree, stage=3))
+    checkpoint, truth = zckpt.open(folder), Truth(folder)
+    assert checkpoint.topology.ep == degree
+    assert set(checkpoint.parameters) == {*truth.weights, *truth.tied}
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        for name, value in expected.items():
+            assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
+    assert zckpt.verify(folder, deep=True).sound
+    assert not checkpoint.warnings
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    with pytest.raises(zckpt.UnsupportedError, match="AutoEP under ZeRO-3"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=world_size)
 
 
 def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ def split_files(
     if not layers:
         return list(models), list(optimizers)
     check_kind(models[0], optimizers, len({model.shard.mp_rank for model in models}))
+    if optimizers and optimizers[0].stage == 3:  # see `auto_ep_shards`
+        return list(models), list(optimizers)
     found = [split_model(model, layers) for model in models]
     counts = [len(group) for group in found[0].param_shapes or []]
     return found, [_split_optimizer(shard, counts) for shard in optimizers]
@@ -172,10 +174,8 @@ def fused_pads(names: Sequence[str], pads: Sequence[int]) -> list[int]:
 def check_kind(model: ModelShard, optimizers: Sequence[OptimizerShard], mp: int) -> None:
     """Raise UnsupportedError for what is not read of AutoEP."""
     path = model.shard.path
-    zero = model.param_shapes is not None
-    if not zero or (optimizers and optimizers[0].stage == 3):
-        stage = "ZeRO-3" if zero else "stage 0"
-        raise UnsupportedError(f"experts of AutoEP at {stage}", path=path, expected="ZeRO-1 or 2")
+    if model.param_shapes is None:
+        raise UnsupportedError("experts of AutoEP at stage 0", path=path, expected="ZeRO-1, 2 or 3")
     if mp > 1:
         raise UnsupportedError("experts of AutoEP on several model-parallel ranks", path=path)
     reordered = zero_option(model, "round_robin_gradients")

@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
+from zckpt.formats.deepspeed.auto_ep import KEY
+from zckpt.formats.deepspeed.auto_ep_shards import cut_experts, has_own_groups, router_names
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.experts import (
     expert_number,
@@ -82,6 +84,8 @@ def read_rank(
         _read_flat(state, models[0], members, weights, trained, spread or Spread(members))
     parameterwise = bool(members) and members[0].stage == 3
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
+    if parameterwise and models[0].content.get(KEY):
+        aliases = {**router_names(models[0]), **aliases}
     _place_parameters(state, models, trained, weights, aliases, parameterwise=parameterwise)
     return state
 
@@ -177,8 +181,13 @@ def _read_parameterwise(
     )
     own = own_keys(members)
     read = {sub: keys - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
-    slots, sub_groups, state.padding = cut_parameters(shapes, members, read)
-    state.padding_spans = [ShardPadding(shapes, members, read), FrozenPadding(models)]
+    if has_own_groups(members):
+        cut = cut_experts(models, members, read)
+        shapes, slots, sub_groups, state.padding = cut.shapes, cut.slots, cut.sub_groups, cut.padding
+        state.padding_spans, state.expert_parallel = [*cut.spans, FrozenPadding(models)], cut.degree
+    else:
+        slots, sub_groups, state.padding = cut_parameters(shapes, members, read)
+        state.padding_spans = [ShardPadding(shapes, members, read), FrozenPadding(models)]
     groups = members[0].groups
     subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(groups)]  # type: ignore[attr-defined]
     group_of = {sub: index for index, one in enumerate(subs) for sub in one}

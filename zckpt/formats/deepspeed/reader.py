@@ -35,6 +35,7 @@ from zckpt.formats.deepspeed.shards import (
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
+from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of_optimizers, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
@@ -161,6 +162,8 @@ def _attach_without_zero(
         return
     for parameter in checkpoint.parameters.values():
         parameter.frozen = False  # a file without groups does not say
+    if is_unsaved(models, of_experts):
+        note_unsaved(checkpoint, models)
     if by_rank or (content is None and not of_experts):
         return
     if of_experts:
@@ -209,6 +212,7 @@ def _ranks(
     models = with_shapes(models, optimizers, layers, tp) if layers else models
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
+    unsaved = is_unsaved(models, optimizers)
     found: list[tuple[int, list[ModelShard], list[OptimizerShard]]] = []
     for mp_rank in mp_ranks:
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
@@ -218,7 +222,7 @@ def _ranks(
                 raise lost_ranks(mp_rank, str(directory.path))
             raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path, code=MISSING_FILE)
         members: list[OptimizerShard] = []
-        if shards or any(m.content.get("param_shapes") for m in own):
+        if shards or (not unsaved and any(m.content.get("param_shapes") for m in own)):
             members, leftovers = select(directory.path, own, shards, mp_rank)
             checkpoint.leftovers |= leftovers
             checkpoint.warnings += dict.fromkeys(leftovers.values())

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
 from zckpt.formats.deepspeed.auto_ep import fused_name
+from zckpt.formats.deepspeed.auto_ep_shards import check_written
 from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
@@ -35,6 +37,9 @@ from zckpt.state.partition import (
     shard_numel,
     sub_groups,
 )
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.requantised import Form
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -159,9 +164,9 @@ class Target:
     pp, tp : int
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
-        How the layers of a pipeline are dealt; None: as they are.
-    codes : dict of int to Codes
-        8-bit state that is cut for other ranks, by param group.
+        How a pipeline's layers are dealt; None: as they are.
+    codes, forms : dict of int to Codes or Form
+        8-bit state that is cut for other ranks, or quantised anew, by param group.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
@@ -183,6 +188,7 @@ class Target:
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     codes: dict[int, Codes] = field(default_factory=dict, repr=False, compare=False)
+    forms: dict[int, Form] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -230,14 +236,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     elastic = first.elastic if options.elastic is None else options.elastic
-    round_robin = (
-        bool(checkpoint.details.get("round_robin_gradients")) if options.round_robin is None else options.round_robin
-    )
-    aligned = (
-        bool(checkpoint.details.get("parameter_alignment"))
-        if options.parameter_alignment is None
-        else options.parameter_alignment
-    )
+    round_robin, aligned = options.round_robin, options.parameter_alignment
+    round_robin = bool(checkpoint.details.get("round_robin_gradients")) if round_robin is None else round_robin
+    aligned = bool(checkpoint.details.get("parameter_alignment")) if aligned is None else aligned
     given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
     _refuse_degrees(checkpoint, origin, options, stage=stage)
@@ -320,21 +321,19 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
 def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> None:
     """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
     path = checkpoint.source
-    for name, value in (
-        ("expert-parallel", options.expert_parallel_size),
-        ("tensor-parallel", options.tensor_parallel_size),
-    ):
+    degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
+    for name, value in degrees.items():
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
     check_stage(checkpoint, origin, options, stage)
     experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
+    check_written(origin, path)
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
         return
-    if origin.layers:
-        raise UnsupportedError("experts next to files of a pipeline's layers, which DeepSpeed does not write",
-                               path=path)  # fmt: skip
+    if origin.layers:  # DeepSpeed writes none
+        raise UnsupportedError("experts next to files of a pipeline's layers", path=path)
     if stage == 3:
         raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
     fused = any(fused_name(name) for files in origin.ranks for name in files.state.parameters)

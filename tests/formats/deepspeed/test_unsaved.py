@@ -1,0 +1,45 @@
+"""What DeepSpeed 0.17.6 wrote at bfloat16 without ZeRO: weights, and no optimizer in any file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.shards import FIXTURES, edit
+from tests.truth import assert_same
+from zckpt.errors import ShardError
+
+NAME = "ds0176_s0_bf16_dp2"
+
+
+def test_weights_are_read_and_the_rest_is_said_not_to_be_there() -> None:
+    found = zckpt.open(FIXTURES / NAME)
+    content = torch.load(next((FIXTURES / NAME).rglob("mp_rank*")), weights_only=False)
+    weights = {name: value for name, value in content["module"].items() if name not in content["buffer_names"]}
+    assert set(found.parameters) == set(weights)
+    for name, value in weights.items():
+        assert_same(found.read(found.parameters[name].tied_to or name), value, name)
+    assert [name for name, p in found.parameters.items() if p.frozen] == [n for n in weights if "frozen" in n]
+    assert any("DeepSpeed 0.17.6 saved no optimizer" in warning for warning in found.warnings)
+    assert zckpt.verify(FIXTURES / NAME, deep=True).sound
+
+
+def _older(content: dict[str, Any]) -> None:
+    content["ds_version"] = "0.17.5"
+
+
+def _under_zero(content: dict[str, Any]) -> None:
+    content["ds_config"]["zero_optimization"]["stage"] = 1
+
+
+@pytest.mark.parametrize("change", [_older, _under_zero])
+def test_files_that_were_written_and_are_lost_are_missing(change: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
+    edit(next(folder.rglob("mp_rank*")), change)
+    with pytest.raises(ShardError, match="optimizer files are missing"):
+        zckpt.open(folder)

@@ -1,0 +1,253 @@
+"""Accelerate's `save_state` and `load_state` through zckpt.
+
+    from zckpt.accelerate import Accelerator
+
+    accelerator = Accelerator(async_=True)
+    ...
+    accelerator.save_state("state")
+    accelerator.load_state("state")
+
+An Accelerator, and no hooks: one that is registered with `register_save_state_pre_hook` can take the place of the model
+alone. With DeepSpeed, what the engine saves stays DeepSpeed's.
+
+    state/      zckpt's format: model, optimizers, scheduler, scaler; all else is ACCELERATE in `extra`
+
+Source: Accelerate 1.15, `Accelerator.save_state` and `load_state`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from zckpt.errors import (
+    MissingPackageError,
+    SourceError,
+    TargetExistsError,
+    UnsupportedError,
+    UsageError,
+    require_torch,
+)
+
+require_torch("zckpt.accelerate")
+
+try:
+    import accelerate
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    raise MissingPackageError(
+        "zckpt.accelerate needs Accelerate, which is not installed", advice="pip install accelerate"
+    ) from error
+
+from zckpt.deepspeed import any_world_size, durable_saves
+from zckpt.formats.native import OWNED
+from zckpt.storage.leftovers import remove_leftovers
+from zckpt.training import Restored, Saving, load, save
+
+__all__ = ["Accelerator"]
+
+ACCELERATE = "accelerate"
+"""The key of `extra` that has what Accelerate keeps besides."""
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no types
+    """Accelerate's, whose states are zckpt's: each rank writes and reads its part, and they are whole or not there.
+
+    `load_state` takes what was saved at any number of processes, with FSDP or without, by Accelerate itself or any
+    other program; a model, its optimizers and schedulers are what `zckpt.load` makes of it.
+
+    Parameters
+    ----------
+    async_ : bool
+        `save_state` returns when all is copied; at most one save is going on, and the next one, `load_state`,
+        `end_training` and `wait_for_save` wait for it. DeepSpeed's are waited for.
+    given, named
+        What Accelerate's takes.
+    """
+
+    def __init__(self, *given: Any, async_: bool = False, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.async_ = async_
+        self._saving: Saving | None = None
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
+    ) -> str:
+        """Save; all ranks call it together. Return where.
+
+        Raises
+        ------
+        UsageError
+            No directory is given or made up; arguments for a way to save that is not used.
+        UnsupportedError
+            Several models, hooks that write files of their own, or something that only a pickle could hold.
+        TargetError
+            It cannot be written, or something else is there: on all ranks, if on one.
+        """
+        if self._engine_saves():
+            with durable_saves():
+                return str(super().save_state(output_dir, safe_serialization, **named))
+        self._check(self._save_model_state_pre_hook, named)
+        self.wait_for_save()
+        path = self._numbered() if output_dir is None else Path(output_dir).expanduser()
+        if self.is_main_process:
+            remove_leftovers(path.parent, OWNED)
+        self._saving = save(
+            path,
+            **self._what(),
+            extra={ACCELERATE: self._rest()},
+            async_=self.async_,
+            overwrite=output_dir is not None,
+        )
+        self.project_configuration.iteration += 1
+        if not self.async_:
+            self._prune()
+        return str(path)
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
+    ) -> Restored | None:
+        """Load; all ranks call it together. Return what `zckpt.load` does; None with DeepSpeed.
+
+        Raises
+        ------
+        SourceError
+            It is not there or cannot be read, or has not the state of as many registered objects.
+        UsageError
+            It is of another model.
+        """
+        if self._engine_saves():
+            with any_world_size():
+                super().load_state(input_dir, load_kwargs, **named)
+            return None
+        self._check(self._load_model_state_pre_hook, named | (load_kwargs or {}))
+        self.wait_for_save()
+        path = self._newest() if input_dir is None else Path(input_dir).expanduser()
+        restored = load(path, **{key: one for key, one in self._what().items() if key != "step"})
+        rest = restored.extra.pop(ACCELERATE, None)
+        if rest is None:
+            if self._custom_objects:
+                restored.notes.append("registered objects stay as they are: the checkpoint is another program's")
+            return restored
+        for what, objects in (
+            ("objects", self._custom_objects),
+            ("loaders", self._stateful()),
+            ("schedulers", self._others()),
+        ):
+            states = rest[what]
+            if len(states) != len(objects):
+                raise SourceError(
+                    f"states of other {what} than this program has", path=restored.path, expected=len(objects),
+                    found=len(states),
+                    advice="model and optimizer are the checkpoint's already: register as when it was saved",
+                )  # fmt: skip
+            for one, state in zip(objects, states, strict=True):
+                one.load_state_dict(state)
+        self.step = rest["step"]
+        return restored
+
+    def wait_for_save(self) -> None:
+        """Wait until what is being saved is whole; all ranks call it together.
+
+        Raises
+        ------
+        ZckptError
+            On all ranks: it could not be written, and is not there.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.ranks.agree(saving.unseen_error())
+            self._prune()
+
+    def end_training(self) -> None:
+        """Wait for a save, and end trackers."""
+        self.wait_for_save()
+        super().end_training()
+
+    # --- what is saved
+
+    def _engine_saves(self) -> bool:
+        kind = self.distributed_type.value
+        if kind in ("MEGATRON_LM", "XLA"):
+            raise UnsupportedError(f"Accelerate's {kind} is not saved or loaded", advice="use accelerate.Accelerator")
+        return bool(kind == "DEEPSPEED")
+
+    def _check(self, hooks: Any, named: dict[str, Any]) -> None:
+        if named:
+            raise UsageError("arguments for Accelerate's own way to save and load", found=", ".join(named))
+        if hooks:
+            raise UnsupportedError(
+                "registered hooks write and read files of their own, and a state is a directory that appears whole",
+                advice="register_for_checkpointing keeps what has a state_dict",
+            )
+        if len(self._models) != 1:
+            raise UnsupportedError(
+                "a state has one model", found=f"{len(self._models)} that are prepared",
+                advice="zckpt.save each of them into a directory of its own",
+            )  # fmt: skip
+
+    def _what(self) -> dict[str, Any]:
+        """Return what `save` and `load` have arguments for."""
+        optimizers, schedulers = self._optimizers, self._schedulers
+        return {
+            "model": self._models[0],
+            "optimizer": optimizers if len(optimizers) > 1 else next(iter(optimizers), None),
+            "scheduler": schedulers[0] if len(schedulers) == 1 else None,
+            "grad_scaler": self.scaler,
+        }
+
+    def _others(self) -> list[Any]:
+        """Return the schedulers, if there are several."""
+        return self._schedulers if len(self._schedulers) > 1 else []
+
+    def _stateful(self) -> list[Any]:
+        """Return the loaders that have a state of their own."""
+        return [one for one in self._dataloaders if getattr(one, "use_stateful_dataloader", False)]
+
+    def _rest(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "schedulers": [one.state_dict() for one in self._others()],
+            "loaders": [one.state_dict() for one in self._stateful()],
+            "objects": [one.state_dict() for one in self._custom_objects],
+        }
+
+    # --- where, if Accelerate makes the names
+
+    def _folder(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
+            raise UsageError(
+                "no directory is given", advice="give one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        return Path(self.project_dir, "checkpoints")
+
+    def _numbered(self) -> Path:
+        path = self._folder() / f"checkpoint_{self.save_iteration}"
+        if path.exists():
+            raise TargetExistsError("is there already", path=path, advice="set project_configuration.iteration")
+        return path
+
+    def _every(self) -> list[Path]:
+        """Return the numbered states, the first first."""
+        folder = self._folder()
+        found = [path for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
+        return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
+
+    def _newest(self) -> Path:
+        every = self._every()
+        if not every:
+            raise SourceError("no state has been saved", path=self._folder())
+        return every[-1]
+
+    def _prune(self) -> None:
+        """Remove the first states beyond the limit, when the last one is there."""
+        limit = self.project_configuration.total_limit
+        if limit is not None and self.project_configuration.automatic_checkpoint_naming and self.is_main_process:
+            for path in self._every()[:-limit]:
+                shutil.rmtree(path)

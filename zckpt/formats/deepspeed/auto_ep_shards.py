@@ -1,0 +1,208 @@
+"""AutoEP under ZeRO-3: experts in sub-groups of their own, each cut over the ranks that have the same experts.
+
+    ds_zero_partition_groups  in an optimizer file, for each sub-group: the ranks that share it (`partition_ranks`), and
+                              which of them this one is, and whether it has experts (`families`)
+    param_shapes              X.experts.w1: (experts of a rank, rows, columns); w2 and w3 alike
+
+A rank's experts follow those of the expert rank before it, so that its tensor is an extent of the whole one,
+X.experts.w1: (experts, rows, columns). There are no files of experts, and DeepSpeed has no frozen ones here.
+
+Source: DeepSpeed 0.19.8, `_save_moe_checkpoint`, `checkpoint/autoep_zero3_metadata.py`, `ds_to_universal.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
+from zckpt.formats.deepspeed.flat import Slots
+from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.tensor_parallel import moved
+from zckpt.formats.deepspeed.tp_shares import Share
+from zckpt.state import Padding, Slot
+from zckpt.torchfile import plain
+
+GROUPS_KEY = "ds_zero_partition_groups"
+
+_EXPERTS = "autoep_expert"
+
+
+@dataclass(slots=True)
+class Cut:
+    """What the shards of all ranks make up: shape, slots and sub-group of each parameter, and the padding."""
+
+    shapes: Shapes
+    slots: Slots
+    sub_groups: dict[str, int]
+    padding: list[Padding]
+    spans: list[ShardPadding]
+    degree: int = 1
+
+
+def has_own_groups(members: Sequence[OptimizerShard]) -> bool:
+    """Tell whether some sub-groups have experts."""
+    return any(one.families == [_EXPERTS] for one in _groups(members[0]))
+
+
+def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]) -> Cut:
+    """Return what `cut_parameters` does, of sub-groups that have experts and of those that all ranks share.
+
+    Parameters
+    ----------
+    models, members : sequence
+        By data-parallel rank.
+    keys : mapping of int to set of str
+        Per-element state of each sub-group.
+
+    Raises
+    ------
+    LayoutError
+        Files and layers contradict each other.
+    UnsupportedError
+        A sub-group is shared in another way.
+    """
+    of_experts = [one.families == [_EXPERTS] for one in _groups(members[0])]
+    layers = {f"{layer.prefix}.{name}": layer for layer in auto_layers(models[0]) for name in ("w1", "w2", "w3")}
+    every = {name: shape for group in models[0].param_shapes or [] for name, shape in group.items()}
+    dense = {name: shape for name, shape in every.items() if name not in layers}
+    experts = {name: shape for name, shape in every.items() if name in layers}
+    sharing = _sharing(members, of_experts)
+    _check(experts, layers, len(sharing), members[0].path)
+    _check_numbers(models, sharing)
+    own = [_only(member, of_experts, wanted=False) for member in members]
+    slots, sub_groups, padding = cut_parameters(dense, own, keys)
+    found = Cut({**every}, slots, sub_groups, padding, [ShardPadding(dense, own, keys)], len(sharing))
+    parts: dict[str, list[dict[str, Slot]]] = {name: [] for name in experts}
+    for ranks in sharing:
+        own = [_only(members[rank], of_experts, wanted=True) for rank in ranks]
+        slots, sub_groups, padding = cut_parameters(experts, own, keys)
+        for name, one in slots.items():
+            parts[name].append(one)
+        found.sub_groups |= sub_groups
+        found.padding += padding
+        found.spans.append(ShardPadding(experts, own, keys))
+    for name, shape in experts.items():
+        found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
+        found.slots[name] = {
+            key: _joined([one[key] for one in parts[name]], found.shapes[name])
+            for key in parts[name][0]
+            if all(key in one for one in parts[name])
+        }
+    return found
+
+
+def router_names(model: ModelShard) -> dict[str, str]:
+    """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
+
+    Under ZeRO-3 no file lists them as shared.
+    """
+    listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
+    found = {}
+    for layer in auto_layers(model):
+        module = layer.prefix.removesuffix(".experts")
+        for name in model.module:
+            rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
+            first = f"{module}.router.gate.{rest[1]}" if rest else ""
+            if name.startswith(f"{module}.") and name not in listed and first in listed:
+                found[name] = first
+    return found
+
+
+class _Group(NamedTuple):
+    """How a sub-group is shared."""
+
+    families: list[object]
+    ranks: list[object]
+    position: object
+
+
+def _groups(member: OptimizerShard) -> list[_Group]:
+    listed = plain(member.content.get(GROUPS_KEY))
+    found = []
+    for number, one in enumerate(listed if isinstance(listed, list) else []):
+        known = one if isinstance(one, dict) else {}
+        families, ranks = known.get("families"), known.get("partition_ranks")
+        if known.get("sub_group") != number or not isinstance(families, list) or not isinstance(ranks, list):
+            raise LayoutError(f"unreadable {GROUPS_KEY}", path=member.path, found=str(one)[:80],
+                              expected=f"families and ranks of sub-group {number}")  # fmt: skip
+        found.append(_Group(families, ranks, known.get("partition_rank")))
+    if found and len(found) != len(member.masters):
+        raise LayoutError(f"{GROUPS_KEY} is not of this file's sub-groups", path=member.path,
+                          expected=len(member.masters), found=len(found))  # fmt: skip
+    return found
+
+
+def _sharing(members: Sequence[OptimizerShard], of_experts: Sequence[bool]) -> list[list[int]]:
+    """Return the ranks that share experts, in the order of their parts, for each expert rank in its order."""
+    found: list[list[int]] = []
+    every = list(range(len(members)))
+    for rank, member in enumerate(members):
+        groups = _groups(member)
+        kinds = [one.families == [_EXPERTS] for one in groups]
+        if kinds != list(of_experts) or any(_EXPERTS in one.families for one, own in zip(groups, kinds, strict=True)
+                                            if not own):  # fmt: skip
+            raise UnsupportedError("experts and other parameters in one sub-group", path=member.path,
+                                   found=str([one.families for one in groups])[:80])  # fmt: skip
+        for one, own in zip(groups, kinds, strict=True):
+            ranks = [n for n in one.ranks if isinstance(n, int)]
+            if (not own and ranks != every) or rank not in ranks or one.position != ranks.index(rank):
+                raise UnsupportedError("a sub-group that is shared by other ranks than expected", path=member.path,
+                                       found=str(one)[:80])  # fmt: skip
+            if own and ranks not in found:
+                found.append(ranks)
+    if sorted(n for ranks in found for n in ranks) != every or len({len(ranks) for ranks in found}) != 1:
+        raise LayoutError("experts are not shared by all ranks alike", path=members[0].path, found=str(found)[:80])
+    return sorted(found)
+
+
+def _check(experts: Shapes, layers: Mapping[str, AutoLayer], degree: int, path: str) -> None:
+    for name, shape in experts.items():
+        layer = layers[name]
+        if layer.degree != degree or len(shape) != 3 or shape[0] != layer.per_rank:
+            raise LayoutError(
+                f"{name} is not of the experts of one rank", path=path,
+                expected=f"{layer.per_rank} of {layer.experts}, over {layer.degree} ranks",
+                found=f"{shape}, over {degree} ranks",
+            )  # fmt: skip
+
+
+def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]]) -> None:
+    """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
+    for expert_rank, ranks in enumerate(sharing):
+        for rank in ranks:
+            listed = plain(models[rank].content.get(KEY))
+            said = {one.get("ep_rank") for one in listed if isinstance(one, dict)} if isinstance(listed, list) else ()
+            if said != {expert_rank}:
+                raise LayoutError(
+                    f"the experts of rank {rank} are not those that their place among the ranks gives it",
+                    path=models[rank].shard.path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
+                )  # fmt: skip
+
+
+def _only(member: OptimizerShard, of_experts: Sequence[bool], *, wanted: bool) -> OptimizerShard:
+    """Return a file of which sub-groups of the other kind are empty."""
+    masters = [
+        master if experts == wanted else replace(master, shape=(0,))
+        for master, experts in zip(member.masters, of_experts, strict=True)
+    ]
+    return replace(member, masters=masters, content={})
+
+
+def _joined(slots: Sequence[Slot], shape: tuple[int, ...]) -> Slot:
+    """Return one slot for all expert ranks, each of which has as many experts."""
+    first = slots[0]
+    local = first.shape[0]
+    spans = [one for rank, slot in enumerate(slots) for one in moved(slot.spans, 0, [Share(0, rank * local, local)])]
+    return Slot(first.name, first.dtype, shape, tuple(spans))
+
+
+def check_written(origin: Origin, path: str) -> None:
+    """Raise UnsupportedError for experts of AutoEP under ZeRO-3, which are read and not written."""
+    if origin.members[0].stage == 3 and plain(origin.model.content.get(KEY)):
+        raise UnsupportedError("experts of AutoEP under ZeRO-3 are read, and not cut for other ranks", path=path)
