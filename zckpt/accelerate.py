@@ -44,6 +44,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from zckpt.deepspeed import any_world_size, durable_saves
+from zckpt.formats.native import OWNED
+from zckpt.storage.leftovers import remove_leftovers
 from zckpt.training import Restored, Saving, load, save
 
 __all__ = ["Accelerator"]
@@ -94,6 +96,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         self._check(self._save_model_state_pre_hook, named)
         self.wait_for_save()
         path = self._numbered() if output_dir is None else Path(output_dir).expanduser()
+        if self.is_main_process:
+            remove_leftovers(path.parent, OWNED)
         self._saving = save(
             path,
             **self._what(),

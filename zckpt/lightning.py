@@ -28,6 +28,9 @@ from zckpt.errors import MissingPackageError, UsageError, require_torch
 require_torch("zckpt.lightning")
 
 from zckpt.deepspeed import any_world_size, durable_saves
+from zckpt.formats.native import OWNED
+from zckpt.operations.places import place_of
+from zckpt.storage.leftovers import remove_leftovers
 from zckpt.training import Saving, load, save
 
 __all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
@@ -148,9 +151,12 @@ class _Sharded(_Removing):
         strategy: Any = self
         self._finish()
         has_optimizers = "optimizer_states" in checkpoint
+        place = place_of(strategy.broadcast(filepath))
+        if strategy.is_global_zero and not isinstance(place, str):
+            remove_leftovers(place.parent, OWNED)
         rest = {key: one for key, one in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         self._saving = save(
-            strategy.broadcast(filepath),
+            place,
             model=strategy.model,
             optimizer=_given(strategy.optimizers) if has_optimizers else None,
             step=checkpoint["global_step"],

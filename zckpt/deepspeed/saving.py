@@ -26,6 +26,7 @@ from zckpt.formats.latest import LATEST
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
 from zckpt.storage.durable import written_files
+from zckpt.storage.leftovers import remove_leftovers
 from zckpt.storage.ownership import Owned
 from zckpt.training.pieces import Staging
 from zckpt.training.saving import BACKGROUND, SAVE
@@ -225,6 +226,8 @@ class Collected:
 
 def write(ranks: Ranks, directory: Path, tag: str, found: Collected, *, save_latest: bool) -> None:
     """Write a checkpoint together with the other ranks."""
+    if ranks.rank == 0:
+        remove_leftovers(directory, OWNED)
     with written_together(directory / tag, ranks, overwrite=True, owned=OWNED) as target:
         if found.error is not None:
             raise found.error

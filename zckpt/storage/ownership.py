@@ -206,6 +206,23 @@ def held(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_abandoned(directory: Path) -> bool:
+    """Tell whether a directory is this user's and certainly held by no run; where there are no locks, none is."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | _DIRECTORY | _NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_uid == os.geteuid()
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def is_named(descriptor: int, path: Path) -> bool:
     """Tell whether a name still stands for what was opened."""
     try:

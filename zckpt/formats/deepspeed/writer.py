@@ -17,6 +17,8 @@ from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
+from zckpt.formats.deepspeed.requantised import notes as requantised_notes
 from zckpt.formats.deepspeed.restage import is_asked
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
@@ -118,19 +120,20 @@ def recut(job: Job) -> TargetFiles:
         copies, notes = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
     return TargetFiles(
         target_files(target, copies, run_directory=run_directory),
-        notes=[*rank_notes(target), *notes],
+        notes=[*rank_notes(target), *requantised_notes(target), *notes],
         restated=None,
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
-        in_floats=bool(target.codes),
+        in_floats=bool(target.codes or target.forms),
+        rounded=rounded(target),
     )
 
 
 def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """Return what `decide` returns; its errors name the verb that does it instead."""
     try:
-        return decide(checkpoint, options)
+        return decide_requantised(checkpoint, options) if options.requantize else decide(checkpoint, options)
     except UnsupportedError as error:
         if not checkpoint.per_rank:  # or no other verb could do it, either
             error.advice = error.advice or ELSEWHERE

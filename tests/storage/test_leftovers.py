@@ -1,0 +1,52 @@
+"""What killed runs have left is removed, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zckpt.storage import ownership
+from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.ownership import Owned, claimed
+
+OWNED = Owned(lambda name: name.endswith(".own"), lambda _: False)
+
+
+def made(directory: Path, *names: str) -> Path:
+    directory.mkdir()
+    for name in names:
+        (directory / name).write_text("")
+    return directory
+
+
+def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path: Path) -> None:
+    made(tmp_path / ".one.zckpt-partial", "a.own", ".b.own.zckpt-partial")
+    made(tmp_path / ".two.zckpt-partial")
+    stays = {
+        made(tmp_path / ".other.zckpt-partial", "a.own", "notes.txt"),
+        made(tmp_path / ".resumed.zckpt-partial", "a.own"),
+        made(tmp_path / "whole", "a.own"),
+        made(tmp_path / ".zckpt-partial"),
+    }
+    (tmp_path / ".resumed.zckpt-journal").write_text("")
+    (tmp_path / ".file.zckpt-partial").write_text("")
+    (tmp_path / ".link.zckpt-partial").symlink_to(tmp_path / "whole")
+    alive = tmp_path / ".alive.zckpt-partial"
+    with claimed(alive, directory=True):
+        remove_leftovers(tmp_path, OWNED)
+        assert alive.is_dir()
+    assert not (tmp_path / ".one.zckpt-partial").exists()
+    assert not (tmp_path / ".two.zckpt-partial").exists()
+    assert all(path.is_dir() for path in stays)
+    assert (tmp_path / "whole" / "a.own").is_file()
+    assert (tmp_path / ".file.zckpt-partial").is_file()
+    assert (tmp_path / ".link.zckpt-partial").is_symlink()
+    remove_leftovers(tmp_path / "nowhere", OWNED)
+
+
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = made(tmp_path / ".one.zckpt-partial", "a.own")
+    monkeypatch.setattr(ownership, "fcntl", None)
+    remove_leftovers(tmp_path, OWNED)
+    assert left.is_dir()
