@@ -10,6 +10,7 @@ from zckpt.formats.deepspeed.auto_ep import KEY as AUTO_KEY
 from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, layers_for
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
+from zckpt.formats.deepspeed.nested import is_nested, renested
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
@@ -152,6 +153,8 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+    if isinstance(old, dict) and is_nested(old):
+        return renested(old, module, source.file)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module
