@@ -37,6 +37,7 @@ bench: $(VENV)/.development
 	-$(BIN)/python bench/training.py
 	-$(BIN)/python bench/any_world_size.py
 	-$(BIN)/python bench/durable_saves.py
+	-$(BIN)/python bench/spare.py
 	-$(BIN)/python bench/rank_files.py
 	-$(BIN)/python bench/plan_scale.py
 	-$(BIN)/python bench/scale.py
