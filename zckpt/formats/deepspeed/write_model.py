@@ -38,7 +38,7 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
         known = {key: degree for key, degree in degrees.items() if key in dimensions}
         written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
-    if target.origin.layers:
+    if is_filed(target):
         written["module"] = None
     if mp.members:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
@@ -61,6 +61,11 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         if isinstance(info, dict) and AUTO_KEY in info:
             content[INFO_KEY] = FromFile.of(source.file, {**info, AUTO_KEY: layers})
     return content
+
+
+def is_filed(target: Target) -> bool:
+    """Tell whether a target is a pipeline whose layers have files of their own."""
+    return bool(target.origin.layers) or (not target.origin.ranks and target.stages is not None)
 
 
 def _degrees(mp: TargetRank) -> dict[str, int]:
