@@ -105,6 +105,23 @@ def test_another_format_becomes_legacy_files(tmp_path: Path) -> None:
     assert model["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
 
 
+def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    zckpt.reshard(OTHER / "mcore_legacy_dist_vp2" / "ckpt", source, world_size=1, **ALONE)
+    for one in source.glob("iter_*/mp*/model_optim_rng.pt"):
+        its = torch.load(one, weights_only=False)
+        del its["args"].use_distributed_optimizer
+        torch.save(its, one)
+    zckpt.convert(source, tmp_path / "own", to="zckpt")
+    zckpt.convert(tmp_path / "own", tmp_path / "dist", to="megatron")
+    zckpt.convert(tmp_path / "dist", tmp_path / "back", to="megatron", ckpt_format="torch")
+    (file,) = (tmp_path / "back").glob("iter_*/mp_rank_00/distrib_optim.pt")
+    group = torch.load(file.parent / "model_optim_rng.pt", weights_only=False)["optimizer"]["optimizer"][
+        "param_groups"
+    ][0]
+    assert group["step"] == 3
+
+
 def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path: Path) -> None:
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
     zckpt.convert(source, tmp_path / "own", to="consolidated")

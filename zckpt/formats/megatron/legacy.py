@@ -117,6 +117,8 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
     _add_groups(checkpoint, locals_[0], common, own.groups if own is not None else None)
     _carry(checkpoint, ranks, locals_)
+    if any(local.more for local in locals_):
+        checkpoint.details["optimizer sharding"] = OPTIMIZER_FILE
     checkpoint.padding_spans += [spans for local in locals_ for spans in local.checkpoint.padding_spans]
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
     kinds = {kind: 1 + max(getattr(one.rank, kind) for one in ranks) for kind in ("tp", "pp", "ep")}

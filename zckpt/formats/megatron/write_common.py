@@ -21,6 +21,9 @@ from zckpt.torchfile import FromFile
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
 """Whose state it is: the distributed optimizer's, in either form, or another's."""
 
+SHARDED = "optimizer sharding"
+"""Under which `Checkpoint.details` say how a distributed optimizer's state was cut."""
+
 SCALERS = (SCALER, f"1.{SCALER}")
 """Under which `Checkpoint.optimizer_metadata` have the loss scalers, that of experts where it is another."""
 
@@ -61,7 +64,7 @@ def optimizer_for(checkpoint: Checkpoint) -> str:
     origin = checkpoint.details.get("origin")
     facts = origin if isinstance(origin, Mapping) else {"format": checkpoint.format, **checkpoint.details}
     flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
-    distributed = facts.get("format") != FORMAT or "optimizer sharding" in facts or flat
+    distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
     return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
 
 
