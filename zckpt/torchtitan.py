@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.errors import MissingPackageError, require_torch
+from zckpt.errors import MissingPackageError, UnsupportedError, require_torch
 
 require_torch("zckpt.torchtitan")
 
@@ -55,7 +55,16 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
 
     @dataclass(kw_only=True, slots=True)
     class Config(_CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's."""
+        """torchtitan's, without "async_with_pinned_mem"."""
+
+    def __init__(self, config: Config, **named: Any) -> None:
+        if config.enable and config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM.value:
+            raise UnsupportedError(
+                "torchtitan stages to a process of its own in this mode, which zckpt does not",
+                found=config.async_mode,
+                advice='async_mode="async" saves while training goes on',
+            )
+        super().__init__(config, **named)
 
     def dcp_save(
         self,
@@ -82,8 +91,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
         with torch.no_grad():
             if async_mode == AsyncMode.DISABLED:
                 return save(state_dict, storage_writer=writer)
-            staged = {"async_stager": self.stager} if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM else {}
-            return async_save(state_dict, storage_writer=writer, process_group=self.pg, **staged)
+            return async_save(state_dict, storage_writer=writer, process_group=self.pg)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Load; parameters are torchtitan's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import zckpt
 from tests.gloo import run
+from zckpt.errors import UnsupportedError
 
 pytestmark = [pytest.mark.interop, pytest.mark.nightly]
 
@@ -59,6 +61,8 @@ def train(rank: int, world_size: int, folder: Path, mode: str, step: int, stock:
         dataloader=loader, model_parts=[model], optimizers=optimizer, lr_schedulers=scheduler,
         states={"train_state": trainer}, sd_adapter=None, base_folder="",
     )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="pinned"):
+        zckpt.torchtitan.CheckpointManager.Config(enable=True, async_mode="async_with_pinned_mem").build()
     assert manager.load(step=step) == (step > 0)
     assert trainer.step == loader.step == max(step, 0)
     weights: Weights = {}
@@ -84,13 +88,16 @@ def train(rank: int, world_size: int, folder: Path, mode: str, step: int, stock:
     return losses, weights
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem", "stock"])
+@pytest.mark.parametrize("mode", ["disabled", "async", "stock"])
 def test_torchtitan_goes_on_at_another_number_of_processes(mode: str, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.components.checkpointer")
     how = "disabled" if mode == "stock" else mode
     losses, weights = run(train, 2, tmp_path / "run", how, -1, mode == "stock", fresh=True)[0]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-2", "step-4", "step-6"]
     assert zckpt.open(tmp_path / "run" / "step-2").format == ("dcp" if mode == "stock" else "zckpt")
+    if mode == "stock":  # another program's are not replaced
+        shutil.rmtree(tmp_path / "run" / "step-4")
+        shutil.rmtree(tmp_path / "run" / "step-6")
     found, loaded = run(train, 3, tmp_path / "run", how, SAVED, False, fresh=True)[0]
     for key, value in weights.items():
         assert torch.equal(loaded[key], value), key
