@@ -36,14 +36,18 @@ REASON_LENGTH = 300
 
 # Causes that were looked for, by version: kinds, and what was found in DeepSpeed.
 _LOSSES = "What was loaded is bit-equal; why the losses differ by more was not looked for."
+_SLICES = (
+    "What was loaded is bit-equal, and in fp32 (`tp2_s2_fp32_dp2`) losses are within 2e-5: what differs is the rounding"
+    " of 16 bits in another order."
+)
 CAUSES = {
-    **{version: [("tp2_s1_bf16_dp2", _LOSSES)] for version in VERSIONS if version != "0.18.9"},
+    **{version: [("tp2_s1_bf16_dp2", _SLICES)] for version in VERSIONS},
     "0.17.6": [
-        ("tp2_s1_bf16_dp2", _LOSSES),
+        ("tp2_s1_bf16_dp2", _SLICES),
         (
             "s1_fp32_dp2, s2_bf16_dp2, s2_bf16_dp2_elastic_fused, s2_fp16_dp2, s2_bf16_dp2_rr",
             "DeepSpeed's `get_flat_partition` raises on a rank that holds nothing of a group; here one group has one"
-            " element. With two groups it trains (tried: the first two).",
+            " element. With two groups, which these have as well, it trains.",
         ),
         (
             "s0_bf16_dp2, s1_bf16_dp2_bf16opt",
@@ -51,10 +55,12 @@ CAUSES = {
         ),
     ],
     "0.18.9": [
+        ("tp2_s1_bf16_dp2", _SLICES),
         (
-            "s2_bf16_dp2",
-            "DeepSpeed's step raises in `all_gather_into_tensor_dp_groups` under this torch, before anything is saved;"
-            " older torches were not tried. Others with the same message were not traced.",
+            "pp2_s1_bf16_dp1",
+            "DeepSpeed's step gathers what gradients are recorded of, and gloo's `all_gather_into_tensor` refuses that"
+            " (with torch 2.7.1, too, tried on `s1_fp32_dp2_2groups`). The steps of all other kinds are under"
+            " `torch.no_grad()` here, with which they run; a pipeline's are inside `train_batch`.",
         ),
         ("s1_bf16_dp2_bf16opt", _LOSSES),
     ],
@@ -90,6 +96,10 @@ KINDS = (
     Kind("s2_fp16_dp2", 3, "ZeRO-2, fp16"),
     Kind("tp2_s1_bf16_dp2", 1, "tensor parallel over two ranks, ZeRO-1, bf16"),
     Kind("s2_bf16_dp2_rr", 3, "ZeRO-2, round robin gradients"),
+    Kind("s2_bf16_dp2_elastic_fused", 3, "ZeRO-2, elastic, every rank has a part of each group", groups=2),
+    Kind("s2_fp16_dp2", 3, "ZeRO-2, fp16, every rank has a part of each group", groups=2),
+    Kind("s2_bf16_dp2_rr", 3, "ZeRO-2, round robin, every rank has a part of each group", groups=2),
+    Kind("tp2_s2_fp32_dp2", 1, "tensor parallel over two ranks, ZeRO-2, fp32"),
 )
 
 

@@ -5,7 +5,8 @@
 
 The first writes a checkpoint of random elements, starts a Dask scheduler and as many workers as processes of one
 thread, and runs each verb on as many threads and on the workers, in turn, warm cache. Of each round the ratio of both
-times is taken; the median is the efficiency. Connecting is not measured, syncing to disk is.
+times is taken; the median is the efficiency. Connecting is not measured, syncing to disk is. CPU seconds are those of
+all processes, of Dask's without what they take when idle: on a machine that others use, they say more than the times.
 
 The second plans a reshard of a checkpoint that `plan_scale.py` makes, cuts it into tasks as for 16 workers, and pickles
 each: how long that takes together, how many bytes are sent, and the most memory that was resident.
@@ -29,6 +30,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 PORT = 18787
+IDLE_SECONDS = 5
 
 
 def make(path: Path, gigabytes: float) -> None:
@@ -51,12 +53,23 @@ def verbs(source: Path, target: Path) -> dict[str, Callable[[object], object]]:
     }
 
 
-def timed(verb: Callable[[object], object], executor: object, target: Path) -> float:
+def timed(
+    verb: Callable[[object], object], executor: object, target: Path, cpu: Callable[[], float] = time.process_time
+) -> tuple[float, float]:
+    """Run a verb; return its seconds, and those that `cpu` counts."""
     target.unlink(missing_ok=True)
     subprocess.run(["sync", "-f", str(target.parent)], check=True)
-    start = time.perf_counter()
+    before, start = cpu(), time.perf_counter()
     verb(executor)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, cpu() - before
+
+
+def cpu_of(processes: list[subprocess.Popen[bytes]]) -> float:
+    """Return the CPU seconds that this process and others took so far."""
+    import psutil
+
+    found = [psutil.Process(one.pid).cpu_times() for one in processes]
+    return time.process_time() + sum(one.user + one.system for one in found)
 
 
 def efficiency(options: argparse.Namespace) -> None:
@@ -76,13 +89,21 @@ def efficiency(options: argparse.Namespace) -> None:
             while len(there._client.nthreads()) < options.workers:
                 time.sleep(0.1)
             there.workers = options.workers
-            print(f"{'verb':<14}{'threads s':>11}{'workers s':>11}{'efficiency':>12}")
+            before = cpu_of(processes)
+            time.sleep(IDLE_SECONDS)
+            idle = (cpu_of(processes) - before) / IDLE_SECONDS
+            print(f"{'verb':<14}{'threads s':>11}{'workers s':>11}{'efficiency':>12}{'CPU':>8}{'CPU':>8}{'ratio':>7}")
             for name, verb in verbs(source, target).items():
                 timed(verb, here, target)
-                pairs = [(timed(verb, here, target), timed(verb, there, target)) for _ in range(options.rounds)]
-                threads, workers = (statistics.median(one) for one in zip(*pairs, strict=True))
-                ratio = statistics.median(a / b for a, b in pairs)
-                print(f"{name:<14}{threads:>11.2f}{workers:>11.2f}{ratio:>12.2f}", flush=True)
+                timed(verb, there, target)
+                pairs = []
+                for _ in range(options.rounds):
+                    a, b = timed(verb, here, target), timed(verb, there, target, partial(cpu_of, processes))
+                    pairs.append((a[0], b[0], a[0] / b[0], a[1], b[1] - idle * b[0]))
+                *three, cpu, theirs = (statistics.median(one) for one in zip(*pairs, strict=True))
+                threads, workers, ratio = three
+                row = f"{name:<14}{threads:>11.2f}{workers:>11.2f}{ratio:>12.2f}"
+                print(f"{row}{cpu:>8.2f}{theirs:>8.2f}{cpu / theirs:>7.2f}", flush=True)
     finally:
         for process in processes:
             process.kill()

@@ -94,6 +94,7 @@ class State:
         now = _settings()
         if self.settings[THREADS] < now[THREADS] < MOST_THREADS and _engines():
             now[THREADS] = self.settings[THREADS]
+        gc.freeze()  # what is left of engines that are not let go of is not looked through again and again
         return now == self.settings and not changed
 
 

@@ -77,6 +77,7 @@ def patch() -> None:
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    os.fsync = os.fdatasync = lambda descriptor: None  # no test pulls the plug
     comm = sys.modules["deepspeed.comm.torch"]
     if hasattr(comm, "build_shm_op"):  # a shared-memory kernel, compiled on first use
         comm.build_shm_op = lambda: None

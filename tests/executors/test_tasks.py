@@ -28,8 +28,8 @@ def test_tasks_are_consecutive_batches_of_fewer_and_fewer_bytes():
     assert [batch for task in made for batch in task.batches] == [5] * 200
     sizes = [len(task.batches) for task in made]
     assert sizes == sorted(sizes, reverse=True)
-    assert (sizes[0], sizes[-5:-1]) == (20, [7] * 4)  # a tenth of all, then of what is left; 35 MB at the end
-    assert len(sizes) < 24
+    assert (sizes[0], sizes[-5:-1]) == (20, [13] * 4)  # a tenth of all, then of what is left; 65 MB at the end
+    assert len(sizes) < 18
     assert max(len(task.batches) for task in tasks_of(int, [0] * 200, portions, 5)) == tasks.TASK_BATCHES
 
 

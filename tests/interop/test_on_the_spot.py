@@ -36,7 +36,7 @@ MADE = [
     Spec("s3_dp5", stage=3, world_size=5, batch=BATCH_OF_5),
     Spec("s3_dp12_fp16", stage=3, world_size=12, dtype="fp16"),
     # optimizers: other slots, or none
-    Spec("s1_dp5_sgdm", stage=1, world_size=5, batch=BATCH_OF_5, optimizer="sgdm"),
+    Spec("s1_dp3_sgdm", stage=1, world_size=3, optimizer="sgdm"),
     Spec("s2_dp3_lion", world_size=3, optimizer="lion"),
     Spec("s2_dp2_sgd", optimizer="sgd"),
     Spec("s3_dp3_lion", stage=3, world_size=3, optimizer="lion"),
@@ -44,22 +44,22 @@ MADE = [
     Spec("s3_dp2_sgdm_fp32", stage=3, dtype="fp32", optimizer="sgdm"),
     # options that change the order or the form
     Spec("s2_dp3_rr", world_size=3, round_robin=True),
-    Spec("s1_dp5_rr_fp32", stage=1, world_size=5, batch=BATCH_OF_5, dtype="fp32", round_robin=True),
+    Spec("s1_dp3_rr_fp32", stage=1, world_size=3, dtype="fp32", round_robin=True),
     Spec("s2_dp3_palign", world_size=3, parameter_alignment=True),
-    Spec("s2_dp5_rr_palign", world_size=5, batch=BATCH_OF_5, round_robin=True, parameter_alignment=True),
+    Spec("s2_dp3_rr_palign", world_size=3, round_robin=True, parameter_alignment=True),
     Spec("s2_dp3_elastic", world_size=3, elastic=True),
-    Spec("s1_dp5_elastic", stage=1, world_size=5, batch=BATCH_OF_5, elastic=True, optimizer="fused_layout"),
+    Spec("s1_dp3_elastic", stage=1, world_size=3, elastic=True, optimizer="fused_layout"),
     Spec("s2_dp12_elastic_rr", world_size=12, elastic=True, round_robin=True),
     Spec("s1_dp3_bf16opt", stage=1, world_size=3, bf16_optimizer=True),
     Spec("s1_dp12_bf16opt", stage=1, world_size=12, bf16_optimizer=True),
     Spec("s2_dp3_bf16master", world_size=3, bf16_master=True),
     Spec("s3_dp3_subgroup", stage=3, world_size=3, sub_group_size=50),
     # parameters of odd kinds
-    Spec("s2_dp5_frozen_in_group", world_size=5, batch=BATCH_OF_5, frozen_in_group=True),
-    Spec("s3_dp5_frozen_in_group", stage=3, world_size=5, batch=BATCH_OF_5, frozen_in_group=True),
+    Spec("s2_dp3_frozen_in_group", world_size=3, frozen_in_group=True),
+    Spec("s3_dp3_frozen_in_group", stage=3, world_size=3, frozen_in_group=True),
     Spec("s1_dp3_empty", stage=1, world_size=3, empty=True),
     Spec("s2_dp3_zerodim_fp32", world_size=3, dtype="fp32", zero_dim=True),
-    Spec("s2_dp5_untied_1g", world_size=5, batch=BATCH_OF_5, tied=False, groups=1),
+    Spec("s2_dp3_untied_1g", world_size=3, tied=False, groups=1),
     Spec("s3_dp3_2g", stage=3, world_size=3, groups=2),
     # experts, tensor and pipeline parallelism
     Spec("moe_ep2_dp4", model="moe", expert_parallel=2, world_size=4),
@@ -76,8 +76,8 @@ MADE = [
 ]
 
 
-NIGHTLY = ("s2_dp12_elastic_rr", "s1_dp12_bf16opt")
-"""Of those by 12 ranks, whose forms others have by fewer."""
+NIGHTLY = ("s1_dp12", "s2_dp12_elastic_rr", "s1_dp12_bf16opt", "s3_dp3_lion", "moe_ep2_dp4_s1_fp32")
+"""Those by 12 ranks and of kinds whose forms others have by fewer, or at another stage."""
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ NIGHTLY = ("s2_dp12_elastic_rr", "s1_dp12_bf16opt")
     ids=lambda spec: spec.name,
 )
 def test_what_deepspeed_writes_is_read_bit_for_bit(spec: Spec, tmp_path: Path) -> None:
-    spec = dataclasses.replace(spec, steps=3, steps_after=0)
+    spec = dataclasses.replace(spec, steps=2, steps_after=0)
     folder = produce([spec], tmp_path)[spec.name]
     output = tmp_path / "output"
     output.mkdir()
     assert_consolidated(folder / spec.run_folder, Truth(folder), output)
     opened = zckpt.open(folder / spec.run_folder)
-    assert opened.step == 3
+    assert opened.step == 2
     if spec.stage:
         assert opened.topology.dp == spec.data_parallel
     assert opened.topology.tp == spec.tensor_parallel

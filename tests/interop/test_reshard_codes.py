@@ -69,11 +69,53 @@ def test_blocks_with_two_scales_are_refused_and_floats_are_not(run: tuple[Path, 
         zckpt.reshard(tmp_path / "cut", tmp_path / "again", world_size=2, dequantize=True)
 
 
+@pytest.mark.parametrize(("world_size", "stage"), [(3, 2), (3, 3)])
+def test_codes_are_made_anew_where_blocks_have_other_elements(
+    world_size: int, stage: int, run: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    """As bitsandbytes' function for any device makes them of the floats that `--dequantize` writes."""
+    folder, losses = run
+    done = zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, stage=stage, requantize=True, verify=True)
+    assert any("quantised anew" in note for note in done.notes)
+    zckpt.reshard(folder, tmp_path / "floats", world_size=world_size, stage=stage, dequantize=True)
+    for its, floats in zip(states(tmp_path / "cut", world_size), states(tmp_path / "floats", world_size), strict=True):
+        assert its[0][NESTED].keys() == states(folder, 4)[0][0][NESTED].keys()
+        for number, slot in (("1", "exp_avg"), ("2", "exp_avg_sq")):
+            codes, scales = of_any_device(floats[0][slot], its[0][NESTED][f"qmap{number}"])
+            assert torch.equal(its[0][NESTED][f"state{number}"], codes)
+            assert torch.equal(bits(its[0][NESTED][f"absmax{number}"]), bits(scales))
+            assert torch.equal(its[1][NESTED][f"state{number}"], floats[1][slot])
+    assert zckpt.verify(tmp_path / "cut", deep=True).sound
+    found = gloo.run(_resume, world_size, 64, tmp_path / "cut", stage)[0]
+    assert found[0] == pytest.approx(losses[0], abs=2e-5)  # the weights', before moments are used
+    assert found == pytest.approx(losses, abs=2e-2)
+
+
+def test_codes_that_can_be_cut_are_not_made_anew(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+    one = zckpt.reshard(run[0], tmp_path / "anew", world_size=2, requantize=True)
+    assert not any("anew" in note for note in one.notes)
+    zckpt.reshard(run[0], tmp_path / "cut", world_size=2)
+    for mine, its in zip(states(tmp_path / "anew", 2), states(tmp_path / "cut", 2), strict=True):
+        assert all(torch.equal(bits(mine[0][NESTED][key]), bits(value)) for key, value in its[0][NESTED].items())
+    zckpt.reshard(run[0], tmp_path / "floats", world_size=2, dequantize=True)
+    with pytest.raises(zckpt.UsageError, match="no 8-bit state"):
+        zckpt.reshard(tmp_path / "floats", tmp_path / "again", world_size=3, requantize=True)
+
+
+def of_any_device(values: torch.Tensor, qmap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    import bitsandbytes  # noqa: F401  # registers it
+
+    operator = torch.ops.bitsandbytes.quantize_blockwise.default
+    key = torch._C.DispatchKey.CompositeExplicitAutograd  # its kernels for single devices take shortcuts
+    codes, scales = operator._op_dk(key, values, qmap, 256)
+    return codes, scales
+
+
 def states(folder: Path, world_size: int) -> list[dict[int, dict[str, Any]]]:
     """What the optimizer of each rank has, by group."""
     paths = [next(folder.rglob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")) for rank in range(world_size)]
-    return [torch.load(path, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"]
-            for path in paths]  # fmt: skip
+    contents = [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in paths]
+    return [(one.get("base_optimizer_state") or one["optimizer_state_dict"])["state"] for one in contents]
 
 
 def joined(ranks: list[dict[int, dict[str, Any]]], group: int) -> dict[str, torch.Tensor]:
@@ -82,18 +124,19 @@ def joined(ranks: list[dict[int, dict[str, Any]]], group: int) -> dict[str, torc
             for key in every[0]}  # fmt: skip
 
 
-def _engine(width: int, seed: int) -> Any:
+def _engine(width: int, seed: int, stage: int = 2) -> Any:
     import deepspeed
 
     from tests.deepspeed_engine.optimizers import BlockwiseAdam
 
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.Linear(width, 1, bias=False))
-    model[1].weight = torch.nn.Parameter(model[1].weight[:, :10].clone())
-    model.forward = lambda x: model[1](model[0](x)[:, :10])  # type: ignore[method-assign]
+    model[1].weight = torch.nn.Parameter(model[1].weight[:, :8].clone())
+    model.forward = lambda x: model[1](model[0](x).view(-1, 8, 8).mean(1))  # type: ignore[method-assign]
     groups = [{"params": [model[0].weight]}, {"params": [model[1].weight], "lr": 1e-3}]
     config = {
-        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": False},
     }  # fmt: skip
     return deepspeed.initialize(model=model, optimizer=BlockwiseAdam(groups), config=config, dist_init_required=False)[
@@ -120,8 +163,8 @@ def _train(rank: int, world_size: int, width: int, folder: Path) -> list[float]:
     return _steps(engine, width, 3, 3)
 
 
-def _resume(rank: int, world_size: int, width: int, folder: Path) -> list[float]:
-    engine = _engine(width, 2)
+def _resume(rank: int, world_size: int, width: int, folder: Path, stage: int = 2) -> list[float]:
+    engine = _engine(width, 2, stage)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
     return _steps(engine, width, 3, 3)

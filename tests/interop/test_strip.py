@@ -23,14 +23,14 @@ pytestmark = pytest.mark.interop
 
 
 def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **changes})
+    return Spec(name, **{"world_size": 3, "steps": 2, "steps_after": 2, **changes})
 
 
-ADAMW = spec("s2_adamw")
+ADAMW = spec("s2_adamw", world_size=4)
 SGDM = spec("s1_sgdm", stage=1, dtype="fp32", optimizer="sgdm")
 LION = spec("s2_lion", optimizer="lion")
 SCHEDULED = spec("s2_lion_scheduled", optimizer="lion", scheduler=True)
-FUSED = spec("s2_fused", optimizer="fused_layout", world_size=3)
+FUSED = spec("s2_fused", optimizer="fused_layout")
 MANY_RANKS = spec("s2_sgdm_dp6", optimizer="sgdm", world_size=6)
 ELASTIC = spec("s2_elastic", elastic=True, optimizer="fused_layout")
 ALIGNED = spec("s1_palign", stage=1, parameter_alignment=True, optimizer="lion")

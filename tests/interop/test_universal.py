@@ -41,7 +41,7 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
 
 
 def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 2, "groups": 2, **changes})
+    return Spec(name, **{"world_size": 3, "steps": 3, "steps_after": 2, "groups": 2, **changes})
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ S3_ONE_GROUP = spec("s3_fp32_1g", stage=3, dtype="fp32", groups=1)
 S3_INT_STEP = spec("s3_fp32_fused", stage=3, dtype="fp32", optimizer="fused_layout")
 S2_SGDM = spec("s2_fp32_sgdm", dtype="fp32", optimizer="sgdm")
 S3_SGDM = spec("s3_fp32_sgdm", stage=3, dtype="fp32", optimizer="sgdm")
-ROUND_ROBIN = spec("s2_rr", round_robin=True)
-THREE_GROUPS = spec("s2_fp32_3g", dtype="fp32", groups=3)
+ROUND_ROBIN = spec("s2_rr", round_robin=True, world_size=4)
+THREE_GROUPS = spec("s2_fp32_3g", dtype="fp32", groups=3, world_size=4)
 CLIENT = spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0)
 
 NO_ZERO = spec("s0_fp32", stage=0, dtype="fp32")
@@ -80,32 +80,32 @@ TENSOR_PARALLEL = SPECS["tp2_s1_bf16_dp2"]
 
 CASES = [
     # ranks, stages and element types
-    Case(S1_FP32, 3, 1),
-    Case(S1_FP32, 6, 2),
-    Case(S2, 2, 2),
-    Case(S2_FP16, 3, 2),
-    Case(S3, 3, 2),
-    Case(S3_ONE_GROUP, 3, 3),
+    Case(S1_FP32, 2, 1),
+    Case(S1_FP32, 4, 2),
+    Case(S2, 4, 2),
+    Case(S2_FP16, 2, 2),
+    Case(S3, 2, 2),
+    Case(S3_ONE_GROUP, 2, 3),
     Case(S3_ONE_GROUP, 2, 1),
-    Case(spec("s2_bf16_1g", groups=1), 3, 3),
-    Case(S3_INT_STEP, 3, 3),
-    Case(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 6, 3),
+    Case(spec("s2_bf16_1g", groups=1), 2, 3),
+    Case(S3_INT_STEP, 2, 3),
+    Case(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 4, 3),
     # optimizers that DeepSpeed's own converter cannot convert
-    Case(S2_SGDM, 3, 2),
-    Case(S3_SGDM, 3, 1),
-    Case(spec("s1_bf16_lion", stage=1, optimizer="lion"), 3, 1),
-    Case(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 3, 2),
-    Case(spec("s2_adagrad", optimizer="adagrad", groups=1), 3, 2),
-    Case(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 3, 2),
+    Case(S2_SGDM, 2, 2),
+    Case(S3_SGDM, 2, 1),
+    Case(spec("s1_bf16_lion", stage=1, optimizer="lion"), 2, 1),
+    Case(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 2, 2),
+    Case(spec("s2_adagrad", optimizer="adagrad", groups=1), 2, 2),
+    Case(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 2, 2),
     # other forms, odd parameters
-    Case(spec("s1_bf16opt", stage=1, bf16_optimizer=True), 3, 1),
-    Case(ROUND_ROBIN, 3, 2, {"round_robin": False}),
-    Case(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 3, 2),
-    Case(spec("s2_palign", parameter_alignment=True), 3, 2),
-    Case(spec("s2_frozengroup", frozen_in_group=True), 3, 2),
-    Case(spec("s1_empty", stage=1, empty=True), 3, 1),
+    Case(spec("s1_bf16opt", stage=1, bf16_optimizer=True), 2, 1),
+    Case(ROUND_ROBIN, 2, 2, {"round_robin": False}),
+    Case(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 2, 2),
+    Case(spec("s2_palign", parameter_alignment=True), 2, 2),
+    Case(spec("s2_frozengroup", frozen_in_group=True), 2, 2),
+    Case(spec("s1_empty", stage=1, empty=True), 2, 1),
     Case(spec("s2_zerodim", zero_dim=True, groups=2), 2, 2),
-    Case(CLIENT, 3, 2),
+    Case(CLIENT, 2, 2),
     # experts spread over two ranks, then all of them on each; stages of a pipeline
     Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
     Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
@@ -162,7 +162,7 @@ def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made: Callable[[Spe
     for name in ("unused.weight", "unused.bias"):
         for slot in ("exp_avg", "exp_avg_sq", "step"):
             checkpoint.parameters[name].slots.pop(slot, None)
-    verdict = resume_universal(written(checkpoint, tmp_path), NO_ZERO.at(3, stage=2), folder)
+    verdict = resume_universal(written(checkpoint, tmp_path), NO_ZERO.at(2, stage=2), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
 
@@ -172,7 +172,7 @@ def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made: Callable[[Spe
 
 def test_frozen_parameters_are_not_loaded(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(S1_FP32)
-    verdict = resume(written(folder, tmp_path), S1_FP32.at(3), folder, universal=True)
+    verdict = resume(written(folder, tmp_path), S1_FP32.at(2), folder, universal=True)
     assert verdict.slots == []
     assert set(verdict.weights) == {"frozen_odd", "frozen_lin.weight", "frozen_lin.bias"}
     assert any("frozen" in note for note in writer.notes(zckpt.open(folder)))
@@ -185,11 +185,11 @@ def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_pat
     """
     folder = made(S3_FP32)
     directory = written(folder, tmp_path)
-    verdict = resume_universal(directory, S3_FP32.at(3), folder)
+    verdict = resume_universal(directory, S3_FP32.at(2), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference > 1e-3
-    assert steps_after_one_more(directory, S3_FP32.at(3)) == [5.0, 5.0]
-    assert resume_universal(directory, S3_FP32.at(3), folder, own_steps=True).loss_difference <= TOLERANCE["fp32"]
+    assert steps_after_one_more(directory, S3_FP32.at(2)) == [5.0, 5.0]
+    assert resume_universal(directory, S3_FP32.at(2), folder, own_steps=True).loss_difference <= TOLERANCE["fp32"]
     assert any("count up one step" in note for note in writer.notes(zckpt.open(folder)))
 
 

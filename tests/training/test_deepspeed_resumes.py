@@ -11,6 +11,7 @@ import zckpt
 from tests.deepspeed_engine import Spec
 from tests.gloo import run
 from tests.optim.zero import test_files as zero
+from tests.pairwise import each
 from tests.truth import assert_same
 
 pytestmark = pytest.mark.interop
@@ -30,8 +31,7 @@ def save(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[zero.Slots
     return zero.full(its), trained
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+@pytest.mark.parametrize(("spec", "world_size"), each(SPECS, [1, 2, 4]))
 def test_stock_deepspeed_resumes_what_was_saved_in_training(spec: Spec, world_size: int, tmp_path: Path) -> None:
     ours = run(save, spec.world_size, spec, tmp_path / "saved")
     stage = 3 if world_size == 4 else spec.stage

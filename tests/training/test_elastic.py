@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,17 +34,29 @@ class Run:
         self.directory = directory
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, workers: int) -> subprocess.Popen[bytes]:
-        """Start an agent."""
+    def start(self, workers: int, *, port: int = 0, memory: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start an agent; those of one port are of one run. `memory` is where its node keeps spares."""
+        rendezvous = [f"--rdzv-endpoint=localhost:{port}", f"--rdzv-id={port or len(self.agents)}"]
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", f"--nproc-per-node={workers}",
-            "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={len(self.agents)}",
+            "--max-restarts=3", "--rdzv-backend=c10d", *rendezvous,
             "--rdzv-conf=last_call_timeout=1", "--local-addr=localhost", "-m", "tests.training.elastic",
-            str(self.directory),
+            str(self.directory), *([] if memory is None else ["spare"]),
         ]  # fmt: skip
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or torch lets no agent join later
+        if memory is not None:
+            memory.mkdir(exist_ok=True)
+            environment["SPARE_IN"] = str(memory)
         with (self.directory / f"agent{len(self.agents)}").open("wb") as log:
-            self.agents.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
-        return self.agents[-1]
+            agent = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+        self.agents.append(agent)
+        return agent
+
+    def kill(self, agent: subprocess.Popen[bytes]) -> None:
+        """Kill an agent and its workers, as when its node is lost."""
+        for pid in [agent.pid, *workers_of(agent)]:
+            os.kill(pid, signal.SIGKILL)
+        agent.wait()
 
     def steps(self) -> list[dict[str, Any]]:
         """Return what has been written down of each step."""
@@ -99,6 +114,65 @@ def test_ranks_that_are_killed_and_added_go_on_where_the_run_was(elastic: Run) -
     assert more[-1]["first"] == last  # no step was lost
     (elastic.directory / "enough").touch()
     assert agent.wait(TIMEOUT) == 0
+    assert_unbroken(elastic)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, which is there as long as the test is."""
+    within = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    made = Path(tempfile.mkdtemp(dir=within, prefix="zckpt-test-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def since(count: int, ranks: int) -> Callable[[list[dict[str, Any]]], object]:
+    """Two steps have been taken by so many ranks, after the steps that are known."""
+    return lambda steps: len(steps) >= count + 2 and all(one["ranks"] == ranks for one in steps[-2:])
+
+
+def assert_none_is_lost(before: dict[str, Any], steps: list[dict[str, Any]]) -> None:
+    """The last step that was told before a kill, or one that was kept and not told any more, was gone on from."""
+    first = steps[-1]["first"]
+    told = [one["step"] for one in steps if one["first"] != first]
+    assert first in (told[-1], told[-1] + 1)
+    assert first >= before["step"]
+
+
+def test_workers_that_are_killed_lose_no_step(elastic: Run, memory: Path) -> None:
+    agent = elastic.start(2, memory=memory / "a")
+    for number in range(2):
+        known = elastic.until(lambda steps: steps and steps[-1]["step"] >= steps[-1]["first"] + 3, "trained")
+        os.kill(workers_of(agent)[number], signal.SIGKILL)
+        count, first = len(known), known[-1]["first"]
+        steps = elastic.until(lambda steps: steps[-1]["first"] > first, "started again")  # noqa: B023
+        assert_none_is_lost(known[count - 1], steps)
+    (elastic.directory / "enough").touch()
+    assert agent.wait(TIMEOUT) == 0
+    assert_unbroken(elastic)
+    assert not list((memory / "a").rglob("*.safetensors"))
+
+
+def test_agents_that_are_lost_and_added_lose_no_step(elastic: Run, memory: Path) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    first = elastic.start(2, port=port, memory=memory / "a")
+    elastic.until(lambda steps: steps, "trained")
+    second = elastic.start(1, port=port, memory=memory / "b")
+    before = elastic.until(lambda steps: since(0, 3)(steps) and steps[-1]["step"] > steps[-1]["first"] + 2, "joined")
+    elastic.kill(second)
+    shutil.rmtree(memory / "b")
+    steps = elastic.until(since(len(before), 2), "gone on without it")
+    assert_none_is_lost(before[-1], steps)
+    third = elastic.start(2, port=port, memory=memory / "c")
+    again = elastic.until(since(len(steps), 4), "gone on with another")
+    assert_none_is_lost(steps[-1], again)
+    (elastic.directory / "enough").touch()
+    assert [first.wait(TIMEOUT), third.wait(TIMEOUT)] == [0, 0]
+    assert_unbroken(elastic)
+
+
+def assert_unbroken(elastic: Run) -> None:
     steps = elastic.steps()
     expected = run(unbroken, 2, max(one["step"] for one in steps))[0]
     assert [one["loss"] for one in steps] == pytest.approx([expected[one["step"] - 1] for one in steps], rel=1e-5)

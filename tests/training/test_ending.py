@@ -127,8 +127,8 @@ def test_what_no_save_has_answered_takes_effect_at_close(tmp_path: Path) -> None
 def test_what_is_no_longer_kept_is_removed_while_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    goes_on, real = threading.Event(), module._unsound
-    monkeypatch.setattr(module, "_unsound", lambda path: real(path) if goes_on.wait(60) else "waited in vain")
+    goes_on, real = threading.Event(), module.unsound
+    monkeypatch.setattr(module, "unsound", lambda path: real(path) if goes_on.wait(60) else "waited in vain")
     checkpointer = zckpt.Checkpointer(tmp_path, every=1, keep=2, on_sigterm=False)
     for step in (1, 2):  # the second one looks whether the first is sound
         checkpointer.step(step, model=torch.nn.Linear(2, 2))

@@ -90,7 +90,8 @@ def load(rank: int, world_size: int, degrees: tuple[int, int] | None, folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("degrees", "other"), [((2, 2), (1, 3)), ((1, 2), (2, 2)), ((2, 2), None), ((3, 1), (2, 2))]
+    ("degrees", "other"), [((2, 2), (1, 3)), ((1, 2), (2, 2)), ((2, 2), None),
+                           pytest.param((3, 1), (2, 2), marks=pytest.mark.nightly)]
 )  # fmt: skip
 def test_a_mesh_of_two_dimensions_resumes_on_any_other(
     degrees: tuple[int, int], other: tuple[int, int] | None, tmp_path: Path

@@ -24,11 +24,12 @@ from zckpt.errors import WorkerError, ZckptError
 from zckpt.storage.distant import MARK
 from zckpt.version import __version__
 
-TASK_NBYTES = 128 << 20
-"""Moved by a task at most: large enough that sending it costs nothing, small enough to be done again."""
+TASK_NBYTES = 512 << 20
+"""Moved by a task at most: a tenth of a second of CPU time, of which sending it takes Dask 10 ms in all its processes;
+small enough to be done again."""
 
-LEAST_TASK_NBYTES = 32 << 20
-"""Moved by a task at least, where there are so many: of 8 MB in memory, sending it would take as long as doing it."""
+LEAST_TASK_NBYTES = 64 << 20
+"""Moved by a task at least, where there are so many: of 32 MB in memory, sending it would take as long as doing it."""
 
 TASK_BATCHES = 64
 """Most batches in a task: of tiny tensors they have many items and few bytes."""

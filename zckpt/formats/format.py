@@ -7,8 +7,8 @@ list of all formats with their options costs milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,6 +123,8 @@ class TargetFiles:
         Tells a name of a file that the format does not own, but a target that is to be replaced may have as well.
     in_floats : bool
         Whether quantised state is cut otherwise than in the source, so that what its codes stand for is to be compared.
+    rounded : mapping of str to collection of str
+        Slots of parameters that were rounded once more, and whose values are not the source's.
     check : callable or None
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
     names : sequence of str or None
@@ -140,6 +142,7 @@ class TargetFiles:
     check: Callable[[], int] | None = None
     names: Sequence[str] | None = None
     in_floats: bool = False
+    rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

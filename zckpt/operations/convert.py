@@ -128,7 +128,8 @@ def convert(
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated, direct=direct)
+    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated,
+                  in_floats=laid.in_floats, direct=direct, rounded=laid.rounded)  # fmt: skip
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)

@@ -127,6 +127,6 @@ def reshard(
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names,
-                  laid.in_floats, direct)  # fmt: skip
+                  laid.in_floats, direct, laid.rounded)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import SourceError, TargetError, ZckptError, shown
+from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import Owned
 
@@ -69,14 +69,16 @@ class Ranks:
         if self.group is None:
             return [mine]
         gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(mine, gathered, dst=self.members[0], group=self.group)
+        with answering():
+            dist.gather_object(mine, gathered, dst=self.members[0], group=self.group)
         return gathered or []
 
     def gather_all(self, mine: T) -> list[T]:
         """Return what each rank has to say, on all ranks."""
         every: list[Any] = [mine] * self.world_size
         if self.group is not None:
-            dist.all_gather_object(every, mine, group=self.group)
+            with answering():
+                dist.all_gather_object(every, mine, group=self.group)
         return every
 
     def from_first(self, of_first: T) -> T:
@@ -84,7 +86,8 @@ class Ranks:
         if self.group is None:
             return of_first
         received = [of_first]
-        dist.broadcast_object_list(received, src=self.members[0], group=self.group)
+        with answering():
+            dist.broadcast_object_list(received, src=self.members[0], group=self.group)
         return received[0]
 
     def any(self, mine: bool) -> bool:
@@ -99,7 +102,8 @@ class Ranks:
         if self.group is None:
             return mine
         most = torch.tensor([mine], dtype=torch.int32)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        with answering():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return int(most.item())
 
     def do(self, step: Callable[[], T], *, spoiled: str | None = None) -> T:
@@ -139,11 +143,23 @@ class Ranks:
                 _raise(rank, failure)
 
     def _exchange(self, error: BaseException | None) -> list[Failure | None]:
-        """Send all ranks the failure of this one, and return that of each."""
-        failures: list[Any] = [None] * self.world_size
-        if self.group is not None:
-            dist.all_gather_object(failures, _packed(error), group=self.group)
-        return failures
+        """Send all ranks the failure of this one, and return that of each; who is gone is told nothing."""
+        if isinstance(error, WorkerError):
+            raise error
+        return self.gather_all(_packed(error))
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Turn what a process group raises whose ranks are gone, or silent, into a WorkerError.
+
+    Others wait for this rank in the same call, and learn of it only when this process ends: nobody can be told more.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = str(error).partition("\n")[0]
+        raise WorkerError("another rank is gone, or does not answer", found=found) from error
 
 
 def _with_consequence(error: Exception, spoiled: str | None) -> Exception:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -120,6 +120,16 @@ class ModelState:
     def of_parameters(cls, parameters: dict[str, torch.Tensor]) -> ModelState:
         """Return the tensors of a model of which there are only an optimizer's parameters."""
         return cls(dict(parameters), set(parameters))
+
+    def renamed(self, name_of: Callable[[str], str]) -> ModelState:
+        """Return the same tensors under other names."""
+        return replace(
+            self,
+            tensors={name_of(name): one for name, one in self.tensors.items()},
+            parameters={name_of(name) for name in self.parameters},
+            tied={name_of(name): name_of(owner) for name, owner in self.tied.items()},
+            copies=[(name_of(name), one) for name, one in self.copies],
+        )
 
     def names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""

@@ -9,17 +9,18 @@ run/checkpointer.json   which ones the Checkpointer wrote, in which order
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.errors import DamagedFileError, SourceError, TargetExistsError, UsageError
+from zckpt.errors import SourceError, TargetExistsError, UsageError
 from zckpt.formats.native.reader import check_digests
-from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
@@ -28,9 +29,10 @@ from zckpt.training import run_record
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.loading import Restored, load
-from zckpt.training.run_place import run_place
+from zckpt.training.run_place import run_place, unsound
 from zckpt.training.run_record import Record, Saved
 from zckpt.training.saving import Saving, save_given
+from zckpt.training.spare import Spare
 
 
 class Checkpointer:
@@ -69,13 +71,23 @@ class Checkpointer:
         handler can be set in the main thread only.
     fingerprint : bool
         Record the fingerprint of each checkpoint with it.
+    replicate : bool
+        Keep what a save would write in memory after each step that is not saved, so that workers that are killed lose
+        no step: in /dev/shm, which outlives them, and where there are several nodes, also in that of the next node.
+        `resume` makes a checkpoint of it. Each node needs memory for what its ranks and those of the node before it
+        save, twice while a step is kept, and 16 MiB for each rank that sends or gets; `close` gives it back, unless
+        there is an error.
+    replicate_every : int
+        Steps between that.
+    replicate_in : path-like, optional
+        On each node, a directory that outlives the workers, instead of /dev/shm.
     process_group : ProcessGroup, optional
         The ranks; by default the whole world.
 
     Raises
     ------
     UsageError
-        `keep` or `every` is below 1.
+        `keep`, `every` or `replicate_every` is below 1, or there is no directory for what is kept in memory.
     TargetExistsError
         The directory is another program's, whose `latest` would be replaced.
     SourceError
@@ -91,9 +103,12 @@ class Checkpointer:
         async_: bool = False,
         on_sigterm: bool = True,
         fingerprint: bool = False,
+        replicate: bool = False,
+        replicate_every: int = 1,
+        replicate_in: str | os.PathLike[str] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        for what, number in (("keep", keep), ("every", every)):
+        for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
         self.directory = place_of(directory)
@@ -109,6 +124,10 @@ class Checkpointer:
         self._saving: Saving | None = None
         self._pruning: threading.Thread | None = None
         self._told_of: list[str] = []
+        within = None if replicate_in is None else Path(replicate_in)
+        self._spare = Spare(self._ranks, self._place, within) if replicate else None
+        self._spare_every = replicate_every
+        self._follows = self._ranks.of_first(lambda: [self._place.latest()]) if replicate else []
         self._sigterm = Sigterm()
         self._ending: Ending | None = None
         if on_sigterm:
@@ -146,9 +165,14 @@ class Checkpointer:
         Parameters are those of `zckpt.save`, and so are errors.
         """
         ending = self._ending is not None and self._ending.is_due()
-        if not ending and (self.every is None or step % self.every):
+        is_due = ending or (self.every is not None and not step % self.every)
+        if is_due:
+            self.save(step, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler, extra=extra)
+        if self._spare is not None and not ending and not step % self._spare_every and (self.async_ or not is_due):
+            given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
+            self._spare.keep(model, optimizer, given, self._follows)
+        if not is_due:
             return False
-        self.save(step, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler, extra=extra)
         if ending:
             self._finish()
             self.is_ending = True
@@ -170,7 +194,7 @@ class Checkpointer:
         Parameters and errors are those of `zckpt.save`.
         """
         self._finish()
-        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
+        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Saved(f"step-{step:08d}", new_identity())))
         self._saving = save_given(
             self._place.checkpoint(checkpoint.name),
             model,
@@ -184,8 +208,9 @@ class Checkpointer:
             then=lambda: self._name_and_prune(checkpoint),
         )
 
-    def _begun(self, name: str) -> tuple[Saved, bool]:
+    def _begun(self, checkpoint: Saved) -> tuple[Saved, bool]:
         """Note what is going to be saved; return it, and whether it replaces something."""
+        name = checkpoint.name
         self._place.make()
         with self._place.seen() as directory:
             run_record.check_directory(directory)
@@ -197,10 +222,10 @@ class Checkpointer:
                 )
             if record.saving is not None and record.saving.name != name:
                 self._place.settle(record.saving)  # of a save that was killed, and may be as large as any
-            checkpoint = Saved(name, new_identity())
             before = run_record.latest_of(directory)
             saved = record.settled(directory).saved
         self._place.write_record(Record(saved, checkpoint, before))
+        self._follows = [*self._follows[-1:], checkpoint.shown]  # whichever of the two `latest` will name
         return checkpoint, is_own
 
     def close(self) -> None:
@@ -217,6 +242,8 @@ class Checkpointer:
             if self._ending is not None:
                 self._ending.close()
             self._sigterm.close()
+        if self._spare is not None and sys.exc_info()[1] is None:
+            self._spare.close()
 
     def _finish(self) -> None:
         """Wait for what is going on in other threads."""
@@ -233,6 +260,7 @@ class Checkpointer:
     def _name_and_prune(self, checkpoint: Saved) -> None:
         """Name what has been saved as the latest, and let a thread remove what is no longer kept."""
         self._place.write_latest(checkpoint.name)
+        self._follows = [checkpoint.shown]
         with self._place.seen() as directory:
             record = run_record.read_record(directory).with_saved(checkpoint)
         self._place.write_record(record)
@@ -262,7 +290,7 @@ class Checkpointer:
                 continue
             with self._place.seen() as directory:
                 is_there = checkpoint.is_in(directory)
-            if is_there and _unsound(self._place.checkpoint(checkpoint.name)) is None:
+            if is_there and unsound(self._place.checkpoint(checkpoint.name)) is None:
                 kept += 1
         with self._place.seen() as directory:
             remaining = [one for one in before if os.path.lexists(directory / one.name)]
@@ -305,9 +333,11 @@ class Checkpointer:
         """
         self._finish()
         passed: list[str] = []
+        if self._spare is not None:
+            self._save_spare(self._spare)
         for name in self._ranks.of_first(self._candidates):
             path = self._place.checkpoint(name)
-            why = self._ranks.from_first(_unsound(path) if self._ranks.rank == 0 else None)
+            why = self._ranks.from_first(unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
             if why is not None:
                 passed.append(f"{name}: {why}")
@@ -329,6 +359,23 @@ class Checkpointer:
             raise SourceError("none of the checkpoints is sound", path=self._place.shown, found="; ".join(passed))
         return None
 
+    def _save_spare(self, spare: Spare) -> None:
+        """Make a checkpoint of what was kept in memory, if that is of later than the latest one."""
+
+        def settled() -> str:
+            self._candidates()
+            return self._place.latest()
+
+        latest = self._ranks.of_first(settled)
+        found = spare.find(latest)
+        if found is not None:
+            checkpoint = Saved(f"step-{found.about.step:08d}", found.about.identity)
+            if checkpoint.name != latest.partition(" ")[0]:
+                _, overwrite = self._ranks.of_first(lambda: self._begun(checkpoint))
+                spare.copy(found, self._place.checkpoint(checkpoint.name), overwrite=overwrite)
+                self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
+        spare.forget()
+
     def _candidates(self) -> list[str]:
         """Return the names of what may be resumed from, the best first."""
         with self._place.seen() as directory:
@@ -347,14 +394,3 @@ class Checkpointer:
             found = [str(error)]
         found_by = self._ranks.gather(found[0] if found else None)
         return self._ranks.from_first(next((one for one in found_by if one is not None), None))
-
-
-def _unsound(path: Place) -> str | None:
-    """Return why a checkpoint cannot be loaded; None if its document and files are there and fit together."""
-    try:
-        opened = open_checkpoint(path)
-        if opened.format != "zckpt":
-            raise DamagedFileError("not a checkpoint of zckpt", path=path, found=opened.format)
-    except SourceError as error:
-        return str(error)
-    return None

@@ -158,7 +158,8 @@ def load(
     def found() -> Live:
         tensors = model_state(model)
         in_parts = isinstance(model, (list, tuple))
-        return Live(model, tensors, Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_parts))
+        optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_parts)
+        return Live(model, tensors.renamed(optimizers.renamed), optimizers)
 
     def prepared() -> _Loading:
         with headers_shared(ranks.rank, ranks.world_size):

@@ -223,7 +223,7 @@ class Live:
             One rank is to read for all, which have different parts.
         """
         its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
-        if not ranks.any(are_parts(self.model, its, ranks)):
+        if not ranks.any(self.optimizers.are_parts or are_parts(self.model, its, ranks)):
             return Everywhere()
         if broadcast:
             raise UsageError("broadcast is for a model that all ranks have whole, not in parts", advice="leave it out")

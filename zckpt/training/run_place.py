@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from zckpt.errors import TargetError
-from zckpt.formats.native import DOCUMENT_NAME, OWNED
+from zckpt.errors import DamagedFileError, SourceError, TargetError
+from zckpt.formats.native import DOCUMENT_NAME, OWNED, identity_of
+from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.durable import recover, target_of_old
@@ -53,6 +54,13 @@ class RunPlace:
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest; errors are TargetErrors."""
         run_record.write_latest(self.directory, name)
+
+    def latest(self) -> str:
+        """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
+        with self.seen() as directory:
+            name = next(iter(run_record.candidates(directory)), None)
+            identity = identity_of(directory / name) if name else None
+            return Saved(name, identity).shown if name and identity else ""
 
     def settle(self, saving: Saved) -> None:
         """Put right what a save has left that was killed."""
@@ -172,3 +180,14 @@ class StoredRun(RunPlace):
 def run_place(place: Place) -> RunPlace:
     """Return where a Checkpointer's directory is; a string is a URL."""
     return RunPlace(place) if isinstance(place, Path) else StoredRun(place)
+
+
+def unsound(path: Place) -> str | None:
+    """Return why a checkpoint cannot be loaded; None if its document and files are there and fit together."""
+    try:
+        opened = open_checkpoint(path)
+        if opened.format != "zckpt":
+            raise DamagedFileError("not a checkpoint of zckpt", path=path, found=opened.format)
+    except SourceError as error:
+        return str(error)
+    return None

@@ -50,6 +50,11 @@ class Saved:
     name: str
     identity: str
 
+    @property
+    def shown(self) -> str:
+        """Its name and its id, as `RunPlace.latest` says them."""
+        return f"{self.name} {self.identity}"
+
     def is_in(self, directory: Path) -> bool:
         """Tell whether it is there, and neither another nor a link."""
         path = directory / self.name

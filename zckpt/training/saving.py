@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
@@ -247,10 +247,7 @@ def save_given(
     group = process_group or process_group_of(optimizer)
     ranks = Ranks(group, purpose=SAVE if async_ else "")
     staging = BACKGROUND.staging if async_ else None
-    try:
-        prepared: Prepared | Exception = _prepare(ranks, _here(ranks, model, optimizer), given, staging)
-    except Exception as error:  # noqa: BLE001  # all ranks learn of it
-        prepared = error
+    prepared = prepared_of(ranks, model, optimizer, given, staging)
     options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
 
     def written() -> None:
@@ -334,6 +331,8 @@ def _here(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
     here = _Here(ModelState(), Snapshot(), [], in_parts=False)
     try:
         here = _own(ranks, model, optimizer)
+    except WorkerError:
+        raise
     except Exception as failure:  # noqa: BLE001  # raised when the others, who do not know of it yet, have been told
         error = failure
     shares, tensors = here.shares, here.tensors
@@ -356,13 +355,29 @@ def _own(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
     """Find out what this rank has."""
     tensors = model_state(model)
     optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=isinstance(model, (list, tuple)))
-    if model is None:
-        tensors = ModelState.of_parameters(optimizers.parameters())
+    tensors = (
+        ModelState.of_parameters(optimizers.parameters()) if model is None else tensors.renamed(optimizers.renamed)
+    )
     state = optimizers.snapshot()
     of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
     shares = [(name, slot, share) for name, slot, share in of_model if share is not None]
-    in_parts = are_parts(model, tensors.tensors.values(), ranks)
+    in_parts = optimizers.are_parts or are_parts(model, tensors.tensors.values(), ranks)
     return _Here(tensors, state, [*shares, *state.shares], in_parts)
+
+
+def prepared_of(
+    ranks: Ranks, model: Model, optimizer: Given, given: Mapping[str, Any], staging: Staging | None = None
+) -> Prepared | Exception:
+    """Return what this rank writes, or why it cannot: all ranks learn of that when they write.
+
+    All call it together; arguments are those of `save_given`. Without staging, it has the tensors' own memory.
+    """
+    try:
+        return _prepare(ranks, _here(ranks, model, optimizer), given, staging)
+    except WorkerError:
+        raise
+    except Exception as error:  # noqa: BLE001  # all ranks learn of it
+        return error
 
 
 def _prepare(ranks: Ranks, here: _Here, given: Mapping[str, Any], staging: Staging | None) -> Prepared:

@@ -67,6 +67,23 @@ def test_moments_are_not_dropped_by_themselves(tmp_path: Path) -> None:
         zckpt.reshard(run_of(CODES), tmp_path / "cut", world_size=3, drop=["__bnb*"])
 
 
+def test_codes_of_zero_3_are_made_anew(tmp_path: Path) -> None:
+    """A sub-group of several blocks, with padding between parameters; two others are in float32."""
+    tag = cut(run_of(CODES), tmp_path / "cut", 1, requantize=True, verify=True)
+    floats = cut(run_of(CODES), tmp_path / "floats", 1, dequantize=True)
+    assert zckpt.verify(tag, deep=True).sound
+    anew, values = (torch.load(optimizer_file(one, 0), weights_only=False)["optimizer_state_dict"]
+                    ["optimizer_state_dict"]["state"] for one in (tag, floats))  # fmt: skip
+    for number, slot, steps in (("1", "exp_avg", 2 / 255), ("2", "exp_avg_sq", 1 / 255)):  # of the linear maps
+        its = anew[0]["__bnb_optimizer_quant_state__"]
+        scales = its[f"absmax{number}"].repeat_interleave(256)[: values[0][slot].numel()]
+        found = its[f"qmap{number}"][its[f"state{number}"].long()] * scales
+        assert ((found - values[0][slot]).abs() <= scales * steps / 2 * 1.001).all()
+        assert torch.equal(anew[2]["__bnb_optimizer_quant_state__"][f"state{number}"], values[2][slot])
+    with pytest.raises(zckpt.UsageError, match="no 8-bit state"):
+        zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, requantize=True)
+
+
 def test_stage_1_is_cut_as_stage_2(tmp_path: Path) -> None:
     tag = cut(run_of(LAMB), tmp_path / "cut", 2, stage=1)
     assert len(zckpt.open(tag).per_rank) == len(zckpt.open(run_of(LAMB)).per_rank)

@@ -28,7 +28,7 @@ OF_FOUR = ["s1_bf16_dp4", "s2_bf16_dp4", "s2_fp32_dp4", "s1_fp32_dp4_sgdm", "s3_
 OF_THREE = ["s1_bf16_dp3_fused", "s1_fp32_dp3", "s1_fp32_dp3_palign", "s2_bf16_dp3", "s3_bf16_dp3"]
 FLAT = [name for name in DENSE if "s3" not in name]
 PARAMETERWISE = [name for name in DENSE if "s3" in name]
-WORLD_SIZES = (1, 3, 7, 40)
+WORLD_SIZES = (1, 3, 7, 17)
 
 
 # --- nothing is lost

@@ -476,13 +476,17 @@ def test_file_that_grew_is_named_or_still_right(tmp_path: Path) -> None:
     assert str(optimizer_file(tag, 0)) in refusal(SourceError, tag)
 
 
+FLIPS = [pytest.param(100, id="some"), pytest.param(400, id="many", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("flips", FLIPS)
 @pytest.mark.parametrize("file", files_of("s2_bf16_dp2"))
-def test_flipped_bytes_are_an_error_or_do_no_harm(file: str, tmp_path: Path) -> None:
+def test_flipped_bytes_are_an_error_or_do_no_harm(file: str, flips: int, tmp_path: Path) -> None:
     tag = copy("s2_bf16_dp2", tmp_path)
     whole = (tag / file).read_bytes()
     generator = random.Random(file)
     refused = 0
-    for _ in range(250):
+    for _ in range(flips):
         data = bytearray(whole)
         for _ in range(generator.choice((1, 1, 2, 8))):
             data[generator.randrange(len(data))] ^= generator.randrange(1, 256)
@@ -496,14 +500,15 @@ def test_flipped_bytes_are_an_error_or_do_no_harm(file: str, tmp_path: Path) -> 
     assert refused
 
 
+@pytest.mark.parametrize("flips", FLIPS)
 @pytest.mark.parametrize("file", files_of("s3_bf16_dp2"))
-def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file: str, tmp_path: Path) -> None:
+def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file: str, flips: int, tmp_path: Path) -> None:
     tag = copy("s3_bf16_dp2", tmp_path)
     whole = (tag / file).read_bytes()
     begin = whole.index(b"data.pkl")
     end = whole.index(b"PK\x07\x08") if b"PK\x07\x08" in whole else begin + 4000
     generator = random.Random(file)
-    for _ in range(250):
+    for _ in range(flips):
         data = bytearray(whole)
         data[generator.randrange(begin, end)] ^= generator.randrange(1, 256)
         (tag / file).write_bytes(data)

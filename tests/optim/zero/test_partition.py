@@ -111,7 +111,7 @@ def any_shapes(rank: int, world_size: int) -> None:
     holds()
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_any_group_is_cut_as_partition_says(world_size: int) -> None:
     run(any_shapes, world_size)
 

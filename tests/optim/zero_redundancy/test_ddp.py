@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 
 from tests.gloo import run
 from tests.optim.zero_redundancy.training import Net, assert_same_parameters, backward, make, unsharded
+from tests.pairwise import each
 
 pytestmark = pytest.mark.interop
 
@@ -123,8 +124,7 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("modes", [list(MODES)[::2], list(MODES)[1::2]], ids=["even", "odd"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "modes"), each([2, 3], [list(MODES)[::2], list(MODES)[1::2]]))
 def test_trains_as_the_unsharded_optimizer(world_size: int, modes: list[str]) -> None:
     run(trains_as_the_unsharded_optimizer, world_size, modes)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
+import json
 import os
 import shutil
 import socket
@@ -15,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -64,6 +67,63 @@ def moto() -> Iterator[int]:
     port = free_port()
     with _running([sys.executable, "-m", "moto.server", "-p", str(port)], port):
         yield port
+
+
+@contextmanager
+def hub(directory: Path) -> Iterator[str]:
+    """Serve a directory as the model `me/run` of the hub, as far as its library asks; yield the address."""
+
+    def told(path: Path) -> dict[str, object]:
+        name = path.relative_to(directory).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
+        data = path.read_bytes()
+        return {"type": "file", "oid": hashlib.sha1(data).hexdigest(), "size": len(data), "path": name}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            url = urlsplit(self.path)
+            api, tree, below = unquote(url.path).partition("/tree/main")
+            path = directory / below.strip("/")
+            if api.removesuffix("/revision/main") == "/api/models/me/run" and path.exists():
+                every = path.rglob("*") if "recursive=true" in url.query.lower() else path.iterdir()
+                about = {"id": "me/run", "sha": "a" * 40, "siblings": [], "private": False}
+                found: object = [told(one) for one in sorted(every)] if tree else about
+                self.send(200, json.dumps(found).encode(), {"Content-Type": "application/json"})
+                return
+            file = directory / unquote(url.path).removeprefix("/me/run/resolve/main/")
+            if not file.is_file():
+                self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                return
+            first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+            data = file.read_bytes()
+            whole = f"bytes {first}-{last}/{len(data)}"
+            self.send(206, data[int(first) : int(last) + 1], {"Content-Range": whole, "ETag": '"x"'})
+
+        def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response_only(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = answer  # noqa: N815  # a name that the library looks for
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from tests.cli.console import FIXTURES, command, environment, refused, succeeded
 from tests.storage.remote.conftest import Served
-from tests.storage.remote.servers import PASSWORD, Proxy
+from tests.storage.remote.servers import PASSWORD, Proxy, hub
 from zckpt.engine.workers import running_on
 from zckpt.storage.remote import attempts, mount
 
@@ -188,6 +189,36 @@ def test_a_source_that_changes_where_versions_are_not_known(
     monkeypatch.setattr(SftpStore, "_fetch", fetch)
     with pytest.raises(zckpt.SourceError, match="changed while it was read"):
         zckpt.fingerprint(f"{sftp.url}/changing.safetensors")
+
+
+OF_THE_HUB = """
+import sys
+from pathlib import Path
+
+import zckpt
+
+source, file, target = sys.argv[1:]
+for url in ("hf://me/run/run", "hf://models/me/run@main/run"):
+    assert zckpt.diff(url, source).equal
+checkpoint = zckpt.open("hf://me/run/run")
+Path(file).write_bytes(Path(file).read_bytes()[:-1] + b"!")
+try:
+    zckpt.consolidate(checkpoint, target, weight_check=False)
+except zckpt.SourceError as error:
+    print(error)
+"""
+
+
+def test_a_model_of_the_hub(tmp_path: Path) -> None:
+    """In a process of its own: the library reads where the hub is when it is imported."""
+    shutil.copytree(SOURCE, tmp_path / "hub" / "run")
+    file = next((tmp_path / "hub").rglob("*rank_1*optim_states.pt"))
+    with hub(tmp_path / "hub") as address:
+        program = [sys.executable, "-c", OF_THE_HUB, str(SOURCE), str(file), str(tmp_path / "m.safetensors")]
+        variables = {**environment(), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run(program, env=variables, check=False, capture_output=True, text=True)
+    assert "optim_states.pt: has changed while it was read" in done.stdout, done.stderr
+    assert not (tmp_path / "m.safetensors").exists()
 
 
 def test_nothing_there_and_no_such_scheme(s3: Served) -> None:

@@ -51,16 +51,10 @@ class Options:
     expert_parallel_size: int | None = option(
         int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RecutOptions(Options):
-    """What `reshard` can be given."""
-
-    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    tensor_parallel_size: int | None = option(
-        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
-    )
+    requantize: bool | None = option(
+        bool, None, "Where blocks of 8-bit state (bitsandbytes) cannot be cut as they are, quantise its values anew. "
+        "Default: refuse.", opposite="no-requantize",
+    )  # fmt: skip
     pipeline_parallel_size: int | None = option(
         int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
     )
@@ -84,6 +78,16 @@ class RecutOptions(Options):
         "TiedLayerSpec.",
         metavar="LAYER,...",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class RecutOptions(Options):
+    """What `reshard` can be given."""
+
+    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
+    tensor_parallel_size: int | None = option(
+        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
+    )
     padded_vocab_size: int | None = option(
         int,
         None,
@@ -104,9 +108,9 @@ class DeepSpeed(Format):
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
         ("mixture of experts", "expert groups with their own partition counts, expert files, also under tensor "
          "parallelism, in pipelines and without ZeRO; AutoEP under ZeRO"),
-        ("other optimizers under ZeRO", "8-bit Adam is resharded at whole blocks, or as floats (`--dequantize`); LAMB "
-         "and Adafactor where each rank keeps its elements, or without what `--drop` names; Muon is cut for any ranks; "
-         "quantised frozen layers"),
+        ("other optimizers under ZeRO", "8-bit Adam is resharded at whole blocks, quantised anew (`--requantize`) or "
+         "as floats (`--dequantize`); LAMB and Adafactor where each rank keeps its elements, or without what `--drop` "
+         "names; Muon is cut for any ranks; quantised frozen layers"),
         ("tensor and pipeline parallel", "by the rules or AutoTP's maps in `universal_checkpoint_info`; "
          "layer files, tied layers"),
     )  # fmt: skip

@@ -8,8 +8,9 @@
     state1, 2     float32 alone, of a small partition: cut anywhere
 
 Blocks of all ranks are blocks of the flat buffer if every partition begins with a multiple of a block, before and
-after; that of a single rank always does. Otherwise a block would have elements with two scales, and nothing but
-floats can be written: `--dequantize`. What a longer buffer has at its end is padding of whole blocks, of scale 0.
+after; that of a single rank always does. Otherwise a block would have elements with two scales, and what can be written
+is floats, `--dequantize`, or codes anew, `--requantize`. What a longer buffer has at its end is padding of whole
+blocks, of scale 0.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zckpt.torchfile import FromFile, Tensor
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
 
-HINT = "--dequantize writes 8-bit state as float32, for an optimizer that keeps it so"
+HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,10 @@ def _group(target: Target, group: TargetGroup) -> Codes | None:
     if not pieces or len(pieces) != len(target.origin.members) or len(group.experts) != 1:
         return None
     first = pieces[0]
-    if any(_forms(one) != _forms(first) for one in pieces) or not first.keys() <= KNOWN:
-        return None
-    if any(len(slot.shape) != 1 for slot in first.values()):  # AdEMAMix has two moments in one
+    if not alike_forms(pieces) or not first.keys() <= KNOWN:
         return None
     maps = [key for key in first if key[:-1] == "qmap"]
-    if any(_bytes(first[key]) != _bytes(one[key]) for key in maps for one in pieces[1:]):
+    if any(bytes_of(first[key]) != bytes_of(one[key]) for key in maps for one in pieces[1:]):
         return None
     states = {key: slot for key, slot in first.items() if key[:-1] == "state"}
     blocks = {
@@ -136,11 +135,13 @@ KNOWN = frozenset(f"{kind}{number}" for kind in ("state", "qmap", "absmax") for 
 """Of bitsandbytes, by blocks: tensors of one dimension."""
 
 
-def _forms(pieces: Mapping[str, Slot]) -> object:
-    return {key: (slot.dtype, slot.shape) for key, slot in pieces.items()}
+def alike_forms(pieces: Sequence[Mapping[str, Slot]]) -> bool:
+    """Tell whether all ranks have the same kinds of tensors, flat ones: AdEMAMix has two moments in one."""
+    forms = [{key: (slot.dtype, slot.shape) for key, slot in one.items()} for one in pieces]
+    return all(one == forms[0] for one in forms) and all(len(slot.shape) == 1 for slot in pieces[0].values())
 
 
-def _bytes(slot: Slot) -> bytes:
+def bytes_of(slot: Slot) -> bytes:
     """Return the bytes of a small tensor."""
     return b"".join(_read(slot))
 

@@ -19,7 +19,8 @@ from dataclasses import replace
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.state import Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Digests, Tensor, TorchFile
 

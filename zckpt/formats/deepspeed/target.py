@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
@@ -36,6 +37,9 @@ from zckpt.state.partition import (
     shard_numel,
     sub_groups,
 )
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.requantised import Form
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -160,9 +164,9 @@ class Target:
     pp, tp : int
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
-        How the layers of a pipeline are dealt; None: as they are.
-    codes : dict of int to Codes
-        8-bit state that is cut for other ranks, by param group.
+        How a pipeline's layers are dealt; None: as they are.
+    codes, forms : dict of int to Codes or Form
+        8-bit state that is cut for other ranks, or quantised anew, by param group.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
@@ -184,6 +188,7 @@ class Target:
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     codes: dict[int, Codes] = field(default_factory=dict, repr=False, compare=False)
+    forms: dict[int, Form] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -231,14 +236,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     elastic = first.elastic if options.elastic is None else options.elastic
-    round_robin = (
-        bool(checkpoint.details.get("round_robin_gradients")) if options.round_robin is None else options.round_robin
-    )
-    aligned = (
-        bool(checkpoint.details.get("parameter_alignment"))
-        if options.parameter_alignment is None
-        else options.parameter_alignment
-    )
+    round_robin, aligned = options.round_robin, options.parameter_alignment
+    round_robin = bool(checkpoint.details.get("round_robin_gradients")) if round_robin is None else round_robin
+    aligned = bool(checkpoint.details.get("parameter_alignment")) if aligned is None else aligned
     given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
     _refuse_degrees(checkpoint, origin, options, stage=stage)

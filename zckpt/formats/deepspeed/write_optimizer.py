@@ -130,6 +130,12 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
     }
 
 
+def _in_form(target: Target, group: int, tensors: dict[object, object]) -> dict[object, object]:
+    """Return a share's slots as they are, or those that are to be codes as such."""
+    form = target.forms.get(group)
+    return tensors if form is None else form.of(tensors)
+
+
 def _ordered(
     first: OptimizerShard, group: ParamGroup, tensors: dict[object, object], own: dict[object, object]
 ) -> dict[object, object]:
@@ -173,6 +179,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
             if shares:
                 tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
         tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
+        tensors = _in_form(target, group.index, tensors)
         states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
@@ -191,8 +198,10 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     if not target.bf16_optimizer:
         cut["zero_stage"] = _stage(target)
         clipping = target.origin.members[0].content.get("clip_grad")
-        configured = target.origin.model.config.get("gradient_clipping", 0.0)
-        cut["clip_grad"] = configured if clipping is None else clipping
+        if clipping is None:
+            clipping = target.origin.model.config.get("gradient_clipping")
+        if clipping is not None:  # else the engine's own: what is usual depends on its version
+            cut["clip_grad"] = clipping
         cut["ds_version"] = source.version
     # The version that wrote the source may write alignment pads down, even if they are zero.
     if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
@@ -261,7 +270,7 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             like = known[min(number, len(known) - 1)] if known else None
             shards = _shards(target, parameters)
             master = shards.tensor(MASTER, rank, like)
-            tensors: dict[object, object] = {key: shards.tensor(key, rank) for key in shards.keys}
+            tensors = _in_form(target, group.index, {key: shards.tensor(key, rank) for key in shards.keys})
             state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
             if state:
                 states[number] = state

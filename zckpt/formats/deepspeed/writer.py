@@ -7,7 +7,7 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from zckpt.engine.targets import Lazily, Literal, TargetFile
@@ -17,6 +17,9 @@ from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
+from zckpt.formats.deepspeed.requantised import notes as requantised_notes
+from zckpt.formats.deepspeed.restage import is_asked
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
@@ -70,7 +73,7 @@ def _from_elsewhere(job: Job) -> TargetFiles:
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-    converted = foreign.as_deepspeed(checkpoint, stage=stage)
+    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
     strange = sorted(checkpoint.optimizer_metadata.keys() - foreign.HANDLED)
     if strange:
         raise UnsupportedError(
@@ -101,15 +104,8 @@ def _known_stage(checkpoint: Checkpoint) -> int | None:
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
-    return RecutOptions(
-        world_size,
-        stage,
-        options.elastic,
-        options.round_robin,
-        options.parameter_alignment,
-        options.hyperparameters,
-        options.expert_parallel_size,
-    )
+    same = {one.name: getattr(options, one.name) for one in fields(Options)}
+    return RecutOptions(**{**same, "world_size": world_size, "stage": stage})
 
 
 def recut(job: Job) -> TargetFiles:
@@ -124,19 +120,20 @@ def recut(job: Job) -> TargetFiles:
         copies, notes = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
     return TargetFiles(
         target_files(target, copies, run_directory=run_directory),
-        notes=[*rank_notes(target), *notes],
+        notes=[*rank_notes(target), *requantised_notes(target), *notes],
         restated=None,
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
-        in_floats=bool(target.codes),
+        in_floats=bool(target.codes or target.forms),
+        rounded=rounded(target),
     )
 
 
 def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """Return what `decide` returns; its errors name the verb that does it instead."""
     try:
-        return decide(checkpoint, options)
+        return decide_requantised(checkpoint, options) if options.requantize else decide(checkpoint, options)
     except UnsupportedError as error:
         if not checkpoint.per_rank:  # or no other verb could do it, either
             error.advice = error.advice or ELSEWHERE

@@ -16,7 +16,7 @@ Another optimizer is a module here, and a line in `STATES`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
@@ -113,12 +113,16 @@ class OptimizerState(Protocol):
         Whether parameters live on RPC workers.
     writes : str or None
         Another program's format that `write` writes.
+    renamed : callable or None
+        Ranks have different parameters under the same names, such as experts: returns the name in a checkpoint of one
+        that the model has here.
     """
 
     optimizer: Optimizer
     process_group: dist.ProcessGroup | None
     is_remote: bool
     writes: str | None
+    renamed: Callable[[str], str] | None
 
     def names(self) -> Names:
         """Return the names of all parameters of each param group, in the optimizer's order."""

@@ -28,6 +28,7 @@ class ByParameter:
 
     is_remote = False
     writes: str | None = None
+    renamed: Callable[[str], str] | None = None
 
     def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
         self.optimizer = optimizer

@@ -97,6 +97,17 @@ class Optimizers:
         _check_disjoint(self.states)
 
     @property
+    def are_parts(self) -> bool:
+        """Whether ranks have different parameters under the same names."""
+        return any(state.renamed is not None for state in self.states.values())
+
+    def renamed(self, name: str) -> str:
+        """Return the name in a checkpoint of a tensor that the model has here."""
+        for state in self.states.values():
+            name = name if state.renamed is None else state.renamed(name)
+        return name
+
+    @property
     def order(self) -> Names:
         """The names of all parameters, by param group."""
         return [names for state in self.states.values() for names in state.names()]

@@ -13,7 +13,8 @@ from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.operations.tensors import TensorRead
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, by_tensor
+from zckpt.optim.ranks import answering
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
@@ -31,10 +32,23 @@ from zckpt.torchfile import FromFile, Object, plain
 
 
 class ZeroState(ByParameter):
-    """The state of an optimizer over flat groups. Its names are also those of frozen parameters, which are in none."""
+    """The state of an optimizer over flat groups. Its names are also those of frozen parameters, which are in none.
+
+    Experts, which have local numbers in a rank's model, have their global ones in these names.
+    """
 
     writes = "deepspeed"
     optimizer: ZeroOptimizer
+
+    def __init__(self, optimizer: ZeroOptimizer, known: Mapping[torch.Tensor, str]) -> None:
+        super().__init__(optimizer, known)
+        self._own_names = self._called
+        if any(group.is_expert for group in optimizer.groups):
+            experts = experts_of(optimizer, self._called, list(known.values()) or None)
+            self.renamed = experts.named
+            self._names = [[experts.named(name) for name in names] for names in self._names]
+            self._called = by_tensor(optimizer.param_groups, self._names)
+            self._parameters = {name: parameter for parameter, name in self._called.items()}
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of the parameters that were trained when a group was made."""
@@ -89,7 +103,8 @@ class ZeroState(ByParameter):
             for flat in groups
         )
         agreed = torch.tensor([same], dtype=torch.int32, device=groups[0].flat.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
+        with answering():
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
         return bool(agreed.item())
 
     def values(self) -> Values:
@@ -104,7 +119,7 @@ class ZeroState(ByParameter):
 
     def write(self, target: Target) -> None:
         """Write a tag's directory that DeepSpeed loads; all ranks call it together."""
-        files.save(self.optimizer, self._called, target)
+        files.save(self.optimizer, self._own_names, target)
 
 
 def _shares(flat: FlatGroup, own: FlatShare, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
@@ -125,15 +140,14 @@ class ZeroRestoring(Restoring):
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     scaler: Scaler | None = None
-    own_names: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
     @property
     def publishes(self) -> set[str]:
         """Names of the parameters that are trained."""
-        return {self.own_names[parameter] for group in self.optimizer.groups for parameter in group.parameters}
+        return {self.names[parameter] for group in self.optimizer.groups for parameter in group.parameters}
 
     def prepare(self) -> None:
-        """Make room for masters and state. Experts are found by their global numbers."""
+        """Make room for masters and state."""
         optimizer = self.optimizer
         if model_rank(optimizer.model_parallel)[1] > 1:
             raise UnsupportedError(
@@ -142,9 +156,6 @@ class ZeroRestoring(Restoring):
                 path=self.source.path,
                 advice="give load_state_dict() what this rank's file holds, at the same degrees",
             )
-        self.own_names = self.names
-        experts = experts_of(optimizer, self.names)
-        self.names = {parameter: experts.named(name) for parameter, name in self.own_names.items()}
         names = [self._group_names(index) for index in range(len(optimizer.groups))]
         known = optimizer.optim.state_dict()["param_groups"]
         hyperparameters = self.hyperparameters(names, optimizer.param_groups)
@@ -161,7 +172,7 @@ class ZeroRestoring(Restoring):
             if values:
                 self.state[index] = values
             elif makes_state(optimizer.optim, self.groups[index], 1):
-                without += [self.own_names[parameter] for parameter in group.parameters]
+                without += [self.names[parameter] for parameter in group.parameters]
         if without and self.source.checkpoint.step:
             self.notes.append(begins_anew(optimizer.optim, without))
         self.scaler = self._scaler()
@@ -197,7 +208,7 @@ class ZeroRestoring(Restoring):
         every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         read_numbers(every, owners)
         for parameter, values in zip(group.parameters, every, strict=True):
-            check_keys(self.optimizer.optim, settings, self.own_names[parameter], 1, values, path=self.source.path)
+            check_keys(self.optimizer.optim, settings, self.names[parameter], 1, values, path=self.source.path)
         having = [values for values in every if values]
         made: dict[str, Any] = {}
         for key in dict.fromkeys(key for values in having for key in values):

@@ -80,12 +80,12 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """Raise UnsupportedError for experts and slices of models, of which only DeepSpeed's files say what they are of."""
-    if model_rank(optimizer.model_parallel)[1] > 1 or any(group.is_expert for group in optimizer.groups):
+    """Raise UnsupportedError for slices of models, of which only DeepSpeed's files say what they are of."""
+    if model_rank(optimizer.model_parallel)[1] > 1:
         raise UnsupportedError(
-            "experts, or a model whose parts lie on several ranks, are saved in DeepSpeed's files",
-            advice='give format="deepspeed" (and for parts universal_checkpoint_info in extra, which says how they are '
-            "cut); zckpt convert makes other formats of that",
+            "a model whose parts lie on several ranks is saved in DeepSpeed's files",
+            advice='give format="deepspeed", and universal_checkpoint_info in extra, which says how parts are cut; '
+            "zckpt convert makes other formats of that",
         )
 
 

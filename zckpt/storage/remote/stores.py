@@ -17,8 +17,8 @@ from zckpt.errors import MissingPackageError, SourceError, UnsupportedError, Usa
 from zckpt.storage.remote.addresses import Address, without_secrets
 from zckpt.storage.remote.attempts import ShortBodyError, attempt
 
-_VERSIONS = ("ETag", "etag", "generation", "oid", "content_md5", "md5Hash", "mtime", "LastModified", "last_modified",
-             "modified", "created")  # fmt: skip
+_VERSIONS = ("ETag", "etag", "generation", "oid", "blob_id", "content_md5", "md5Hash", "mtime", "LastModified",
+             "last_modified", "modified", "created")  # fmt: skip
 """Keys under which stores say what tells one version of a file from the next, the best first."""
 
 _THREADED = frozenset({"memory", "hf", "file", "webdav", "webdavs", "dav", "davs"})
@@ -102,8 +102,10 @@ class Store:
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
 
-        found: tuple[Any, str] = url_to_fs(self.address.url)
-        return found
+        fs, root = url_to_fs(self.address.url)
+        if self.address.scheme == "hf":
+            root = root.removeprefix("models/")  # which its keys do not have, as those of data sets have theirs
+        return fs, root
 
     # --- what there is
 

@@ -1,0 +1,202 @@
+"""What memory keeps between saves: no step is lost with the workers, nor with a node; at other numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from tests.gloo import run
+from tests.training.trainings import BY_NAME, Training, differences
+from zckpt.errors import TargetError, UsageError
+from zckpt.training import spare
+from zckpt.training.spare import neighbours
+
+pytestmark = pytest.mark.interop
+
+ZERO, FSDP = BY_NAME["zero2-plain-float32"], BY_NAME["adamw-fsdp-float32"]
+
+
+def everything(training: Training) -> dict[str, Any]:
+    return {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+
+
+def train(
+    rank: int, world_size: int, directory: Path, nodes: list[str], steps: list[int], options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Resume and train up to each of some steps, each time as if killed before; each rank on its node."""
+    spare.PIECE_NBYTES = 3000  # several for each file
+    told = []
+    for last in steps:
+        training = Training.of(FSDP if options.get("fsdp") else ZERO, seed=last)
+        settings = {key: value for key, value in options.items() if key != "fsdp"}
+        within = directory / nodes[rank]
+        within.mkdir(exist_ok=True)
+        checkpointer = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within, **settings)
+        restored = checkpointer.resume(**everything(training))
+        first = restored.step if restored and restored.step else 0
+        state = training.state()
+        losses = []
+        for step in range(first, last):
+            losses += training.train([step])
+            checkpointer.step(step + 1, **everything(training), extra={"seen": step + 1})
+        held = sorted(path.name for path in within.rglob("*") if path.suffix in (".safetensors", ".json"))
+        told.append({"first": first, "found": state, "losses": losses, "state": training.state(), "held": held,
+                     "extra": restored.extra if restored else None})  # fmt: skip
+    return told
+
+
+def unbroken(rank: int, world_size: int, steps: int, fsdp: bool) -> list[float]:
+    return Training.of(FSDP if fsdp else ZERO, seed=3).train(range(steps))
+
+
+def test_each_rank_sends_to_the_next_node() -> None:
+    assert neighbours(["a", "a"]) == [None, None]
+    assert neighbours(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert neighbours(["a", "a", "b", "c"]) == [2, 2, 3, 0]
+    assert neighbours(["a", "b", "b", "b"]) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_no_step_is_lost_with_a_node(fsdp: bool, tmp_path: Path) -> None:
+    options = {"every": 2, "fsdp": fsdp}
+    [before, again] = run(train, 3, tmp_path, ["a", "b", "b"], [3, 5], options)[1]
+    assert (before["first"], again["first"]) == (0, 3)
+    assert differences(again["found"], before["state"]) == []
+    assert before["held"] == [
+        "checkpoint.json",
+        *(f"rank-0000{n}-of-00003.safetensors" for n in range(3)),
+        "spare.json",
+    ]
+    shutil.rmtree(tmp_path / "a")  # the first rank, and the document
+    [last] = run(train, 2, tmp_path, ["c", "b"], [7], options)[0]
+    assert (last["first"], last["extra"]) == (5, {"seen": 5})
+    assert differences(last["found"], again["state"]) == []
+    expected = run(unbroken, 1, 7, fsdp)[0]
+    assert before["losses"] + again["losses"] + last["losses"] == pytest.approx(expected, rel=2e-6)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "checkpointer.json", "latest", "spare.json", "step-00000004", "step-00000005", "step-00000006",
+    ]  # fmt: skip
+
+
+def with_error(checkpointer: zckpt.Checkpointer, training: Training) -> None:
+    with checkpointer:
+        checkpointer.step(7, **everything(training))
+        _ = 1 // 0
+
+
+def alone(rank: int, world_size: int, directory: Path) -> None:
+    """One rank, on which whatever happens to a spare happens."""
+    training = Training.of(ZERO)
+    run_directory, within = directory / "run", directory / "memory"
+    within.mkdir()
+    options: dict[str, Any] = {"replicate": True, "replicate_in": within}
+
+    def resumed(**more: Any) -> tuple[zckpt.Checkpointer, int]:
+        made = zckpt.Checkpointer(run_directory, **options, **more)
+        restored = made.resume(**everything(training))
+        return made, (restored.step or 0) if restored else 0
+
+    def spares() -> list[Path]:
+        return list(within.rglob("checkpoint.json"))
+
+    checkpointer, _ = resumed(async_=True)
+    for step in (1, 2, 3):
+        checkpointer.step(step, **everything(training))
+        assert len(spares()) == 1  # the last one only
+    assert zckpt.open(spares()[0].parent).step == 3
+    checkpointer.save(2, **everything(training))  # back to an earlier step, which is then the latest
+    checkpointer._finish()
+    assert resumed()[1] == 2
+    assert not spares()
+
+    checkpointer, _ = resumed()
+    checkpointer.step(5, **everything(training))
+    (run_directory / "latest").write_text("step-00000009")  # somebody goes on from elsewhere
+    assert resumed()[1] == 2
+
+    checkpointer, _ = resumed(replicate_every=2)
+    checkpointer.step(5, **everything(training))
+    assert not spares()
+    checkpointer.step(6, **everything(training))
+    (spares()[0].parent / "spare.json").unlink()  # killed before all was said
+    assert resumed()[1] == 2
+
+    with pytest.raises(ZeroDivisionError):
+        with_error(resumed()[0], training)
+    assert spares()  # what failed may be started again
+    with resumed()[0] as checkpointer:
+        checkpointer.step(8, **everything(training))
+        assert zckpt.open(spares()[0].parent).step == 8
+    assert not spares()  # and what ended well is not
+
+    checkpointer, _ = resumed()
+    checkpointer.step(9, **everything(training))
+    shutil.rmtree(run_directory)  # another run
+    assert resumed()[1] == 0
+
+    (run_directory / "spare.json").write_text("[]")
+    with pytest.raises(zckpt.errors.DamagedFileError, match="does not name a run"):
+        resumed()
+    shutil.rmtree(run_directory)
+    with pytest.raises(UsageError, match="no such directory"):
+        zckpt.Checkpointer(run_directory, replicate=True, replicate_in=directory / "none")
+    with pytest.raises(UsageError, match="replicate_every"):
+        zckpt.Checkpointer(run_directory, replicate=True, replicate_every=0)
+    mine = within / f"zckpt-{os.getuid()}"
+    mine.chmod(0o755)
+    with pytest.raises(TargetError, match="this user alone"):
+        resumed()
+
+
+def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(tmp_path: Path) -> None:
+    run(alone, 1, tmp_path)
+
+
+def fail(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Keep one step, then fail to keep another on one rank; all raise, and the step before is still there."""
+    training = Training.of(ZERO)
+    within = directory / f"node{rank}"
+    within.mkdir()
+    checkpointer = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within)
+    checkpointer.step(1, **everything(training))
+    if rank == 1:
+        [own] = within.rglob("node")
+        own.parent.chmod(0o500)
+    said = []
+    try:
+        checkpointer.step(
+            2, **everything(training), extra={"odd": object()} if rank == 0 and os.getuid() == 0 else None
+        )
+    except zckpt.errors.ZckptError as error:
+        said.append(str(error))
+    for path in within.rglob("node"):
+        path.parent.chmod(0o700)
+    again = Training.of(ZERO, seed=1)
+    restored = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within).resume(**everything(again))
+    assert restored is not None
+    assert restored.step == 1
+    return said
+
+
+def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(tmp_path: Path) -> None:
+    said = run(fail, 2, tmp_path)
+    assert all(len(one) == 1 for one in said), said
+
+
+def in_a_store(rank: int, world_size: int, directory: Path) -> None:
+    url = "memory://run"
+    training = Training.of(ZERO)
+    for first in (0, 1, 2):
+        checkpointer = zckpt.Checkpointer(url, replicate=True, replicate_in=directory)
+        restored = checkpointer.resume(**everything(training))
+        assert (restored.step if restored else 0) == first
+        checkpointer.step(first + 1, **everything(training))
+
+
+def test_a_spare_becomes_a_checkpoint_in_a_store(tmp_path: Path) -> None:
+    run(in_a_store, 1, tmp_path)

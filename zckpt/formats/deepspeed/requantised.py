@@ -1,0 +1,211 @@
+"""8-bit state of bitsandbytes for ranks that hold other elements: made floats, cut, and made codes anew.
+
+    partition of a rank   |exp_avg of a |exp_avg of b  |padding|     as `--dequantize` would write it
+    state1                |code|code|code ...                        } of its blocks, counted from its first element
+    absmax1               |scale    |scale ...                       }
+    qmap1                 as every rank of the source has it
+
+That rounds once more, as each step of such an optimizer does, where a block's elements are others than before. A param
+group that was too small to be quantised stays in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zckpt.engine.computed import Computed
+from zckpt.engine.requantise import Portion, Requantised
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.codes import KNOWN, alike_forms, bytes_of
+from zckpt.formats.deepspeed.quantised import with_float_slots
+from zckpt.formats.deepspeed.target import Target, decide
+from zckpt.formats.torch_files.quantised import ADAM, BLOCKS, NESTED, block_of, pieces_of
+from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
+from zckpt.state import Checkpoint, Slot
+from zckpt.torchfile import FromFile, Tensor
+
+TOGETHER_NUMEL = 1 << 16
+"""Elements, about, that are quantised at once: of a share's codes, no more floats than these are in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the 8-bit state of a param group is kept.
+
+    Parameters
+    ----------
+    value : FromFile
+        As the first rank has it.
+    pieces : mapping of str to Slot
+        Its tensors.
+    blocks : dict of str to int
+        Elements of a block, by the number of the moment; without those that are in float32.
+    """
+
+    value: FromFile
+    pieces: Mapping[str, Slot]
+    blocks: Mapping[str, int]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the moments are called as floats, by their numbers."""
+        states = [key for key in ADAM if key in self.pieces]
+        return {key[-1]: ADAM[key] if len(states) == len(ADAM) else key for key in states}
+
+    def of(self, tensors: dict[object, object]) -> dict[object, object]:
+        """Return a share's slots with the moments among them in the form in which the program keeps them."""
+        names, node = self.names, self.value.node if isinstance(self.value.node, dict) else {}
+        moments = {number: tensors.get(name) for number, name in names.items()}
+        nested: dict[object, object] = {}
+        for key, like in node.items():
+            moment, block = moments.get(str(key)[-1]), self.blocks.get(str(key)[-1])
+            if not isinstance(moment, Tensor):
+                continue
+            if str(key).startswith("qmap"):
+                nested[key] = like
+            elif block is None:
+                nested[key] = moment
+            else:
+                nested[key] = self._quantised(str(key), moment, block)
+        rest = {key: value for key, value in tensors.items() if key not in names.values()}
+        return {**rest, NESTED: replace(self.value, node=nested)} if nested else rest
+
+    def _quantised(self, key: str, moment: Tensor, block: int) -> Tensor:
+        """Return the codes or the scales of a moment of a share."""
+        qmap, scales = self.pieces[f"qmap{key[-1]}"], key.startswith("absmax")
+        dtype, unit, numel = ("float32", block, -(-moment.numel // block)) if scales else ("uint8", 1, moment.numel)
+        contents, at = [], 0
+        for portions in _portions(moment, block * max(TOGETHER_NUMEL // block, 1)):
+            function = Requantised(portions, block, qmap, gives_scales=scales)
+            slot = Computed(key, dtype, (function.step,), (), function=function)
+            contents.append(SlotContent(at // unit, slot, f"{key}, quantised anew"))
+            at += function.numel
+        return view(new_storage(dtype, numel, contents), (numel,))
+
+
+def _portions(moment: Tensor, together: int) -> Iterator[tuple[Portion, ...]]:
+    """Yield what lies in a tensor that is to be written, `together` elements at once; between contents, zeros."""
+    contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
+    ordered = [one for one in contents if isinstance(one, SlotContent) and isinstance(one.slot, Computed)]
+    if len(ordered) < len(contents):
+        raise ValueError("a share of quantised state has contents that are not computed")
+    found: list[Portion] = []
+    held = end = 0
+
+    def add(numel: int, start: int = 0, slot: Computed | None = None) -> Iterator[tuple[Portion, ...]]:
+        nonlocal found, held
+        while numel:
+            count = min(numel, together - held)
+            found.append(Portion(count, start, slot))
+            numel, start, held = numel - count, start + count, held + count
+            if held == together:
+                yield tuple(found)
+                found, held = [], 0
+
+    for one in ordered:
+        yield from add(one.start - end)
+        if isinstance(one.slot, Computed):
+            yield from add(one.covered.numel, one.covered.start, one.slot)
+        end = one.start + one.covered.numel
+    yield from add(moment.numel - end)
+    if found:
+        yield tuple(found)
+
+
+def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
+    """Return the target for a checkpoint with 8-bit state: cut as it is if blocks allow it, else quantised anew.
+
+    Raises
+    ------
+    UsageError
+        There is no such state.
+    UnsupportedError
+        It is not certain what it is of, or it is of a kind that is not made anew.
+    DamagedFileError
+        Codes, scales and map do not belong together.
+    """
+    if not any(value.key == NESTED for value in checkpoint.per_rank):
+        raise UsageError(
+            "no 8-bit state of ranks' partitions that could be quantised anew",
+            path=checkpoint.source,
+            expected=f"{NESTED} of bitsandbytes in DeepSpeed's files",
+            advice="leave --requantize out",
+        )
+    try:
+        return decide(checkpoint, options)
+    except UnsupportedError:
+        floats = with_float_slots(checkpoint, keeps_files=True)
+    target = decide(floats, options)
+    if target.elastic:
+        raise UnsupportedError("the elastic form is not written with 8-bit state", path=checkpoint.source,
+                               expected="--rigid")  # fmt: skip
+    target.forms.update(_forms(checkpoint))
+    return target
+
+
+def rounded(target: Target) -> dict[str, frozenset[str]]:
+    """Return the moments that were quantised anew, as floats are called, by parameter."""
+    found = {index: frozenset(form.names[number] for number in form.blocks) for index, form in target.forms.items()}
+    return {
+        parameter.name: found[group.index]
+        for rank in target.ranks
+        for group in rank.groups
+        for parameters in group.experts
+        for parameter in parameters
+        if found.get(group.index)
+    }
+
+
+def notes(target: Target) -> list[str]:
+    """Say what was rounded once more."""
+    groups = [str(index) for index, form in sorted(target.forms.items()) if form.blocks]
+    if not groups:
+        return []
+    what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(groups)}"
+    return [f"8-bit state of {what} was quantised anew: blocks have other elements than in the source"]
+
+
+def _forms(checkpoint: Checkpoint) -> dict[int, Form]:
+    """Return the form of each param group that has 8-bit state, which has to be one on all ranks."""
+    held: dict[int, list[FromFile]] = {}
+    for one in checkpoint.per_rank:
+        if isinstance(one.value, FromFile):
+            held.setdefault(one.group, []).append(one.value)
+    return {index: _form(values, f"group {index}", checkpoint.source) for index, values in held.items()}
+
+
+def _form(values: list[FromFile], what: str, path: str) -> Form:
+    pieces = [pieces_of(value, what, path)[1] for value in values]
+    first, blocks = pieces[0], {}
+    maps = [key for key in first if key.startswith("qmap")]
+    if not alike_forms(pieces) or not first.keys() <= KNOWN:
+        raise _refused(what, path, "another form on another rank")
+    for key in (key for key in ADAM if key in first):
+        number, codes = key[-1], first[key]
+        scale, qmap = first.get(f"absmax{number}"), first.get(f"qmap{number}")
+        if codes.dtype == "float32" and scale is None:
+            continue
+        blocks[number] = block_of(key, codes, scale, qmap, what, path)
+        if scale is not None and sum(-(-codes.numel // one) == scale.numel for one in BLOCKS) > 1:
+            raise _refused(what, path, f"{scale.numel} scale of {codes.numel} elements, which fits several sizes")
+    for key in maps:
+        data = bytes_of(first[key])
+        if any(bytes_of(one[key]) != data for one in pieces[1:]):
+            raise _refused(what, path, f"another {key} on another rank")
+        if key[-1] in blocks and not (np.diff(np.frombuffer(data, "<f4")) >= 0).all():
+            raise _refused(what, path, f"{key} that does not ascend")
+    return Form(values[0], first, blocks)
+
+
+def _refused(what: str, path: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the 8-bit state of {what} cannot be quantised anew",
+        path=path,
+        expected="codes of one or two moments, in blocks of one size, with one ascending map on all ranks",
+        found=found,
+        advice="--dequantize writes it as float32, for an optimizer that keeps it so",
+    )

@@ -1,0 +1,342 @@
+"""The spare of a run: what `Checkpointer(replicate=True)` keeps in memory, between saves.
+
+Workers die, and an agent starts all of them again; so it is in no process, but in a file system that is in memory,
+which outlives them. On each node:
+
+/dev/shm/zckpt-UID/RUN/node                                 by which ranks find out who shares this memory
+/dev/shm/zckpt-UID/RUN/ID/rank-00000-of-00004.safetensors   a checkpoint in zckpt's format: the files of its ranks,
+/dev/shm/zckpt-UID/RUN/ID/rank-00003-of-00004.safetensors   and of those of the node before it
+/dev/shm/zckpt-UID/RUN/ID/checkpoint.json                   the document, on the first node and the next one
+/dev/shm/zckpt-UID/RUN/ID/spare.json                        written when all ranks have written and sent theirs
+
+RUN is in the run's directory (`spare.json` there): who removes that, and begins anew, meets no spare of before.
+A spare is of use only if it was kept after what `latest` names, which it says (`follows`). It is not loaded from
+memory: its files are copied into the run's directory, by ranks that have them, and are a checkpoint like any other.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.errors import SourceError, UsageError, WorkerError, ZckptError
+from zckpt.formats.native import DOCUMENT_NAME, OWNED, rank_name
+from zckpt.operations.small_file import write_text
+from zckpt.operations.target import write_target
+from zckpt.operations.tensors import memory_of
+from zckpt.optim.ranks import Place, Ranks, answering, written_together
+from zckpt.optim.states.several import Given, process_group_of, workers_of
+from zckpt.optim.tensors import Model
+from zckpt.state import Extent, Slot, Span
+from zckpt.storage.files import read_whole
+from zckpt.training.directory import Prepared, new_identity, write_document, write_rank
+from zckpt.training.run_place import RunPlace
+from zckpt.training.saving import prepared_of
+from zckpt.training.spare_memory import (
+    MEMORY,
+    SPARE,
+    About,
+    files_of,
+    identity_of_run,
+    made_directory,
+    node_of,
+    read_about,
+    spares,
+    text_of,
+    unwritten,
+)  # fmt: skip
+
+PIECE_NBYTES = 16 << 20
+"""Sent at once: what a rank needs besides what it keeps, for itself and for each rank that sends to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A spare that is whole, and the rank that each of its files is copied by."""
+
+    about: About
+    files: dict[str, int]
+
+
+class Spare:
+    """The spare of a run. All ranks make one together, and call its methods together.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    place : RunPlace
+        The run's directory.
+    within : Path, optional
+        Of each node, a directory that outlives its processes; by default, /dev/shm.
+
+    Raises
+    ------
+    UsageError
+        There is no such directory.
+    TargetError
+        It cannot be written, or what is there is another user's.
+    """
+
+    def __init__(self, ranks: Ranks, place: RunPlace, within: Path | None = None) -> None:
+        self._ranks = ranks
+        run = ranks.of_first(lambda: identity_of_run(place))
+        self.directory = ranks.do(lambda: made_directory(within or MEMORY, run))
+        nodes = ranks.gather_all(ranks.do(lambda: node_of(self.directory)))
+        self._is_first_of_node = nodes.index(nodes[ranks.rank]) == ranks.rank
+        self._receivers = neighbours(nodes)
+
+    def keep(self, model: Model, optimizer: Given, given: Mapping[str, Any], follows: Sequence[str]) -> None:
+        """Keep what this rank has, here and on the next node; when all have, forget what was kept before.
+
+        Parameters
+        ----------
+        model, optimizer, given
+            As for `save_given`.
+        follows : sequence of str
+            Of the first rank: see `About`.
+
+        Raises
+        ------
+        UsageError
+            An optimizer of RPC workers, or of other ranks.
+        TargetError
+            There is no room: what was kept before is still there.
+        """
+        ranks = self._ranks
+        _check(ranks, optimizer)
+        prepared = prepared_of(ranks, model, optimizer, given)
+        told = About(new_identity(), given["step"], ranks.world_size, tuple(follows), time.time_ns())
+        about = ranks.from_first(told)
+        directory = self.directory / about.identity
+        try:
+            done = ranks.do(lambda: _write_own(ranks, directory, about.identity, prepared))
+            every = ranks.gather(done.own)
+            ranks.of_first(lambda: write_document(done.state, every, about.identity, directory))
+            for name in (rank_name(ranks.rank, ranks.world_size), DOCUMENT_NAME):
+                self._send(directory, name)
+        except WorkerError:  # others may have what is to be gone on with
+            raise
+        except ZckptError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        ranks.do(lambda: self._settle(directory, about))
+
+    def _settle(self, directory: Path, about: About) -> None:
+        """Say that the spare is whole, and remove every other."""
+        if self._is_first_of_node:
+            write_text(directory / SPARE, text_of(about))
+            self._remove(but=directory)
+
+    def _remove(self, *, but: Path | None = None) -> None:
+        for one in spares(self.directory) if self._is_first_of_node else []:
+            if one != but:
+                shutil.rmtree(one, ignore_errors=True)
+
+    def _send(self, directory: Path, name: str) -> None:
+        """Send a file of this rank, if it has it, to the next node, and write those that come from the one before."""
+        ranks, receivers = self._ranks, self._receivers
+        own = directory / name
+        mine = own.stat().st_size if receivers[ranks.rank] is not None and own.exists() else None
+        if all(receiver is None for receiver in receivers):
+            return
+        if name == DOCUMENT_NAME and ranks.rank:
+            mine = None
+        sizes: list[tuple[str, int | None]] = ranks.gather_all((name, mine))
+        coming = [
+            _Coming(sender, directory / its, size)
+            for sender, (its, size) in enumerate(sizes)
+            if size is not None and receivers[sender] == ranks.rank
+        ]
+        going = None if mine is None else _Going(own, mine)
+        most = max((size for _, size in sizes if size is not None), default=0)
+        for start in range(0, most, PIECE_NBYTES):
+            piece = going.piece(start) if going is not None and start < going.nbytes else None
+            with answering():
+                work = [dist.irecv(one.room(start), src=ranks.members[one.sender], group=ranks.group)
+                        for one in coming if start < one.nbytes]  # fmt: skip
+                if piece is not None:
+                    work.append(dist.isend(piece, dst=ranks.members[receivers[ranks.rank] or 0], group=ranks.group))
+                for one in work:
+                    if one is not None:
+                        one.wait()
+            for its in coming:
+                its.write(start)
+        errors = [one.end() for one in coming] + ([] if going is None else [going.end()])
+        ranks.agree(next((error for error in errors if error is not None), None))
+
+    def find(self, latest: str) -> Found | None:
+        """Return the spare that may be gone on with; None if there is none that is whole and follows `latest`.
+
+        Parameters
+        ----------
+        latest : str
+            As `RunPlace.latest` says it.
+        """
+        ranks = self._ranks
+        here = ranks.do(lambda: [(one.name, read_about(one), files_of(one)) for one in spares(self.directory)])
+        abouts: dict[str, About] = {}
+        having: dict[str, dict[str, list[int]]] = {}
+        for rank, every in enumerate(ranks.gather_all(here)):
+            for identity, about, files in every:
+                if about is not None:
+                    abouts[identity] = about
+                for name in files:
+                    having.setdefault(identity, {}).setdefault(name, []).append(rank)
+        whole = []
+        for about in abouts.values():
+            names = [DOCUMENT_NAME, *(rank_name(rank, about.world_size) for rank in range(about.world_size))]
+            its = having[about.identity]
+            if latest in about.follows and all(name in its for name in names):
+                by = {name: its[name][number % len(its[name])] for number, name in enumerate(names)}
+                whole.append(Found(about, by))
+        return max(whole, key=lambda found: found.about.made, default=None)
+
+    def copy(self, found: Found, path: Place, *, overwrite: bool) -> None:
+        """Copy a spare to where a checkpoint is to be; each file by one of the ranks that have it.
+
+        Raises
+        ------
+        TargetError
+            It cannot be written.
+        """
+        ranks, directory = self._ranks, self.directory / found.about.identity
+        mine = [name for name, rank in found.files.items() if rank == ranks.rank and name != DOCUMENT_NAME]
+        has_document, document_at = found.files[DOCUMENT_NAME] == ranks.rank, directory / DOCUMENT_NAME
+        document = ranks.do(
+            lambda: read_whole(str(document_at), most=document_at.stat().st_size) if has_document else None
+        )
+        documents = ranks.gather(document)  # in a store, the first rank writes it
+
+        def written(partial: Path) -> None:
+            for name in mine:
+                write_target(plan([_copied(directory / name)]), partial / name)
+
+        def finished(partial: Path) -> None:
+            [data] = [one for one in documents if one is not None]
+            write_target(plan([TargetFile(DOCUMENT_NAME, len(data), [Literal(0, data)])]), partial / DOCUMENT_NAME)
+
+        with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
+            ranks.do(lambda: written(partial))
+            ranks.of_first(lambda: finished(partial))
+
+    def forget(self) -> None:
+        """Remove every spare: none is gone on with any more."""
+        self._ranks.do(self._remove)
+
+    def close(self) -> None:
+        """Give the memory of this node back, without waiting for other ranks."""
+        if self._is_first_of_node:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def neighbours(nodes: Sequence[str]) -> list[int | None]:
+    """Return the rank of the next node that each rank sends its share to; None where there is one node only.
+
+    Parameters
+    ----------
+    nodes : sequence of str
+        The node of each rank.
+    """
+    on: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        on.setdefault(node, []).append(rank)
+    if len(on) == 1:
+        return [None] * len(nodes)
+    order = list(on)
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    return [on[following[node]][on[node].index(rank) % len(on[following[node]])] for rank, node in enumerate(nodes)]
+
+
+class _Going:
+    """A file that is sent."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._error: Exception | None = None
+        self._path = path
+
+    def piece(self, start: int) -> torch.Tensor:
+        """Return bytes from `start` on; if they cannot be read, others, of which `end` tells."""
+        into = torch.empty(min(PIECE_NBYTES, self.nbytes - start), dtype=torch.uint8)
+        try:
+            with self._path.open("rb") as file:
+                file.seek(start)
+                file.readinto(memory_of(into))
+        except OSError as error:
+            self._error = SourceError("cannot be read", path=self._path, found=error.strerror)
+        return into
+
+    def end(self) -> Exception | None:
+        """Return what has failed."""
+        return self._error
+
+
+class _Coming:
+    """A file that comes from another rank; what fails is told at the end, so that the sender is not left waiting."""
+
+    def __init__(self, sender: int, path: Path, nbytes: int) -> None:
+        self.sender, self.nbytes = sender, nbytes
+        self._path, self._partial = path, path.with_name(f".{path.name}.zckpt-partial")
+        self._error: Exception | None = None
+        self._memory = torch.empty(min(PIECE_NBYTES, nbytes), dtype=torch.uint8)
+
+    def room(self, start: int) -> torch.Tensor:
+        """Return memory for the bytes from `start` on."""
+        return self._memory[: min(PIECE_NBYTES, self.nbytes - start)]
+
+    def write(self, start: int) -> None:
+        """Write the bytes that have come."""
+        if start >= self.nbytes or self._error is not None:
+            return
+        try:
+            with self._partial.open("ab" if start else "wb") as file:
+                file.write(memory_of(self.room(start)))
+        except OSError as error:
+            self._error = unwritten(self._partial, error)
+
+    def end(self) -> Exception | None:
+        """Give the file its name; return what has failed."""
+        if self._error is None:
+            try:
+                self._partial.rename(self._path)
+            except OSError as error:
+                self._error = unwritten(self._partial, error)
+        return self._error
+
+
+def _check(ranks: Ranks, optimizer: Given) -> None:
+    """Refuse optimizers whose state is not these ranks'."""
+    if workers_of(optimizer) is not None:
+        raise UsageError("a DistributedOptimizer is not kept in memory", advice="leave replicate out")
+    group = None if ranks.given is not None else process_group_of(optimizer)
+    if group is not None and dist.get_process_group_ranks(group) != ranks.members:
+        raise UsageError("the optimizer is of fewer ranks", advice="give the Checkpointer process_group=, too")
+
+
+def _write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception) -> Prepared:
+    """Write this rank's file; raise what has kept it from being prepared."""
+    if isinstance(prepared, Exception):
+        raise prepared
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        prepared.own.file = write_rank(directory, ranks.rank, ranks.world_size, prepared.entries, identity)
+    except OSError as error:
+        raise unwritten(directory, error) from error
+    return prepared
+
+
+def _copied(path: Path) -> TargetFile:
+    """Return a file with the bytes of another."""
+    nbytes = path.stat().st_size
+    whole = Extent.whole((nbytes,))
+    slot = Slot("bytes", "uint8", (nbytes,), (Span(whole, str(path), 0, "uint8"),))
+    return TargetFile(path.name, nbytes, [], [Hole(0, path.name, slot, whole, "uint8")])
