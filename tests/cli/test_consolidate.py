@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.cli.console import FIXTURES, command, copy, environment, inspected, refused, run, succeeded
+from tests.pairwise import each
 from tests.truth import Truth, bits
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
@@ -755,8 +756,7 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["m.safetensors", "m"])
+@pytest.mark.parametrize(("kind", "name"), each([signal.SIGINT, signal.SIGTERM], ["m.safetensors", "m"]))
 def test_interrupted_run_leaves_in_order_and_says_what_is_left(
     name: str, kind: signal.Signals, large: Path, tmp_path: Path
 ) -> None:
@@ -776,8 +776,7 @@ def test_interrupted_run_leaves_in_order_and_says_what_is_left(
         assert f"kept in .{name}.zckpt-partial: --resume goes on with them, --restart begins anew" in error
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m"])
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("name", "kind"), each(["m", "m.safetensors"], [signal.SIGKILL, signal.SIGTERM]))
 def test_killed_run_leaves_no_target_and_the_next_run_takes_over(
     name: str, kind: signal.Signals, large: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, environment
+from tests.pairwise import each
 
 SCRIPT = 'mount -t tmpfs -o "$1" none "$2" || exit 99; shift 2; "$@"; status=$?; find "$0" -mindepth 1; exit $status'
 """$0 the mount point again, $1 the mount options, $2 the mount point, then a command; prints what is left there."""
@@ -37,8 +38,7 @@ def on_tmpfs(options: str, place: Path, *arguments: str) -> subprocess.Completed
     return done
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("options", ["size=16k", "size=8m,nr_inodes=3"], ids=["bytes", "inodes"])
+@pytest.mark.parametrize(("verb", "options"), each(VERBS, ["size=16k", "size=8m,nr_inodes=3"]))
 def test_nothing_is_left_on_a_full_disk(verb: str, options: str, tmp_path: Path) -> None:
     """Both are seen before anything is written: too few bytes, or no room for so many files."""
     place = tmp_path / "disk"

@@ -16,6 +16,7 @@ from tests import gloo
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.test_reshard import TOLERANCE
+from tests.pairwise import each
 from tests.truth import Truth
 
 pytestmark = pytest.mark.interop
@@ -63,8 +64,7 @@ def test_deepspeed_resumes_what_went_around_the_ring(
     assert_resumes(tmp_path / "run", source.at(world_size, stage=stage), folder)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "stage"), each(["fp32", "bf16"], [1, 2, 3]))
 def test_a_run_without_zero_goes_on_with_it(
     stage: int, dtype: str, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:

@@ -196,8 +196,16 @@ def run(tmp_path_factory) -> dict[str, Any]:
     return {"checkpoint": torch_reader.read(path, names=names), "state": state, "losses": losses}
 
 
-@pytest.mark.parametrize("files", [1, 3])
-@pytest.mark.parametrize(("ranks", "fsdp"), [(1, False), (1, True), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "fsdp", "files"),
+    [
+        *((1, False, 1), (1, True, 3), (2, True, 1), (4, True, 3)),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in ((1, False, 3), (1, True, 1), (2, True, 3), (4, True, 1))
+        ),
+    ],
+)
 def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "CUT_NBYTES", 64)
     directory = written(run["checkpoint"], tmp_path / "dcp", files)

@@ -121,6 +121,21 @@ def test_deepspeed_resumes_pipelines(case: Case, made: Callable[[Spec], Path], t
     assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("to", ["dcp", "consolidated"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_deepspeed_resumes_pipelines_of_another_format(
+    to: str, stages: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(TWO)
+    zckpt.convert(folder, tmp_path / "between", to=to)
+    options = {"pipeline_parallel_size": stages, "partition_method": "uniform", "pipeline_layers": LAYERS}
+    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", world_size=1, stage=1, **options)
+    verdict = resume(tmp_path / "back", TWO.at(stages, pipeline_parallel=stages), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE[TWO.dtype], verdict.losses
+
+
 @given(st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=14),
        st.integers(1, 8))  # fmt: skip
 def test_stages_have_the_bounds_that_deepspeed_gives_them(weights: list[int], stages: int) -> None:

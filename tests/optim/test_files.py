@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 import zckpt
 from tests.gloo import run
 from tests.optim.test_distributed import Model, inputs, on_workers, set_weight
+from tests.pairwise import each
 from tests.truth import Truth, assert_same
 from zckpt.errors import UsageError
 from zckpt.optim import DistributedOptimizer, ZeroRedundancyOptimizer, files
@@ -86,8 +87,7 @@ def load_run(rank: int, world_size: int, path: Path, kind: str, named: bool) -> 
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("kind", ["adamw", "sgdm"])
+@pytest.mark.parametrize(("kind", "named"), each(["adamw", "sgdm"], [True, False]))
 def test_what_ranks_write_continues_at_any_number_of_them(kind: str, named: bool, tmp_path: Path) -> None:
     (wanted, *others) = run(save_run, 3, tmp_path / "saved", kind, named)
     assert all(torch.equal(a, b) for other in others for a, b in zip(wanted, other, strict=True))

@@ -31,7 +31,6 @@ from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.storage.durable import written_files
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -108,6 +107,8 @@ def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) 
     TargetError
         The file exists, or cannot be written.
     """
+    from zckpt.storage.durable import written_files
+
     with written_files([target], overwrite=overwrite) as (partial,):
         partial.write_bytes(bytes_of(found))
 

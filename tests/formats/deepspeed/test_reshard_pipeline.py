@@ -13,7 +13,7 @@ import zckpt
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.errors import ShardError, UnsupportedError, UsageError
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 
 PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
@@ -264,6 +264,48 @@ def test_names_of_the_modules_by_renaming(tmp_path: Path) -> None:
     names = [("3.", "feed_forward."), ("4.", "norm."), ("1.", "block."), ("tied_modules.embed.", "embed.")]
     zckpt.consolidate(run_of(PLAIN), tmp_path / "model.safetensors", rename=names)
     assert set(zckpt.open(tmp_path / "model.safetensors").parameters) >= {"embed.weight", "norm.bias", "block.alpha"}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_another_format_is_dealt_to_stages(stages: int, tmp_path: Path) -> None:
+    """The files are those that `reshard` of the pipeline writes, but for what only DeepSpeed's own say."""
+    options = {"pipeline_parallel_size": stages, "partition_method": "uniform", "pipeline_layers": LAYERS}
+    zckpt.convert(run_of(PLAIN), tmp_path / "native", to="zckpt")
+    zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", world_size=2, stage=1, **options)
+    tag, same = tag_of(tmp_path / "back"), cut(run_of(PLAIN), tmp_path / "cut", 2, **options)
+    assert sorted(path.name for path in tag.iterdir()) == sorted(path.name for path in same.iterdir())
+    for path in tag.glob("layer_*"):
+        found, expected = (torch.load(one, weights_only=False) for one in (path, same / path.name))
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value, key)
+    for rank in range(stages):
+        assert names_of(tag, rank) == names_of(same, rank)
+    assert zckpt.diff(tag, same).equal
+    assert zckpt.verify(tag, deep=True).sound
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({}, "--pipeline-parallel-size"),
+        ({"pipeline_parallel_size": 1}, "--pipeline-parallel-size"),
+        ({"pipeline_parallel_size": 2}, "how a pipeline's layers are dealt"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "A,B"}, "not the list of the checkpoint's layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "stage": 2}, "no pipelines under ZeRO-2"),
+    ],
+)
+def test_stages_of_another_format_have_to_be_said(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    zckpt.convert(run_of(PLAIN), tmp_path / "native", to="zckpt")
+    with pytest.raises((UnsupportedError, UsageError), match=match):
+        zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
+
+
+def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path: Path) -> None:
+    zckpt.convert(run_of("s1_fp32_dp1"), tmp_path / "native", to="zckpt")
+    bounds = {"stage_bounds": "0,1,2", "world_size": 2}
+    with pytest.raises(LayoutError, match="in no layer of the pipeline"):
+        zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", **bounds)
 
 
 def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.optim.zero.reference import (
     loss_of,
     make,
 )
+from tests.pairwise import each
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -113,8 +114,7 @@ def backward_that_raises(
     train_on(ours, model, twin, rank, world_size)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("at", [0, 2], ids=["first", "later"])
+@pytest.mark.parametrize(("options", "at"), each(OPTIONS, [0, 2]))
 def test_exception_in_backward_of_one_rank(options: str, at: int) -> None:
     strict = {**OPTIONS[options], "ignore_unused_parameters": False}
     variants = [

@@ -55,16 +55,6 @@ class Options:
         bool, None, "Where blocks of 8-bit state (bitsandbytes) cannot be cut as they are, quantise its values anew. "
         "Default: refuse.", opposite="no-requantize",
     )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class RecutOptions(Options):
-    """What `reshard` can be given."""
-
-    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    tensor_parallel_size: int | None = option(
-        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
-    )
     pipeline_parallel_size: int | None = option(
         int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
     )
@@ -87,6 +77,16 @@ class RecutOptions(Options):
         "The layers that PipelineModule gets, where files leave that open: Embedding=KEY,Block*24,relu,...; KEY of a "
         "TiedLayerSpec.",
         metavar="LAYER,...",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecutOptions(Options):
+    """What `reshard` can be given."""
+
+    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
+    tensor_parallel_size: int | None = option(
+        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
     )
     padded_vocab_size: int | None = option(
         int,

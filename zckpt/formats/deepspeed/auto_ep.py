@@ -22,7 +22,8 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.experts import expert_number, layer_of
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot

@@ -22,7 +22,8 @@ from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Padding, Slot

@@ -39,19 +39,21 @@ _FLAT_KEYS = (
 _PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_groups")
 
 
-def as_deepspeed(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
+def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
     Parameters
     ----------
     stage : {1, 2, 3}
+    staged : bool
+        Whether layers are to be dealt to stages of a pipeline.
 
     Raises
     ------
     UnsupportedError
         It has no optimizer, parameters without names, or state that a flat buffer cannot hold.
     """
-    _refuse(checkpoint)
+    _refuse(checkpoint, staged=staged)
     parameters = dict(checkpoint.parameters)
     groups = []
     for index, group in enumerate(checkpoint.param_groups):
@@ -94,7 +96,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _refuse(checkpoint: Checkpoint) -> None:
+def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
     path = checkpoint.source
     if not checkpoint.param_groups:
         raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path,
@@ -126,10 +128,10 @@ def _refuse(checkpoint: Checkpoint) -> None:
             path=path,
             advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
         )
-    if checkpoint.topology.pp > 1:
-        raise UnsupportedError("pipeline stages are not written from another format", path=path,
+    if checkpoint.topology.pp > 1 and not staged:
+        raise UnsupportedError("a pipeline's layers, without the stages that they are for", path=path,
                                found=f"pp={checkpoint.topology.pp}",
-                               advice="`zckpt convert --to universal` writes them for DeepSpeed")  # fmt: skip
+                               advice="say which: --pipeline-parallel-size, --pipeline-layers")  # fmt: skip
 
 
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:

@@ -21,7 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import FlatGroup
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, Slot, Span
 from zckpt.state.partition import flat_partition_numel, flat_shares, round_robin_order

@@ -34,7 +34,8 @@ from zckpt.formats.deepspeed.groups import (
 )
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, cut_parameters, frozen_weight
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.values import own_keys, quantised_keys, rank_values
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed import Options, RecutOptions
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
@@ -53,6 +53,10 @@ def stage_states(
                 raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply", path=checkpoint.source)
         return [local_states(checkpoint, origin, degree, rows)], None
     tp = checkpoint.topology.tp
+    if not origin.ranks:
+        check_order(checkpoint)
+        whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
+        origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
     source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     sliced = [local_states(checkpoint, origin, degree, rows, ranks) for ranks in source]
     stages = stages_of(
@@ -89,10 +93,16 @@ def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
     """Tell whether a checkpoint is a pipeline's: with experts there are no layer files, nor a mark of one stage."""
     if origin.layers or checkpoint.topology.pp > 1:
         return True
+    if not origin.ranks:  # of another format
+        return is_asked(options)
     given = options.pipeline_layers is not None or options.stage_bounds is not None
-    return (
-        given and len(origin.ranks) > 0 and are_stages([files.models[0] for files in origin.ranks], len(origin.ranks))
-    )
+    return given and are_stages([files.models[0] for files in origin.ranks], len(origin.ranks))
+
+
+def is_asked(options: Options) -> bool:
+    """Tell whether options say that layers are to be dealt to stages."""
+    asked = options.partition_method, options.stage_bounds, options.pipeline_layers
+    return options.pipeline_parallel_size not in (None, 1) or asked != (None, None, None)
 
 
 def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups: bool) -> list[RankState]:
@@ -165,8 +175,7 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
         if len(tied) < 2 and held.issuperset(names):
             return [name for name in group.parameters if name in set(names)]
     for group in groups:
-        places = [(0, 0) if name.startswith(TIED) else (1, layer_of(name)) for name in group.parameters]
-        if any(one > other for one, other in pairwise(places)):
+        if not _is_ordered(group.parameters):
             raise UnsupportedError(
                 "a param group is not in the order of the stage's modules, so that its order in another stage "
                 "is not known",
@@ -175,6 +184,37 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
                 advice="keep the stages",
             )
     return sorted(names, key=lambda name: stages.order(name, stage))
+
+
+def _is_ordered(names: Sequence[str]) -> bool:
+    """Tell whether parameters are in the order of modules: tied layers, and then the others by their number."""
+    places = [(0, 0) if name.startswith(TIED) else (1, layer_of(name)) for name in names]
+    return all(one <= other for one, other in pairwise(places))
+
+
+def check_order(checkpoint: Checkpoint) -> None:
+    """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them.
+
+    Raises
+    ------
+    LayoutError
+        A name is of no layer.
+    UnsupportedError
+        Experts, or a group in another order than that of modules.
+    """
+    for name in (*checkpoint.parameters, *checkpoint.buffers):
+        if tied_key(name) is None:
+            layer_of(name)
+        if is_expert(name):
+            raise UnsupportedError("experts in a pipeline are not written from another format", path=checkpoint.source,
+                                   found=name)  # fmt: skip
+    for group in checkpoint.param_groups:
+        if not _is_ordered(group.parameters):
+            raise UnsupportedError(
+                "a param group is not in the order of a pipeline's modules: tied layers, and then the others by number",
+                path=checkpoint.source,
+                found=", ".join(group.parameters[:8]),
+            )
 
 
 def _experts_in_order(names: Sequence[str], degree: int, stages: Stages, stage: int) -> list[str]:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
+from zckpt.formats.deepspeed.nested import flattened
+from zckpt.formats.deepspeed.shapes import Shapes, param_shapes_of, shapes_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
 from zckpt.state import MASTER, Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
-
-Shapes = dict[str, tuple[int, ...]]
 
 MODEL_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -168,23 +168,27 @@ def read_model(shard: Shard) -> ModelShard:
 
 def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
     content = as_mapping(file.root, shard.path, "a dict of model states")
-    module = content.get("module")
-    tensors = _tensors_by_name(module, shard.path) if isinstance(module, dict) else {}
     shared = content.get("shared_params")
     frozen = content.get("frozen_param_fragments")
     frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
+    buffers = {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set()
+    shapes = param_shapes_of(content.get("param_shapes"), shard.path)
+    frozen_by_name = None if frozen_shapes is None else shapes_of(frozen_shapes, shard.path)
+    known = {*buffers, *(name for group in shapes or () for name in group), *(frozen_by_name or ())}
+    its = content.get("module")
+    module, extra = flattened(its if isinstance(its, dict) else {}, known, shard.path, is_listed=shapes is not None)
     return ModelShard(
         shard,
         file,
-        tensors,
-        {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set(),
-        _param_shapes(content.get("param_shapes"), shard.path),
-        None if frozen_shapes is None else _shapes(frozen_shapes, shard.path),
+        _tensors_by_name(module, shard.path),
+        buffers,
+        shapes,
+        frozen_by_name,
         _tensors_by_name(frozen, shard.path) if isinstance(frozen, dict) else None,
         _shared(shared, shard.path),
         by_name(content, shard.path),
-        {str(k): v for k, v in module.items() if not isinstance(v, Tensor)} if isinstance(module, dict) else {},
+        extra,
         content.get("ds_config"),
     )
 
@@ -210,28 +214,6 @@ def _shared(node: object, path: str) -> dict[str, str] | None:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
             raise DamagedFileError("unreadable shared_params", path=path, expected="pairs of names", found=brief(pair))
         found[str(pair[0])] = str(pair[1])
-    return found
-
-
-def _param_shapes(node: object, path: str) -> list[Shapes] | None:
-    """Return shapes by group; before 2021 a file held one dict for all groups."""
-    if node is None:
-        return None
-    if isinstance(node, dict):
-        return [_shapes(node, path)]
-    if not isinstance(node, (list, tuple)):
-        raise DamagedFileError(
-            "unreadable param_shapes", path=path, expected="a list of dicts", found=type(node).__name__
-        )
-    return [_shapes(group, path) for group in node]
-
-
-def _shapes(node: object, path: str) -> Shapes:
-    found = {}
-    for name, shape in as_mapping(node, path, "a dict of shapes").items():
-        if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
-            raise DamagedFileError(f"unreadable shape of {name}", path=path, found=brief(shape))
-        found[str(name)] = tuple(int(n) for n in shape)
     return found
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
+from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target
-from zckpt.formats.deepspeed.write_model import single
+from zckpt.formats.deepspeed.write_model import is_filed, single
 from zckpt.formats.torch_files.writer import FromFile, SlotTensor
 from zckpt.state import WEIGHT, Parameter
 from zckpt.torchfile import OrderedMapping, TorchFile
@@ -19,13 +20,45 @@ from zckpt.torchfile import OrderedMapping, TorchFile
 
 def layer_count(target: Target) -> int:
     """Return the number of layers' files."""
+    if is_filed(target) and not target.origin.layers:
+        return len(_made(target))
     return sum((shard.mp_rank or 0) == 0 for shard, _ in target.origin.layers) * target.tp
+
+
+def _made(target: Target) -> dict[int, dict[str, Parameter]]:
+    """Return the parameters and buffers of each layer by its keys, of a checkpoint of another format.
+
+    A tied layer has a file for its first use, as DeepSpeed reads it there and copies it to its other stages.
+    """
+    uses = target.stages.uses if target.stages is not None else {}
+    found: dict[int, dict[str, Parameter]] = {}
+    for mp in target.ranks:
+        for name, one in {**mp.parameters, **mp.buffers}.items():
+            key = tied_key(name)
+            number = layer_of(name) if key is None else min(uses[key])
+            rest = name.partition(".")[2] if key is None else name.removeprefix(TIED).partition(".")[2]
+            found.setdefault(number, {}).setdefault(rest, one)
+    return dict(sorted(found.items()))
+
+
+def _made_files(target: Target) -> Iterator[tuple[str, object]]:
+    buffers = {name for mp in target.ranks for name in mp.buffers}
+    for number, its in _made(target).items():
+        tree = OrderedMapping()
+        for key, one in its.items():
+            slot = one.slots.get(WEIGHT)
+            is_buffer = slot is not None and one.name in buffers
+            tree[key] = SlotTensor(slot, slot.dtype, one.name) if slot and is_buffer else single(target, one)
+        yield f"layer_{number:02d}-model_states.pt", tree
 
 
 def layer_files(target: Target) -> Iterator[tuple[str, object]]:
     """Yield the name and the content of each layer's files."""
     tp = target.checkpoint.topology.tp
     layers = target.origin.layers
+    if is_filed(target) and not layers:
+        yield from _made_files(target)
+        return
     if target.tp == tp and target.rules is None:
         for shard, file in layers:
             yield Path(shard.path).name, FromFile.of(file, file.root)

@@ -10,6 +10,7 @@ from zckpt.formats.deepspeed.auto_ep import KEY as AUTO_KEY
 from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, layers_for
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
+from zckpt.formats.deepspeed.nested import is_nested, renested
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
@@ -37,7 +38,7 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
         known = {key: degree for key, degree in degrees.items() if key in dimensions}
         written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
-    if target.origin.layers:
+    if is_filed(target):
         written["module"] = None
     if mp.members:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
@@ -60,6 +61,11 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         if isinstance(info, dict) and AUTO_KEY in info:
             content[INFO_KEY] = FromFile.of(source.file, {**info, AUTO_KEY: layers})
     return content
+
+
+def is_filed(target: Target) -> bool:
+    """Tell whether a target is a pipeline whose layers have files of their own."""
+    return bool(target.origin.layers) or (not target.origin.ranks and target.stages is not None)
 
 
 def _degrees(mp: TargetRank) -> dict[str, int]:
@@ -147,6 +153,8 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+    if isinstance(old, dict) and is_nested(old):
+        return renested(old, module, source.file)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module

@@ -7,7 +7,7 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from zckpt.engine.targets import Lazily, Literal, TargetFile
@@ -19,6 +19,7 @@ from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
+from zckpt.formats.deepspeed.restage import is_asked
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
@@ -72,7 +73,7 @@ def _from_elsewhere(job: Job) -> TargetFiles:
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-    converted = foreign.as_deepspeed(checkpoint, stage=stage)
+    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
     strange = sorted(checkpoint.optimizer_metadata.keys() - foreign.HANDLED)
     if strange:
         raise UnsupportedError(
@@ -103,16 +104,8 @@ def _known_stage(checkpoint: Checkpoint) -> int | None:
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
-    return RecutOptions(
-        world_size,
-        stage,
-        options.elastic,
-        options.round_robin,
-        options.parameter_alignment,
-        options.hyperparameters,
-        options.expert_parallel_size,
-        options.requantize,
-    )
+    same = {one.name: getattr(options, one.name) for one in fields(Options)}
+    return RecutOptions(**{**same, "world_size": world_size, "stage": stage})
 
 
 def recut(job: Job) -> TargetFiles:

@@ -20,7 +20,8 @@ from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
 from zckpt.formats.deepspeed.groups import optimizer_order, tied_names
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
-from zckpt.formats.deepspeed.shards import ModelShard, Shapes, read_model
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, read_model
 from zckpt.formats.torch_files.tensors import slot_of, span_of, with_scalars
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor, alike

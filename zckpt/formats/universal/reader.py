@@ -11,7 +11,8 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, ShardError, listed
 from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import MODEL_KEYS
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.state_dicts import optimizer_rules

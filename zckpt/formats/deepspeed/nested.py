@@ -1,0 +1,119 @@
+"""A model's state dict in dicts of dicts, as Megatron-DeepSpeed's modules give it where there is no pipeline. Pure.
+
+module = {"language_model": {"embedding": {"word_embeddings": {"weight": ...}},
+                             "encoder": {"layers.0.input_layernorm.weight": ..., ...}, "moe_state_dict": {}}}
+
+Names are the keys on the way, joined by dots, where `param_shapes`, `frozen_param_shapes` or `buffer_names` have one of
+them, or all of the model is nested. What else is in a dict is what a module keeps for itself.
+
+Source: Megatron-DeepSpeed's `state_dict_for_save_checkpoint`, which takes the place of `module.state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from zckpt.errors import DamagedFileError
+from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile
+
+Node = Mapping[object, object]
+
+EXTRA_STATE = "_extra_state"
+
+
+def is_nested(module: Node) -> bool:
+    """Tell whether some of a state dict is in dicts."""
+    return any(isinstance(value, dict) for value in module.values())
+
+
+def flattened(
+    module: Node, known: Collection[str], path: str, *, is_listed: bool
+) -> tuple[dict[object, object], dict[str, object]]:
+    """Return a state dict's values by name, and what of it is none of the model's, as it is nested.
+
+    Parameters
+    ----------
+    module : mapping
+    known : collection of str
+        Names of parameters and buffers, not all of them in every version.
+    path : str
+    is_listed : bool
+        Whether parameters are among these. If not, what is nested is taken where nothing else is there.
+
+    Raises
+    ------
+    DamagedFileError
+        Two tensors have one name.
+    """
+    leaves = [(name, value) for name, value in _leaves(module, "") if isinstance(value, Tensor)]
+    nested = [name for name, _ in leaves if name not in module]
+    alone = not is_listed and len(nested) == len(leaves)
+    every = alone or any(name in known for name in nested)
+    found: dict[object, object] = {}
+    for name, tensor in leaves:
+        if name in module or (every and EXTRA_STATE not in name):
+            if name in found:
+                raise DamagedFileError(f"two tensors are {name}", path=path, expected="one in its modules' dicts")
+            found[name] = tensor
+    rest = {str(key): value for key, value in module.items() if not isinstance(value, (Tensor, dict))}
+    for key, value in module.items():
+        if isinstance(value, dict):
+            left = _without(value, f"{key}.", found)
+            rest |= {str(key): left} if left or not value else {}
+    return found, rest
+
+
+def _leaves(node: Node, front: str) -> Iterator[tuple[str, object]]:
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{front}{key}.")
+        else:
+            yield f"{front}{key}", value
+
+
+def _without(node: Node, front: str, found: Collection[object]) -> dict[object, object]:
+    """Return what of a dict has not been found, without dicts of which nothing else is left."""
+    rest: dict[object, object] = {}
+    for key, value in node.items():
+        if isinstance(value, dict):
+            left = _without(value, f"{front}{key}.", found)
+            if left:
+                rest[key] = left
+        elif f"{front}{key}" not in found:
+            rest[key] = value
+    return rest
+
+
+def renested(module: Node, values: Mapping[object, object], file: TorchFile) -> OrderedMapping:
+    """Return a state dict as another was nested, with other values by name; what has none stays as it is.
+
+    Parameters
+    ----------
+    module : mapping
+        As it was.
+    values : mapping
+        By name.
+    file : TorchFile
+        That the rest is from.
+    """
+    there = {name for name, _ in _leaves(module, "")}
+    whole = _renested(module, "", values, file)
+    for name, value in values.items():
+        if name not in there and not isinstance(module.get(name), dict):
+            whole[name] = value
+    if isinstance(values, OrderedMapping):
+        whole.state = values.state
+    return whole
+
+
+def _renested(node: Node, front: str, values: Mapping[object, object], file: TorchFile) -> OrderedMapping:
+    made = OrderedMapping()
+    if isinstance(node, OrderedMapping):
+        made.state = node.state
+    for key, value in node.items():
+        name = f"{front}{key}"
+        if isinstance(value, dict):
+            made[key] = _renested(value, f"{name}.", values, file)
+        else:
+            made[key] = values[name] if name in values else FromFile.of(file, value)
+    return made
