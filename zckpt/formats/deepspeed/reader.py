@@ -189,7 +189,7 @@ def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> No
                 "masters and moments that ZenFlow keeps are transposed, and behind its weights: they are not read",
                 path=model.shard.path,
                 expected="zero_optimization without `zenflow` in its ds_config",
-                advice="go on in DeepSpeed with `zenflow`, which loads them as it wrote them; weights are in `module` of this file",
+                advice="go on in DeepSpeed with `zenflow`; the weights are in `module` of this file",
             )
 
 
