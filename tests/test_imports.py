@@ -60,6 +60,7 @@ MAY_IMPORT_TORCH = (
     "hf.py",
     "lightning.py",
     "accelerate.py",
+    "torchtitan.py",
 )
 
 SOURCES = [
@@ -201,8 +202,8 @@ def at_module_level(tree: ast.Module) -> ast.Module:
 
 
 FLOORS = [
-    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "accelerate", "lightning"}, {"dcp", "deepspeed"},
-    {"training"}, {"optim"},
+    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "accelerate", "lightning", "torchtitan"},
+    {"dcp", "deepspeed"}, {"training"}, {"optim"},
     {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"torchfile"}, {"executors"}, {"engine"}, {"storage"},
     {"state"}, {"errors", "codes", "version"},
 ]  # fmt: skip

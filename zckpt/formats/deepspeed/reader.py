@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
@@ -183,6 +183,14 @@ def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> No
     for model in models:
         if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
+        zero = model.config.get("zero_optimization")
+        if isinstance(zero, dict) and zero.get("zenflow") is not None:
+            raise UnsupportedError(
+                "masters and moments that ZenFlow keeps are transposed, and behind its weights: they are not read",
+                path=model.shard.path,
+                expected="zero_optimization without `zenflow` in its ds_config",
+                advice="go on in DeepSpeed with `zenflow`; the weights are in `module` of this file",
+            )
 
 
 def _ranks(

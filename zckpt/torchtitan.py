@@ -1,0 +1,117 @@
+"""torchtitan's CheckpointManager over zckpt: saves whole or not at all, in zckpt's format; loads every format.
+
+    from zckpt.torchtitan import CheckpointManager
+
+    def my_config():
+        config = llama3_debugmodel()
+        config.checkpoint = CheckpointManager.Config(enable=True, interval=500, async_mode="async")
+        return config
+
+Its own, but for what `dcp.save` and `dcp.load` are given. What `last_save_in_hf` writes stays Hugging Face's.
+
+Source: torchtitan 0.3, `components/checkpointer/dcp.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zckpt.errors import MissingPackageError, UnsupportedError, require_torch
+
+require_torch("zckpt.torchtitan")
+
+try:
+    from torchtitan.components.checkpointer import MODEL, AsyncMode
+    from torchtitan.components.checkpointer import CheckpointManager as _CheckpointManager
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("torchtitan"):
+        raise
+    raise MissingPackageError(
+        "zckpt.torchtitan needs torchtitan, 0.3 or newer, which is not installed", advice="pip install torchtitan"
+    ) from error
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from zckpt.dcp import Reader, Writer
+from zckpt.formats.native import OWNED, is_native
+from zckpt.operations.places import place_of
+from zckpt.storage.leftovers import remove_leftovers
+
+__all__ = ["CheckpointManager"]
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is not there for mypy
+    """torchtitan's, whose `step-N` are zckpt's: each is whole or not there, and loaded at any number of ranks.
+
+    It goes on with the last one in its folder, be it DCP's or zckpt's; `initial_load_path` may be of any format.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's, without "async_with_pinned_mem"."""
+
+    def __init__(self, config: Config, **named: Any) -> None:
+        if config.enable and config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM.value:
+            raise UnsupportedError(
+                "torchtitan stages to a process of its own in this mode, which zckpt does not",
+                found=config.async_mode,
+                advice='async_mode="async" saves while training goes on',
+            )
+        super().__init__(config, **named)
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save; parameters and what is returned are torchtitan's.
+
+        Raises
+        ------
+        ZckptError
+            It cannot be written, or the format has no place for something: on all ranks; asynchronously, from what is
+            returned.
+        """
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        place = place_of(checkpoint_id)
+        if torch.distributed.get_rank() == 0 and isinstance(place, Path):
+            remove_leftovers(place.parent, OWNED)
+        writer = Writer(checkpoint_id, overwrite=True)
+        with torch.no_grad():
+            if async_mode == AsyncMode.DISABLED:
+                return save(state_dict, storage_writer=writer)
+            return async_save(state_dict, storage_writer=writer, process_group=self.pg)
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load; parameters are torchtitan's.
+
+        Raises
+        ------
+        SourceError
+            It cannot be read.
+        """
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, storage_reader=Reader(checkpoint_id))
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Return the last step that is there, -1 for none."""
+        own = -1
+        place = place_of(folder or self.folder)
+        if isinstance(place, Path) and place.is_dir():
+            found = [(_STEP.fullmatch(path.name), path) for path in place.iterdir()]
+            own = max((int(match[1]) for match, path in found if match and is_native(path)), default=-1)
+        return max(own, int(super()._find_load_step(folder)))
