@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def spread(degree: int) -> dict[str, Any]:
 
 TWO = mixtral("autoep2_s2_fp32_dp2", 2, 2)
 FOUR = mixtral("autoep2_s1_bf16_dp4", 4, 2, dtype="bf16", stage=1)
+NONE = mixtral("autoep2_s0_bf16_dp2", 2, 2, dtype="bf16", stage=0)
+FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,46 @@ def test_experts_under_zero3_are_read(
     assert zckpt.diff(folder, tmp_path / "dcp").equal
     with pytest.raises(zckpt.UnsupportedError, match="AutoEP under ZeRO-3"):
         zckpt.reshard(folder, tmp_path / "cut", world_size=world_size)
+
+
+@pytest.mark.parametrize("spec", [NONE, pytest.param(FLOATS, marks=pytest.mark.nightly)], ids=lambda one: one.name)
+def test_experts_without_zero_are_resumed_on_other_ranks(
+    spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
+    folder = made(spec)
+    checkpoint, truth = zckpt.open(folder), Truth(folder)
+    assert (checkpoint.topology.ep, checkpoint.warnings, checkpoint.unnamed) == (2, [], {})
+    assert set(checkpoint.parameters) == {*truth.weights, *truth.tied}
+    master = "master" if spec.dtype == "bf16" else "weight"
+    for slot, expected in [(master, truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        for name, value in expected.items():
+            assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
+    assert zckpt.verify(folder, deep=True).sound
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    zckpt.reshard(folder, tmp_path / "cut", world_size=4, verify=True)
+    verdict = resume(tmp_path / "cut", spec.at(4, config=spread(2)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("expp_rank_1_*", "optimizer files of expert ranks are missing"),
+        ("expp_rank_*", "no optimizer files of expert ranks"),
+        ("layer_1_expert_3_*", "weights of all experts of model.layers.1.mlp.experts.w1"),
+    ],
+)
+def test_a_lost_file_of_experts_without_zero_is_named(
+    lost: str, message: str, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(made(NONE), tmp_path / "run")
+    for path in run.glob(f"*/{lost}"):
+        path.unlink()
+    with pytest.raises(zckpt.ShardError, match=message):
+        zckpt.open(run)
 
 
 def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:

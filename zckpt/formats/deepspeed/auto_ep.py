@@ -17,17 +17,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt.codes import MISSING_FILE
 from zckpt.engine.boxes import row_major
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError
 from zckpt.formats.deepspeed.experts import expert_number, layer_of
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot
-from zckpt.torchfile import plain
+from zckpt.torchfile import FromFile, plain
 
 KEY = "ds_autoep_layers"
 
@@ -50,6 +52,11 @@ class AutoLayer:
     def per_rank(self) -> int:
         """Experts of one rank."""
         return self.experts // self.degree
+
+
+def expert_names(layer: AutoLayer) -> list[str]:
+    """Return the names of a layer's tensors of all experts, in the model's order."""
+    return [f"{layer.prefix}.{weight}" for weight in _WEIGHTS]
 
 
 def auto_layers(model: ModelShard) -> list[AutoLayer]:
@@ -137,20 +144,30 @@ def split_model(model: ModelShard, layers: Sequence[AutoLayer]) -> ModelShard:
 
 
 def split_files(
-    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
+    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], of_experts: Sequence[object] = ()
 ) -> tuple[list[ModelShard], list[OptimizerShard]]:
     """Return model and optimizer files as if each expert had parameters of its own; all others as they are.
+
+    Parameters
+    ----------
+    of_experts : sequence
+        The optimizer files of expert ranks, which there are without ZeRO.
 
     Raises
     ------
     DamagedFileError, LayoutError
         Layers and shapes contradict each other.
+    ShardError
+        No expert rank's optimizer is there.
     UnsupportedError
         Experts of AutoEP of a kind that is not read.
     """
     layers = auto_layers(models[0])
     if not layers:
         return list(models), list(optimizers)
+    if not optimizers and not of_experts and isinstance(models[0].content.get("optimizer"), dict):
+        raise ShardError("no optimizer files of expert ranks", path=models[0].shard.path, code=MISSING_FILE,
+                         expected=f"expp_rank_*_mp_rank_00_optim_states.pt of {layers[0].degree} ranks")  # fmt: skip
     check_kind(models[0], optimizers, len({model.shard.mp_rank for model in models}))
     if optimizers and optimizers[0].stage == 3:  # see `auto_ep_shards`
         return list(models), list(optimizers)
@@ -174,8 +191,6 @@ def fused_pads(names: Sequence[str], pads: Sequence[int]) -> list[int]:
 def check_kind(model: ModelShard, optimizers: Sequence[OptimizerShard], mp: int) -> None:
     """Raise UnsupportedError for what is not read of AutoEP."""
     path = model.shard.path
-    if model.param_shapes is None:
-        raise UnsupportedError("experts of AutoEP at stage 0", path=path, expected="ZeRO-1, 2 or 3")
     if mp > 1:
         raise UnsupportedError("experts of AutoEP on several model-parallel ranks", path=path)
     reordered = zero_option(model, "round_robin_gradients")
@@ -302,6 +317,20 @@ def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> l
             maps = {name: _map(one, count, degree) for name, one in entry["affine_maps"]["params"].items()}
             changed["affine_maps"] = {**entry["affine_maps"], "params": maps}
         found.append({key: changed.get(key, value) for key, value in entry.items()})
+    return found
+
+
+def listed_layers(model: ModelShard, degrees: Mapping[str, int], world_size: int) -> dict[str, object]:
+    """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
+
+    Parameters are those of `layers_for`.
+    """
+    if not plain(model.content.get(KEY)):
+        return {}
+    found: dict[str, object] = {KEY: layers_for(model.content[KEY], degrees, world_size)}
+    info = model.content.get(INFO_KEY)
+    if isinstance(info, dict) and KEY in info:
+        found[INFO_KEY] = FromFile.of(model.file, {**info, KEY: found[KEY]})
     return found
 
 

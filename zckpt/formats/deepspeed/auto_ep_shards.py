@@ -26,7 +26,8 @@ from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
-from zckpt.state import Padding, Slot
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import WEIGHT, Padding, Slot
 from zckpt.torchfile import plain
 
 GROUPS_KEY = "ds_zero_partition_groups"
@@ -101,18 +102,31 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
 def router_names(model: ModelShard) -> dict[str, str]:
     """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
 
-    Under ZeRO-3 no file lists them as shared.
+    Under ZeRO-3 and without ZeRO no file lists them as shared. Without it both are there, and must look alike.
     """
     listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
+    whole = model.param_shapes is None
     found = {}
     for layer in auto_layers(model):
         module = layer.prefix.removesuffix(".experts")
         for name in model.module:
             rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
             first = f"{module}.router.gate.{rest[1]}" if rest else ""
-            if name.startswith(f"{module}.") and name not in listed and first in listed:
+            if not name.startswith(f"{module}.") or name == first:
+                continue
+            if _is_copy(model, name, first) if whole else name not in listed and first in listed:
                 found[name] = first
     return found
+
+
+def _is_copy(model: ModelShard, name: str, first: str) -> bool:
+    """Tell whether two tensors of a model file have one shape, one type and, in a sample, the same values."""
+    from zckpt.compare.weights import rounds_to
+
+    one, other = model.module[name], model.module.get(first)
+    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return rounds_to(*(slot_of(WEIGHT, tensor, model.shard.path) for tensor in (other, one)))
 
 
 class _Group(NamedTuple):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY as AUTO_KEY
-from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, layers_for
+from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, listed_layers
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
 from zckpt.formats.deepspeed.nested import is_nested, renested
@@ -19,7 +18,7 @@ from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_numel, shard_share
-from zckpt.torchfile import OrderedMapping, Size, Tensor, plain
+from zckpt.torchfile import OrderedMapping, Size, Tensor
 
 
 def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
@@ -55,12 +54,7 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
                for key, value in source.content.items()}  # fmt: skip
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
-    if plain(source.content.get(AUTO_KEY)):
-        content[AUTO_KEY] = layers = layers_for(source.content[AUTO_KEY], _degrees(mp), target.world_size)
-        info = source.content.get(INFO_KEY)
-        if isinstance(info, dict) and AUTO_KEY in info:
-            content[INFO_KEY] = FromFile.of(source.file, {**info, AUTO_KEY: layers})
-    return content
+    return content | listed_layers(source, _degrees(mp), target.world_size)
 
 
 def is_filed(target: Target) -> bool:
