@@ -20,6 +20,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,9 @@ __all__ = ["Accelerator"]
 
 ACCELERATE = "accelerate"
 """The key of `extra` that has what Accelerate keeps besides."""
+
+_REST = frozenset({"step", "schedulers", "loaders", "objects"})
+"""What is there."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -129,12 +134,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         self._check(self._load_model_state_pre_hook, named | (load_kwargs or {}))
         self.wait_for_save()
         path = self._newest() if input_dir is None else Path(input_dir).expanduser()
-        restored = load(path, **{key: one for key, one in self._what().items() if key != "step"})
-        rest = restored.extra.pop(ACCELERATE, None)
-        if rest is None:
+        restored = load(path, **self._what())
+        rest = restored.extra.get(ACCELERATE)
+        if not isinstance(rest, Mapping) or not _REST <= rest.keys():
             if self._custom_objects:
                 restored.notes.append("registered objects stay as they are: the checkpoint is another program's")
             return restored
+        del restored.extra[ACCELERATE]
         for what, objects in (
             ("objects", self._custom_objects),
             ("loaders", self._stateful()),
@@ -250,4 +256,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         limit = self.project_configuration.total_limit
         if limit is not None and self.project_configuration.automatic_checkpoint_naming and self.is_main_process:
             for path in self._every()[:-limit]:
-                shutil.rmtree(path)
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:  # the other processes go on: what was to be saved is there
+                    warnings.warn(f"{path} is beyond total_limit, and is still there: {error}", stacklevel=3)

@@ -188,7 +188,7 @@ class _Sharded(_Removing):
             random_states=fits,
         )
         extra = restored.extra.get(LIGHTNING, restored.extra)
-        if not all(key in extra for key in OWN):
+        if not isinstance(extra, Mapping) or not all(key in extra for key in OWN):
             extra = {
                 "pytorch-lightning_version": _lightning.__version__, "epoch": 0, "global_step": 0, "lr_schedulers": [],
             }  # fmt: skip

@@ -177,6 +177,13 @@ def numbered(rank: int, world_size: int, directory: Path) -> list[str]:
     accelerator.wait_for_save()
     assert accelerator.load_state().path == str(directory / "checkpoints" / "checkpoint_2")
     said = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    (directory / "checkpoints" / "checkpoint_0").symlink_to(directory)  # what cannot be removed stops no process
+    with pytest.warns(UserWarning, match="beyond total_limit"):
+        accelerator.save_state()
+        accelerator.wait_for_save()
+    (directory / "checkpoints" / "checkpoint_0").unlink()
+    zckpt.save(directory / "other", model=first, extra={"accelerate": 3})
+    assert accelerator.load_state(directory / "other").extra == {"accelerate": 3}
     handle = accelerator.register_save_state_pre_hook(lambda *_: None)
     with pytest.raises(UnsupportedError) as hooks:
         accelerator.save_state()

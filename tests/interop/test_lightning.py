@@ -218,7 +218,7 @@ def several(rank: int, world_size: int, directory: Path) -> list[str]:
     optimizer = torch.optim.AdamW(other.parameters())
     other.net(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    zckpt.save(given, model=other, optimizer=optimizer, step=3)
+    zckpt.save(given, model=other, optimizer=optimizer, step=3, extra={"lightning": True})
     strategy = DDPStrategy()
     trainer = trainer_of(rank, world_size, strategy, max_epochs=1, enable_checkpointing=False)
     module = module_of(world_size, "ddp")
