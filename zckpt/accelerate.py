@@ -136,7 +136,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         path = self._newest() if input_dir is None else Path(input_dir).expanduser()
         restored = load(path, **self._what())
         rest = restored.extra.get(ACCELERATE)
-        if not isinstance(rest, Mapping) or not _REST <= rest.keys():
+        if not isinstance(rest, Mapping) or not rest.keys() >= _REST:
             if self._custom_objects:
                 restored.notes.append("registered objects stay as they are: the checkpoint is another program's")
             return restored

@@ -178,8 +178,8 @@ def numbered(rank: int, world_size: int, directory: Path) -> list[str]:
     assert accelerator.load_state().path == str(directory / "checkpoints" / "checkpoint_2")
     said = sorted(path.name for path in (directory / "checkpoints").iterdir())
     (directory / "checkpoints" / "checkpoint_0").symlink_to(directory)  # what cannot be removed stops no process
+    accelerator.save_state()
     with pytest.warns(UserWarning, match="beyond total_limit"):
-        accelerator.save_state()
         accelerator.wait_for_save()
     (directory / "checkpoints" / "checkpoint_0").unlink()
     zckpt.save(directory / "other", model=first, extra={"accelerate": 3})

@@ -270,7 +270,9 @@ class _Going:
         try:
             with self._path.open("rb") as file:
                 file.seek(start)
-                file.readinto(memory_of(into))
+                count = file.readinto(memory_of(into))
+            if count != into.numel():
+                self._error = SourceError("is shorter than it was", path=self._path, expected=f"{self.nbytes} bytes")
         except OSError as error:
             self._error = SourceError("cannot be read", path=self._path, found=error.strerror)
         return into

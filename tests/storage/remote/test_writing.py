@@ -22,6 +22,7 @@ from tests.pairwise import each
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
+from zckpt.errors import TargetError
 from zckpt.storage.remote import attempts
 from zckpt.storage.remote.named_uploads import FileSink
 
@@ -385,6 +386,29 @@ def test_files_that_have_come_are_not_sent_again(
     assert contents(place.directory / "again") == contents(tmp_path / "here")
     assert not partial.exists()
     assert not journal.exists()
+
+
+def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
+    monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1)
+    source, target = SOURCE, "memory://others/target"
+    write, sent = FileSink._write, []
+
+    def failing(sink: FileSink, nbytes: int, parts: Any) -> str:
+        sent.append(sink._name)
+        if sent.count("") < len(sent) - 5:
+            raise PermissionError("no more")
+        return write(sink, nbytes, parts)
+
+    monkeypatch.setattr(FileSink, "_write", failing)
+    with pytest.raises(TargetError, match="--resume goes on with them"):
+        zckpt.convert(source, target, to="universal")
+    monkeypatch.setattr(FileSink, "_write", write)
+    assert [key for key in store(target).fs.find("others") if "partial/zero/" in key]
+    zckpt.convert(source, target, to="dcp", resume=True)
+    assert zckpt.open(target).format == "dcp"
+    assert zckpt.diff(source, target).equal
+    assert not [key for key in store(target).fs.find("others") if "zckpt-" in key]
 
 
 def test_web_servers_are_read_only(served: Callable[[str], Served]) -> None:

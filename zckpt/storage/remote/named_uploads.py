@@ -174,8 +174,10 @@ class NamedUploads(Uploads):
         """Write a small file under a temporary name."""
         self._write(self._temporary(name), self.shown(name), data)
 
-    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
-        """Do nothing: they can be read as they come."""
+    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002  # they keep their names
+        """Remove what another run has sent of other files, as with other options: the rest is opened next."""
+        if self._sent:
+            self._remove_others(names)
 
     def url(self) -> str:
         """Return that of the temporary directory."""
@@ -197,13 +199,17 @@ class NamedUploads(Uploads):
         self._remove(self.partial)
         self._remove(self.journal)
 
+    def _remove_others(self, names: Sequence[str]) -> None:
+        """Remove what has a temporary name of this target, and is none of these files."""
+        own = {self._temporary(name).strip("/") for name in names}
+        for key in self._below(self.partial) if self._resumes else ():
+            if key.strip("/") not in own:
+                self._remove(key)
+
     def _rename(self, names: Sequence[str], old: Sequence[str]) -> None:
         fs = self.store.fs
         if self.is_directory and isinstance(self.store, SftpStore | WebdavStore):
-            own = {self._temporary(name).strip("/") for name in names}
-            for key in self._below(self.partial) if self._resumes else ():  # what another run has sent, of other files
-                if key.strip("/") not in own:
-                    self._remove(key)
+            self._remove_others(names)
             self._remove(self.key)
             self._move(self.partial, self.key)
             return
