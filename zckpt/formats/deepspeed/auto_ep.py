@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot
-from zckpt.torchfile import FromFile, plain
+from zckpt.torchfile import FromFile
 
 KEY = "ds_autoep_layers"
 
@@ -69,7 +69,7 @@ def auto_layers(model: ModelShard) -> list[AutoLayer]:
     UnsupportedError
         Experts are placed otherwise than in order, or sliced as well.
     """
-    listed = plain(model.content.get(KEY))
+    listed = model.content.get(KEY)
     if not listed:
         return []
     path = model.shard.path
@@ -283,32 +283,32 @@ def fused_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     }
 
 
-def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> list[object]:
-    """Return `ds_autoep_layers` as the first rank writes it over other ranks.
+def layers_for(listed: object, places: Mapping[str, tuple[int, int, int]], world_size: int) -> list[object]:
+    """Return `ds_autoep_layers` as a rank writes it over other ranks.
 
     Parameters
     ----------
     listed : object
         The source's.
-    degrees : mapping of str to int
-        Over how many ranks the experts of a layer are spread, by its prefix.
+    places : mapping of str to (degree, expert rank, position)
+        By a layer's prefix: over how many ranks its experts are spread, which of them this one is, and which of those
+        that have the same. By default as it was, the first.
     world_size : int
         Data-parallel ranks.
     """
-    known = plain(listed)
     found: list[object] = []
-    for entry in known if isinstance(known, list) else []:
-        degree = degrees.get(str(entry.get("expert_key_prefix")), entry["ep_size"])
+    for entry in listed if isinstance(listed, list) else []:
+        degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
         count, per = entry["num_experts"], entry["num_experts"] // degree
         changed = {
             "num_local_experts": per,
             "ep_size": degree,
             "ep_group_name": f"ep_size_{degree}",
-            "ep_rank": 0,
-            "expert_data_parallel_rank": 0,
+            "ep_rank": rank,
+            "expert_data_parallel_rank": position,
             "expert_data_parallel_world_size": world_size // degree,
-            "global_expert_start": 0,
-            "global_expert_end": per,
+            "global_expert_start": rank * per,
+            "global_expert_end": (rank + 1) * per,
         }
         if isinstance(entry.get("expert_placement"), dict):
             ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
@@ -320,14 +320,14 @@ def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> l
     return found
 
 
-def listed_layers(model: ModelShard, degrees: Mapping[str, int], world_size: int) -> dict[str, object]:
+def listed_layers(model: ModelShard, places: Mapping[str, tuple[int, int, int]], world_size: int) -> dict[str, object]:
     """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
 
     Parameters are those of `layers_for`.
     """
-    if not plain(model.content.get(KEY)):
+    if not model.content.get(KEY):
         return {}
-    found: dict[str, object] = {KEY: layers_for(model.content[KEY], degrees, world_size)}
+    found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size)}
     info = model.content.get(INFO_KEY)
     if isinstance(info, dict) and KEY in info:
         found[INFO_KEY] = FromFile.of(model.file, {**info, KEY: found[KEY]})
@@ -337,7 +337,7 @@ def listed_layers(model: ModelShard, degrees: Mapping[str, int], world_size: int
 def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:
     """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
     logical = known["logical_shape"]
-    rest = [int(n) for n in logical[1:]] if isinstance(logical, list) else []
+    rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
     shape = [experts // degree, *rest]
     strides = list(row_major(tuple(shape)))
     numel = math.prod(shape)

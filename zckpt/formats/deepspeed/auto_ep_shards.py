@@ -20,7 +20,6 @@ from typing import NamedTuple
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
 from zckpt.formats.deepspeed.flat import Slots
-from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -28,7 +27,6 @@ from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Padding, Slot
-from zckpt.torchfile import plain
 
 GROUPS_KEY = "ds_zero_partition_groups"
 
@@ -138,7 +136,7 @@ class _Group(NamedTuple):
 
 
 def _groups(member: OptimizerShard) -> list[_Group]:
-    listed = plain(member.content.get(GROUPS_KEY))
+    listed = member.content.get(GROUPS_KEY)
     found = []
     for number, one in enumerate(listed if isinstance(listed, list) else []):
         known = one if isinstance(one, dict) else {}
@@ -191,7 +189,7 @@ def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]
     """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
     for expert_rank, ranks in enumerate(sharing):
         for rank in ranks:
-            listed = plain(models[rank].content.get(KEY))
+            listed = models[rank].content.get(KEY)
             said = {one.get("ep_rank") for one in listed if isinstance(one, dict)} if isinstance(listed, list) else ()
             if said != {expert_rank}:
                 raise LayoutError(
@@ -215,9 +213,3 @@ def _joined(slots: Sequence[Slot], shape: tuple[int, ...]) -> Slot:
     local = first.shape[0]
     spans = [one for rank, slot in enumerate(slots) for one in moved(slot.spans, 0, [Share(0, rank * local, local)])]
     return Slot(first.name, first.dtype, shape, tuple(spans))
-
-
-def check_written(origin: Origin, path: str) -> None:
-    """Raise UnsupportedError for experts of AutoEP under ZeRO-3, which are read and not written."""
-    if origin.members[0].stage == 3 and plain(origin.model.content.get(KEY)):
-        raise UnsupportedError("experts of AutoEP under ZeRO-3 are read, and not cut for other ranks", path=path)
