@@ -68,8 +68,6 @@ def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) ->
     assert checkpoint.parameters["model.layers.1.mlp.experts.w2"].shape == (4, 16, 24)
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-    with pytest.raises(zckpt.UnsupportedError, match="AutoEP has as one tensor"):
-        zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
     assert any("AutoEP" in note for note in zckpt.convert(folder, tmp_path / "u", to="universal", dry_run=True).notes)
     for options in ({"stage": 3}, {"round_robin": True}, {"parameter_alignment": True}):
         with pytest.raises(zckpt.UnsupportedError, match="experts"):
@@ -157,6 +155,39 @@ def test_a_lost_file_of_experts_without_zero_is_named(
         path.unlink()
     with pytest.raises(zckpt.ShardError, match=message):
         zckpt.open(run)
+
+
+@pytest.mark.parametrize(
+    ("spec", "stage", "world_size", "degree"),
+    [
+        (CUT, 2, 2, None),
+        (TWO, 3, 2, 1),
+        *(pytest.param(CUT, *one, marks=pytest.mark.nightly) for one in ((1, 4, 4), (3, 4, 4))),
+        *(pytest.param(NONE, *one, marks=pytest.mark.nightly) for one in ((1, 2, None), (3, 4, 2))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_deepspeed_resumes_experts_from_another_format(
+    spec: Spec, stage: int, world_size: int, degree: int | None,
+    made: Callable[[Spec], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = made(spec)
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp")
+    cut: dict[str, Any] = {"stage": stage, "world_size": world_size, "expert_parallel_size": degree}
+    zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", verify=True, **cut)
+    assert zckpt.verify(tmp_path / "back", deep=True).sound
+    assert zckpt.open(tmp_path / "back").topology.ep == (degree or 2)
+    if spec.dtype == "fp32":
+        assert zckpt.diff(folder, tmp_path / "back").equal
+    verdict = resume(tmp_path / "back", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+def test_experts_that_are_listed_under_other_names_are_refused(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    zckpt.convert(made(CUT), tmp_path / "dcp", to="dcp", add_prefix="net.")
+    with pytest.raises(zckpt.UnsupportedError, match="not what DeepSpeed lists of their layers"):
+        zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
 
 
 def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:

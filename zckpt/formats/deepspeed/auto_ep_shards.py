@@ -97,13 +97,12 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     return found
 
 
-def router_names(model: ModelShard) -> dict[str, str]:
+def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
     """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
 
-    Under ZeRO-3 and without ZeRO no file lists them as shared. Without it both are there, and must look alike.
+    Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
     """
     listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
-    whole = model.param_shapes is None
     found = {}
     for layer in auto_layers(model):
         module = layer.prefix.removesuffix(".experts")
@@ -112,7 +111,7 @@ def router_names(model: ModelShard) -> dict[str, str]:
             first = f"{module}.router.gate.{rest[1]}" if rest else ""
             if not name.startswith(f"{module}.") or name == first:
                 continue
-            if _is_copy(model, name, first) if whole else name not in listed and first in listed:
+            if (name not in listed and first in listed) if parameterwise else _is_copy(model, name, first):
                 found[name] = first
     return found
 

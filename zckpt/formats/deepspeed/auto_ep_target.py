@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
-from zckpt.state import Parameter, ParamGroup, Slot
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed import RecutOptions
@@ -30,12 +30,13 @@ GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed may begin another param group, see `target_groups`."""
 
 
-def check_in_order(origin: Origin, path: str, *, reordered: bool) -> None:
+def check_in_order(origin: Origin, checkpoint: Checkpoint, options: RecutOptions) -> None:
     """Raise UnsupportedError for experts of AutoEP under ZeRO-1 and 2 that are to be in another order, or aligned."""
-    if reordered and any(fused_name(name) for files in origin.ranks for name in files.state.parameters):
+    names = {name for files in origin.ranks for name in files.state.parameters} | checkpoint.parameters.keys()
+    if (options.round_robin or options.parameter_alignment) and any(fused_name(name) for name in names):
         raise UnsupportedError(
             "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
-            path=path,
+            path=checkpoint.source,
             expected="no round_robin, no parameter_alignment",
         )
 
@@ -65,6 +66,7 @@ def check_sharded(origin: Origin, path: str, stage: int, world_size: int, degree
             path=path,
             expected=f"stage {origin.members[0].stage}",
             found=stage,
+            advice="`zckpt convert --to dcp`, and from there `--to deepspeed --stage`",
         )
     for layer in layers:
         wanted = layer.degree if degree is None else degree

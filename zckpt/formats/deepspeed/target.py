@@ -342,7 +342,7 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
         raise UnsupportedError("experts next to files of a pipeline's layers", path=path)
     if stage == 3:
         raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
-    check_in_order(origin, path, reordered=bool(options.round_robin or options.parameter_alignment))
+    check_in_order(origin, checkpoint, options)
     return False
 
 

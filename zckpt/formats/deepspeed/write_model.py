@@ -55,7 +55,7 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
     layers = _expert_ranks(target, mp, rank)
-    return content | listed_layers(source, layers, target.world_size)
+    return content | listed_layers(source, layers, target.world_size, sharded=target.stage == 3)
 
 
 def is_filed(target: Target) -> bool:
