@@ -215,6 +215,7 @@ class _Sharded(_Removing):
         """
         saving, self._saving = self._saving, None
         if saving is not None:
+            waiting, self._to_remove = self._to_remove, []  # which stay, if what was to follow them is not there
             error = saving.unseen_error()
             if self._has_failed:  # other ranks may not come to agree on it
                 if error is not None:
@@ -222,6 +223,7 @@ class _Sharded(_Removing):
                     return
             else:
                 saving.ranks.agree(error)
+            self._to_remove = waiting
         self._remove()
 
 
@@ -271,7 +273,9 @@ class DeepSpeedStrategy(_Removing, _strategies.DeepSpeedStrategy):  # type: igno
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Path, storage_options: Any = None) -> None:
         """Save; all ranks call it together. Errors are those of `durable_saves`."""
+        waiting, self._to_remove = self._to_remove, []  # which stay, if what was to follow them is not there
         self._saves.wait()
+        self._to_remove = waiting
         self._remove()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

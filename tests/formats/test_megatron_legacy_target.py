@@ -164,6 +164,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         zckpt.reshard(source, out, world_size=1, tensor_parallel_size=0)
     with pytest.raises(UsageError, match="--tensor-parallel-size is for legacy files"):
         zckpt.convert(source, out, to="megatron", tensor_parallel_size=2)
+    with pytest.raises(UsageError, match="size of buckets: expected at least 0, found -5"):
+        zckpt.reshard(source, out, world_size=1, ddp_bucket_size=-5)
+    for only in ({"optimizer": "flattened"}, {"layers": "apart"}):
+        with pytest.raises(UsageError, match="is for torch_dist"):
+            zckpt.convert(source, out, to="megatron", ckpt_format="torch", **only)
     with pytest.raises(UnsupportedError, match="any number of ranks of each kind loads"):
         zckpt.reshard(OTHER / "mcore_bf16_plain_tp2" / "ckpt", out, world_size=1)
     assert not out.exists()

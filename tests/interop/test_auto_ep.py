@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ def spread(degree: int) -> dict[str, Any]:
 
 TWO = mixtral("autoep2_s2_fp32_dp2", 2, 2)
 FOUR = mixtral("autoep2_s1_bf16_dp4", 4, 2, dtype="bf16", stage=1)
+NONE = mixtral("autoep2_s0_bf16_dp2", 2, 2, dtype="bf16", stage=0)
+CUT = mixtral("autoep2_s3_fp32_dp2", 2, 2, stage=3)
+SHARDS = mixtral("autoep2_s3_bf16_dp4", 4, 2, dtype="bf16", stage=3, sub_group_size=2000)
+FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +92,71 @@ def test_experts_under_zero3_are_read(
     assert not checkpoint.warnings
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-    with pytest.raises(zckpt.UnsupportedError, match="AutoEP under ZeRO-3"):
-        zckpt.reshard(folder, tmp_path / "cut", world_size=world_size)
+    with pytest.raises(zckpt.UnsupportedError, match="files by themselves under ZeRO-1 and 2"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, stage=2)
+    with pytest.raises(zckpt.UsageError, match="cannot be spread over 3"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "degree"),
+    [
+        (CUT, 2, 1),
+        *(pytest.param(CUT, *one, marks=pytest.mark.nightly) for one in ((2, 2), (4, 4), (4, 1))),
+        *(pytest.param(SHARDS, *one, marks=pytest.mark.nightly) for one in ((2, 2), (2, 1), (4, 2), (4, 4))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(
+    spec: Spec, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """DeepSpeed loads only what lists its sub-groups and the ranks that share each just as it has them itself."""
+    folder = made(spec)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
+    assert zckpt.open(tmp_path / "cut").topology.ep == degree
+    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+@pytest.mark.parametrize("spec", [NONE, pytest.param(FLOATS, marks=pytest.mark.nightly)], ids=lambda one: one.name)
+def test_experts_without_zero_are_resumed_on_other_ranks(
+    spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
+    folder = made(spec)
+    checkpoint, truth = zckpt.open(folder), Truth(folder)
+    assert (checkpoint.topology.ep, checkpoint.warnings, checkpoint.unnamed) == (2, [], {})
+    assert set(checkpoint.parameters) == {*truth.weights, *truth.tied}
+    master = "master" if spec.dtype == "bf16" else "weight"
+    for slot, expected in [(master, truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        for name, value in expected.items():
+            assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
+    assert zckpt.verify(folder, deep=True).sound
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, tmp_path / "dcp").equal
+    zckpt.reshard(folder, tmp_path / "cut", world_size=4, verify=True)
+    verdict = resume(tmp_path / "cut", spec.at(4, config=spread(2)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("expp_rank_1_*", "optimizer files of expert ranks are missing"),
+        ("expp_rank_*", "no optimizer files of expert ranks"),
+        ("layer_1_expert_3_*", "weights of all experts of model.layers.1.mlp.experts.w1"),
+    ],
+)
+def test_a_lost_file_of_experts_without_zero_is_named(
+    lost: str, message: str, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    run = shutil.copytree(made(NONE), tmp_path / "run")
+    for path in run.glob(f"*/{lost}"):
+        path.unlink()
+    with pytest.raises(zckpt.ShardError, match=message):
+        zckpt.open(run)
 
 
 def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:
@@ -100,7 +168,7 @@ def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path],
     )
     for key in ("ds_autoep_layers", "universal_checkpoint_info", "param_shapes"):
         assert old[key] == new[key]
-    (layer, _) = layers_for(old["ds_autoep_layers"], {"model.layers.0.mlp.experts": 4}, 8)
+    (layer, _) = layers_for(old["ds_autoep_layers"], {"model.layers.0.mlp.experts": (4, 0, 0)}, 8)
     assert isinstance(layer, dict)
     assert (layer["num_local_experts"], layer["expert_data_parallel_world_size"]) == (1, 2)
     assert [one["experts"] for one in layer["expert_placement"]["ranks"]] == [[0], [1], [2], [3]]

@@ -169,7 +169,9 @@ def numbered(rank: int, world_size: int, directory: Path) -> list[str]:
         str(directory), automatic_checkpoint_naming=True, total_limit=2
     )
     first = accelerator.prepare(nn.Linear(2, 2))
-    (directory / "checkpoints" / ".checkpoint_7.zckpt-partial").mkdir(parents=True)  # as a killed save leaves it
+    left = directory / "checkpoints" / ".checkpoint_7.zckpt-partial"
+    left.mkdir(parents=True)  # as a killed save leaves it
+    os.utime(left, (0, 0))
     for _ in range(3):
         accelerator.save_state()
     accelerator.wait_for_save()

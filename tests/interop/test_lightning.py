@@ -16,7 +16,7 @@ from torch import nn
 import zckpt
 from tests.fsdp_training.training import truth
 from tests.gloo import run
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import TargetError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
 
@@ -187,6 +187,26 @@ def test_lightning_goes_on_with_what_its_own_strategies_saved(
     source: str, kind: str, world_size: int, tmp_path: Path
 ) -> None:
     assert_goes_on(source, kind, tmp_path, stock=True, world_size=world_size)
+
+
+def lose(rank: int, world_size: int, directory: Path) -> list[str]:
+    """Train until a save fails, after which Lightning would have but one checkpoint; return what is there."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from zckpt.lightning import SingleDeviceStrategy
+
+    (directory / ".step=4.ckpt.zckpt-partial").write_text("in the way")
+    keeps = ModelCheckpoint(directory, filename="{step}", save_top_k=1, every_n_epochs=1)
+    strategy = SingleDeviceStrategy(device="cpu", async_=True)
+    trainer = trainer_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
+    with pytest.raises(TargetError, match="cannot be created"):
+        trainer.fit(module_of(world_size, "ddp"), torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+    return [path.name for path in directory.glob("*.ckpt")]
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_stays_whose_successor_was_not_saved(tmp_path: Path) -> None:
+    assert run(lose, 1, tmp_path, fresh=True) == [["step=2.ckpt"]]
 
 
 def several(rank: int, world_size: int, directory: Path) -> list[str]:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 from zckpt.storage import ownership
-from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.leftovers import QUIET_S, remove_leftovers
 from zckpt.storage.ownership import Owned, claimed
 
 OWNED = Owned(lambda name: name.endswith(".own"), lambda _: False)
 
 
-def made(directory: Path, *names: str) -> Path:
+def made(directory: Path, *names: str, age: float = 2 * QUIET_S) -> Path:
     directory.mkdir()
     for name in names:
         (directory / name).write_text("")
+    for path in (*directory.iterdir(), directory):
+        os.utime(path, (time.time() - age,) * 2)
     return directory
 
 
 def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path: Path) -> None:
     made(tmp_path / ".one.zckpt-partial", "a.own", ".b.own.zckpt-partial")
     made(tmp_path / ".two.zckpt-partial")
+    written = made(tmp_path / ".written.zckpt-partial", "a.own", "b.own")  # by another node
+    before = written.stat().st_mtime
+    (written / "b.own").write_text("more")
+    os.utime(written, (before, before))
     stays = {
+        written,
         made(tmp_path / ".other.zckpt-partial", "a.own", "notes.txt"),
         made(tmp_path / ".resumed.zckpt-partial", "a.own"),
         made(tmp_path / "whole", "a.own"),
@@ -34,6 +43,7 @@ def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path: Path) -> None
     (tmp_path / ".link.zckpt-partial").symlink_to(tmp_path / "whole")
     alive = tmp_path / ".alive.zckpt-partial"
     with claimed(alive, directory=True):
+        os.utime(alive, (0, 0))
         remove_leftovers(tmp_path, OWNED)
         assert alive.is_dir()
     assert not (tmp_path / ".one.zckpt-partial").exists()

@@ -7,7 +7,7 @@
 
 The arithmetic is that of `quantize_blockwise` as bitsandbytes has it for any device (0.50; its own kernels for some
 take shortcuts in it): float32, whole blocks times the reciprocal of their scale, a last, shorter one divided by it.
-What was a block before keeps its codes.
+What was a block before is rounded, too, where its largest magnitude is negative: the map goes to 1, and not to -1.
 """
 
 from __future__ import annotations

@@ -5,12 +5,14 @@ steps have, that may be never, and what is left be as large as any checkpoint.
 
 Removed is a `.NAME.zckpt-partial` of this user's that no run holds, in which everything is the format's, and of which
 no journal says that it can be gone on with. Where a file system has no locks, nobody can tell a run that is alive: then
-nothing is removed.
+nothing is removed. NFS and Lustre have locks of files that all nodes see, and of directories such that one node sees:
+what somebody wrote into within `QUIET_S` stays, too.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +20,9 @@ from zckpt.errors import TargetError
 from zckpt.storage.durable import recover
 from zckpt.storage.journal import journal_name
 from zckpt.storage.ownership import Owned, check_replaceable, is_abandoned, partial_name
+
+QUIET_S = 3600.0
+"""Longer than a save writes nothing, and than clocks of nodes and of a server of files differ."""
 
 
 def remove_leftovers(directory: Path, owned: Owned) -> None:
@@ -34,11 +39,19 @@ def remove_leftovers(directory: Path, owned: Owned) -> None:
     with suppress(OSError, TargetError):
         for left in list(directory.iterdir()):
             target = _target_of(left)
-            if target is None or os.path.lexists(journal_name(target)) or not is_abandoned(left):
+            if target is None or os.path.lexists(journal_name(target)):
                 continue
             with suppress(OSError, TargetError):
+                if not _is_quiet(left) or not is_abandoned(left):
+                    continue
                 check_replaceable(left, unfinished)
                 recover(target)
+
+
+def _is_quiet(left: Path) -> bool:
+    """Tell whether for long nothing in a directory was written."""
+    every = [left, *left.rglob("*")] if left.is_dir() and not left.is_symlink() else [left]
+    return max(path.lstat().st_mtime for path in every) < time.time() - QUIET_S
 
 
 def _target_of(left: Path) -> Path | None:

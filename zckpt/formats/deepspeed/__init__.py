@@ -107,7 +107,7 @@ class DeepSpeed(Format):
         ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
         ("mixture of experts", "expert groups with their own partition counts, expert files, also under tensor "
-         "parallelism, in pipelines and without ZeRO; AutoEP under ZeRO"),
+         "parallelism, in pipelines and without ZeRO; AutoEP"),
         ("other optimizers under ZeRO", "8-bit Adam is resharded at whole blocks, quantised anew (`--requantize`) or "
          "as floats (`--dequantize`); LAMB and Adafactor where each rank keeps its elements, or without what `--drop` "
          "names; Muon is cut for any ranks; quantised frozen layers"),

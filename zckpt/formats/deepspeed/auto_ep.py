@@ -17,17 +17,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt.codes import MISSING_FILE
 from zckpt.engine.boxes import row_major
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError
 from zckpt.formats.deepspeed.experts import expert_number, layer_of
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot
-from zckpt.torchfile import plain
+from zckpt.torchfile import FromFile
 
 KEY = "ds_autoep_layers"
 
@@ -52,6 +54,11 @@ class AutoLayer:
         return self.experts // self.degree
 
 
+def expert_names(layer: AutoLayer) -> list[str]:
+    """Return the names of a layer's tensors of all experts, in the model's order."""
+    return [f"{layer.prefix}.{weight}" for weight in _WEIGHTS]
+
+
 def auto_layers(model: ModelShard) -> list[AutoLayer]:
     """Return the layers that AutoEP has made; none in almost every checkpoint.
 
@@ -62,7 +69,7 @@ def auto_layers(model: ModelShard) -> list[AutoLayer]:
     UnsupportedError
         Experts are placed otherwise than in order, or sliced as well.
     """
-    listed = plain(model.content.get(KEY))
+    listed = model.content.get(KEY)
     if not listed:
         return []
     path = model.shard.path
@@ -137,20 +144,30 @@ def split_model(model: ModelShard, layers: Sequence[AutoLayer]) -> ModelShard:
 
 
 def split_files(
-    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
+    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], of_experts: Sequence[object] = ()
 ) -> tuple[list[ModelShard], list[OptimizerShard]]:
     """Return model and optimizer files as if each expert had parameters of its own; all others as they are.
+
+    Parameters
+    ----------
+    of_experts : sequence
+        The optimizer files of expert ranks, which there are without ZeRO.
 
     Raises
     ------
     DamagedFileError, LayoutError
         Layers and shapes contradict each other.
+    ShardError
+        No expert rank's optimizer is there.
     UnsupportedError
         Experts of AutoEP of a kind that is not read.
     """
     layers = auto_layers(models[0])
     if not layers:
         return list(models), list(optimizers)
+    if not optimizers and not of_experts and isinstance(models[0].content.get("optimizer"), dict):
+        raise ShardError("no optimizer files of expert ranks", path=models[0].shard.path, code=MISSING_FILE,
+                         expected=f"expp_rank_*_mp_rank_00_optim_states.pt of {layers[0].degree} ranks")  # fmt: skip
     check_kind(models[0], optimizers, len({model.shard.mp_rank for model in models}))
     if optimizers and optimizers[0].stage == 3:  # see `auto_ep_shards`
         return list(models), list(optimizers)
@@ -174,8 +191,6 @@ def fused_pads(names: Sequence[str], pads: Sequence[int]) -> list[int]:
 def check_kind(model: ModelShard, optimizers: Sequence[OptimizerShard], mp: int) -> None:
     """Raise UnsupportedError for what is not read of AutoEP."""
     path = model.shard.path
-    if model.param_shapes is None:
-        raise UnsupportedError("experts of AutoEP at stage 0", path=path, expected="ZeRO-1, 2 or 3")
     if mp > 1:
         raise UnsupportedError("experts of AutoEP on several model-parallel ranks", path=path)
     reordered = zero_option(model, "round_robin_gradients")
@@ -268,32 +283,32 @@ def fused_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     }
 
 
-def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> list[object]:
-    """Return `ds_autoep_layers` as the first rank writes it over other ranks.
+def layers_for(listed: object, places: Mapping[str, tuple[int, int, int]], world_size: int) -> list[object]:
+    """Return `ds_autoep_layers` as a rank writes it over other ranks.
 
     Parameters
     ----------
     listed : object
         The source's.
-    degrees : mapping of str to int
-        Over how many ranks the experts of a layer are spread, by its prefix.
+    places : mapping of str to (degree, expert rank, position)
+        By a layer's prefix: over how many ranks its experts are spread, which of them this one is, and which of those
+        that have the same. By default as it was, the first.
     world_size : int
         Data-parallel ranks.
     """
-    known = plain(listed)
     found: list[object] = []
-    for entry in known if isinstance(known, list) else []:
-        degree = degrees.get(str(entry.get("expert_key_prefix")), entry["ep_size"])
+    for entry in listed if isinstance(listed, list) else []:
+        degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
         count, per = entry["num_experts"], entry["num_experts"] // degree
         changed = {
             "num_local_experts": per,
             "ep_size": degree,
             "ep_group_name": f"ep_size_{degree}",
-            "ep_rank": 0,
-            "expert_data_parallel_rank": 0,
+            "ep_rank": rank,
+            "expert_data_parallel_rank": position,
             "expert_data_parallel_world_size": world_size // degree,
-            "global_expert_start": 0,
-            "global_expert_end": per,
+            "global_expert_start": rank * per,
+            "global_expert_end": (rank + 1) * per,
         }
         if isinstance(entry.get("expert_placement"), dict):
             ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
@@ -305,10 +320,24 @@ def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> l
     return found
 
 
+def listed_layers(model: ModelShard, places: Mapping[str, tuple[int, int, int]], world_size: int) -> dict[str, object]:
+    """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
+
+    Parameters are those of `layers_for`.
+    """
+    if not model.content.get(KEY):
+        return {}
+    found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size)}
+    info = model.content.get(INFO_KEY)
+    if isinstance(info, dict) and KEY in info:
+        found[INFO_KEY] = FromFile.of(model.file, {**info, KEY: found[KEY]})
+    return found
+
+
 def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:
     """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
     logical = known["logical_shape"]
-    rest = [int(n) for n in logical[1:]] if isinstance(logical, list) else []
+    rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
     shape = [experts // degree, *rest]
     strides = list(row_major(tuple(shape)))
     numel = math.prod(shape)

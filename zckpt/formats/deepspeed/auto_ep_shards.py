@@ -20,14 +20,13 @@ from typing import NamedTuple
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
 from zckpt.formats.deepspeed.flat import Slots
-from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
-from zckpt.state import Padding, Slot
-from zckpt.torchfile import plain
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import WEIGHT, Padding, Slot
 
 GROUPS_KEY = "ds_zero_partition_groups"
 
@@ -101,18 +100,31 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
 def router_names(model: ModelShard) -> dict[str, str]:
     """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
 
-    Under ZeRO-3 no file lists them as shared.
+    Under ZeRO-3 and without ZeRO no file lists them as shared. Without it both are there, and must look alike.
     """
     listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
+    whole = model.param_shapes is None
     found = {}
     for layer in auto_layers(model):
         module = layer.prefix.removesuffix(".experts")
         for name in model.module:
             rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
             first = f"{module}.router.gate.{rest[1]}" if rest else ""
-            if name.startswith(f"{module}.") and name not in listed and first in listed:
+            if not name.startswith(f"{module}.") or name == first:
+                continue
+            if _is_copy(model, name, first) if whole else name not in listed and first in listed:
                 found[name] = first
     return found
+
+
+def _is_copy(model: ModelShard, name: str, first: str) -> bool:
+    """Tell whether two tensors of a model file have one shape, one type and, in a sample, the same values."""
+    from zckpt.compare.weights import rounds_to
+
+    one, other = model.module[name], model.module.get(first)
+    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return rounds_to(*(slot_of(WEIGHT, tensor, model.shard.path) for tensor in (other, one)))
 
 
 class _Group(NamedTuple):
@@ -124,7 +136,7 @@ class _Group(NamedTuple):
 
 
 def _groups(member: OptimizerShard) -> list[_Group]:
-    listed = plain(member.content.get(GROUPS_KEY))
+    listed = member.content.get(GROUPS_KEY)
     found = []
     for number, one in enumerate(listed if isinstance(listed, list) else []):
         known = one if isinstance(one, dict) else {}
@@ -177,7 +189,7 @@ def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]
     """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
     for expert_rank, ranks in enumerate(sharing):
         for rank in ranks:
-            listed = plain(models[rank].content.get(KEY))
+            listed = models[rank].content.get(KEY)
             said = {one.get("ep_rank") for one in listed if isinstance(one, dict)} if isinstance(listed, list) else ()
             if said != {expert_rank}:
                 raise LayoutError(
@@ -201,9 +213,3 @@ def _joined(slots: Sequence[Slot], shape: tuple[int, ...]) -> Slot:
     local = first.shape[0]
     spans = [one for rank, slot in enumerate(slots) for one in moved(slot.spans, 0, [Share(0, rank * local, local)])]
     return Slot(first.name, first.dtype, shape, tuple(spans))
-
-
-def check_written(origin: Origin, path: str) -> None:
-    """Raise UnsupportedError for experts of AutoEP under ZeRO-3, which are read and not written."""
-    if origin.members[0].stage == 3 and plain(origin.model.content.get(KEY)):
-        raise UnsupportedError("experts of AutoEP under ZeRO-3 are read, and not cut for other ranks", path=path)

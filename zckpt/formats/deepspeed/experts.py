@@ -174,7 +174,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
         Which experts a rank's optimizer has, or which parameter is which, is not known.
     """
     ranks = [shard.dp_rank or 0 for shard, _ in files]
-    expected = max(max(ranks) + 1, _degree(_content(files[0][1])))
+    expected = max(max(ranks) + 1, _degree(content_of(files[0][1])))
     if len(ranks) != expected or ranks != list(range(expected)):  # a file name may have any number
         raise ShardError(
             "optimizer files of expert ranks are missing",
@@ -183,7 +183,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
             found=", ".join(map(str, ranks)),
             code=MISSING_FILE,
         )
-    found = [_Rank(checkpoint, rank, len(files), _content(file), file, names) for rank, (_, file) in enumerate(files)]
+    found = [_Rank(checkpoint, rank, len(files), content_of(file), file, names) for rank, (_, file) in enumerate(files)]
     first = found[0]
     for one in found:
         if one.settings != first.settings:
@@ -209,7 +209,8 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     mark_frozen(checkpoint)
 
 
-def _content(file: TorchFile) -> dict[object, object]:
+def content_of(file: TorchFile) -> dict[object, object]:
+    """Return the optimizer of an expert rank's file."""
     content = file.root.get("optimizer") if isinstance(file.root, dict) else None
     if not isinstance(content, dict):
         raise DamagedFileError(

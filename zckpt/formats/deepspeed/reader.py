@@ -33,6 +33,7 @@ from zckpt.formats.deepspeed.shards import (
     read_optimizer,
 )
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
+from zckpt.formats.deepspeed.stage0_auto_ep import attach_auto_experts
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
@@ -83,7 +84,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             code=MISSING_FILE,
         )
     optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
-    models, optimizers = split_files(models, optimizers)
+    models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
@@ -167,7 +168,8 @@ def _attach_without_zero(
     if by_rank or (content is None and not of_experts):
         return
     if of_experts:
-        attach_experts(checkpoint, of_experts, models[0], names)
+        attach = attach_auto_experts if auto_layers(models[0]) else attach_experts
+        attach(checkpoint, of_experts, models[0], names)
     else:
         attach_optimizer(checkpoint, models[0], names)
 

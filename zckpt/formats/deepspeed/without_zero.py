@@ -17,6 +17,7 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.auto_ep import listed_layers
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files
@@ -134,6 +135,7 @@ def _file(folder: str, path: str, model: ModelShard | None, options: RecutOption
     if model is None:
         return copy_of(Path(path), name)
     ranks = {"dp_world_size": options.world_size, "ds_config": _config(model, options.world_size)}
+    ranks |= listed_layers(model, {}, options.world_size)
     content = {
         key: ranks[key] if key in ranks else FromFile.of(model.file, value) for key, value in model.content.items()
     }

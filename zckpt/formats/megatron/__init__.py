@@ -183,6 +183,10 @@ class Megatron(Format):
         from zckpt.formats.megatron import legacy_writer, writer
 
         if job.options.ckpt_format == "torch":
+            other = "--layers" if job.options.layers is not None else "--optimizer flattened"
+            if job.options.layers is not None or job.options.optimizer == "flattened":
+                raise UsageError(f"{other} is for torch_dist: legacy files have one form", path=job.source,
+                                 expected="--ckpt-format torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
         only = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "stage_bounds",
                 "padded_vocab_size", "transformer_impl", "ddp_bucket_size")  # fmt: skip

@@ -102,6 +102,8 @@ def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
     for value in (*given.values(), wanted.chunks):
         if value is not None and value < 1:
             raise UsageError("unusable number of ranks", expected="at least 1", found=value)
+    if wanted.bucket_numel is not None and wanted.bucket_numel < 0:
+        raise UsageError("unusable size of buckets", path=path, expected="at least 0", found=wanted.bucket_numel)
     topology = replace(own, **{key: value for key, value in given.items() if value is not None})
     known = checkpoint.details.get(CHUNKS, 1)
     chunks = wanted.chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)

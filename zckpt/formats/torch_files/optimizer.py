@@ -8,7 +8,7 @@ given only where both readings give the same one; a number stays a number otherw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.formats.torch_files.gathered import lost_in_gathering
@@ -33,6 +33,7 @@ def attach(
     names: Sequence[str] | None = None,
     sample: Sample | None = None,
     certain: Mapping[int, str] | None = None,
+    last: Collection[str] = (),
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -51,6 +52,8 @@ def attach(
         Tells by values whether a master belongs to a weight.
     certain : mapping of int to str, optional
         The names that are certain, by number, where they have been found already.
+    last : collection of str
+        As for `deduce_names`.
 
     Raises
     ------
@@ -61,7 +64,7 @@ def attach(
     labels = {} if checkpoint.parameters else _labels(optimizer, names)
     found = {} if labels else certain
     if found is None:
-        found = _names(checkpoint, optimizer, names, sample, path)
+        found = _names(checkpoint, optimizer, names, sample, path, last)
     labels |= {number: name for number, name in optimizer.names.items() if number not in found}
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
@@ -132,6 +135,7 @@ def _names(
     names: Sequence[str] | None,
     sample: Sample | None,
     path: str,
+    last: Collection[str] = (),
 ) -> dict[int, str]:
     numbers = optimizer.every_number
     if len(optimizer.names) == len(numbers):
@@ -142,7 +146,8 @@ def _names(
     candidates = {p.name: p for p in checkpoint.parameters.values() if p.tied_to is None}
     if names is None:
         checkpoint.is_numbered = True
-        return deduce_names(optimizer.numbers, list(candidates), _fits(checkpoint, optimizer, candidates, sample))
+        fits = _fits(checkpoint, optimizer, candidates, sample)
+        return deduce_names(optimizer.numbers, list(candidates), fits, last=last)
     if len(names) != len(numbers) or len(set(names)) != len(names):
         raise UsageError(
             "unusable parameter names",
@@ -247,7 +252,12 @@ def _fits(
 
 
 def deduce_names(
-    groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits, *, sorted_too: bool = True
+    groups: Sequence[Sequence[int]],
+    names: Sequence[str],
+    fits: Fits,
+    *,
+    sorted_too: bool = True,
+    last: Collection[str] = (),
 ) -> dict[int, str]:
     """Return the names that are certain, by the optimizer's number.
 
@@ -260,6 +270,8 @@ def deduce_names(
     fits : callable
     sorted_too : bool
         Whether groups may also list their parameters sorted by name.
+    last : collection of str
+        Names that groups may also list after all others.
     """
     certain: dict[int, str] = {}
     while True:
@@ -268,7 +280,10 @@ def deduce_names(
         for group in groups:
             own = {certain[number] for number in group if number in certain}
             free = [name for name in names if name not in taken or name in own]
-            found.update(_deduce_group(group, [free, sorted(free)] if sorted_too else [free], fits))
+            orders = [free, sorted(free)] if sorted_too else [free]
+            if last:
+                orders.append(sorted(free, key=lambda name: name in last))
+            found.update(_deduce_group(group, orders, fits))
         if len(set(found.values())) < len(found):
             return _without_conflicts(found)
         if found == certain:

@@ -1,0 +1,230 @@
+"""AutoEP without ZeRO: each expert rank has a file of its own with all that its optimizer has.
+
+expp_rank_E_mp_rank_MM_optim_states.pt   {optimizer: a plain optimizer, see `stage0`}
+
+    of a parameter   dense ones, alike on all ranks; X.experts.w1 of the rank's own experts: (experts of a rank, ...)
+    its order        the model's; or, where the client's optimizer was there before DeepSpeed put its layers into the
+                     model, what that has put there (routers and experts) after all else of a group
+
+Source: DeepSpeed 0.19.8, `_save_moe_checkpoint`, `_remap_param_groups_after_module_replacement`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.codes import MISSING_FILE, STEPS_DIFFER
+from zckpt.errors import ShardError, UnsupportedError, listed
+from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names
+from zckpt.formats.deepspeed.directory import Shard
+from zckpt.formats.deepspeed.experts import content_of, is_expert
+from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
+from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY
+from zckpt.formats.deepspeed.tensor_parallel import moved
+from zckpt.formats.deepspeed.tp_shares import Share
+from zckpt.formats.torch_files.optimizer import attach
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Slot
+from zckpt.torchfile import TorchFile
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """The optimizer of one expert rank, by name: experts under the name of the tensor of all, with its own of them."""
+
+    number: int
+    path: str
+    own: Checkpoint
+
+    def slots(self, name: str) -> dict[str, Slot]:
+        """Return what the optimizer has of a parameter."""
+        return {key: slot for key, slot in self.own.parameters[name].slots.items() if key != WEIGHT}
+
+    @property
+    def settings(self) -> list[object]:
+        """Members, hyperparameters and single values of each group."""
+        return [(group.parameters, group.hyperparameters, group.state) for group in self.own.param_groups]
+
+
+def attach_auto_experts(
+    checkpoint: Checkpoint, files: Sequence[tuple[Shard, TorchFile]], model: ModelShard, names: Sequence[str] | None
+) -> None:
+    """Give a checkpoint without ZeRO the optimizers of its expert ranks.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Has its parameters already, experts as one tensor for all of them.
+    files : sequence of (Shard, TorchFile)
+        By expert rank.
+    model : ModelShard
+        Whose own optimizer, where it has one, is that of the first rank.
+    names : sequence of str, optional
+        Names of a rank's parameters in its optimizer's order.
+
+    Raises
+    ------
+    ShardError
+        Files are missing, or of different steps.
+    UnsupportedError
+        Which parameter is which is not known, or what an optimizer has of experts is not for each of them.
+    """
+    layers = auto_layers(model)
+    path = model.shard.path
+    degrees = {layer.degree for layer in layers}
+    if len(degrees) > 1 or any(is_expert(name) for name in checkpoint.parameters):
+        raise UnsupportedError("AutoEP's experts next to experts that are spread otherwise, without ZeRO", path=path)
+    degree = degrees.pop()
+    ranks = [shard.dp_rank or 0 for shard, _ in files]
+    if ranks != list(range(degree)):
+        raise ShardError("optimizer files of expert ranks are missing, or too many", path=checkpoint.source,
+                         expected=f"{degree} ranks", found=", ".join(map(str, ranks)), code=MISSING_FILE)  # fmt: skip
+    for layer in layers:
+        _check_whole(checkpoint, layer)
+    found = [_rank(checkpoint, layers, rank, content_of(file), file, names) for rank, (_, file) in enumerate(files)]
+    first = found[0]
+    for one in found[1:]:
+        if one.settings != first.settings:
+            raise ShardError(f"expert rank {one.number} is from another step or run: its param groups differ",
+                             path=one.path, code=STEPS_DIFFER, ranks=[one.number])  # fmt: skip
+    sparse = {name for layer in layers for name in expert_names(layer)}
+    for name, parameter in first.own.parameters.items():
+        owner = checkpoint.parameters[name]
+        owner.group, owner.state = parameter.group, parameter.state
+        slots = _whole(name, found, checkpoint) if name in sparse else first.slots(name)
+        owner.slots = {**owner.slots, **slots}
+    checkpoint.param_groups += first.own.param_groups
+    checkpoint.unnamed |= first.own.unnamed
+    checkpoint.warnings += first.own.warnings
+    for one in found[1:]:
+        checkpoint.duplicates += _copies(one, first, [name for name in first.own.parameters if name not in sparse])
+    own = model.content.get("optimizer")
+    if isinstance(own, dict):
+        checkpoint.duplicates += _copies(_rank(checkpoint, layers, 0, own, model.file, names), first, None)
+    checkpoint.topology = replace(checkpoint.topology, ep=degree)
+    keep_other_state(checkpoint, content_of(files[0][1]), files[0][1])
+    mark_frozen(checkpoint)
+
+
+def _check_whole(checkpoint: Checkpoint, layer: AutoLayer) -> None:
+    for name in expert_names(layer):
+        parameter = checkpoint.parameters.get(name)
+        count = 0 if parameter is None else parameter.shape[0]
+        if count != layer.experts:
+            raise ShardError(
+                f"no file holds the weights of all experts of {name}", path=checkpoint.source,
+                expected=f"files layer_*_expert_*_mp_rank_*_model_states.pt of {layer.experts} experts",
+                found=f"those of {count}", code=MISSING_FILE, parameters=[name],
+            )  # fmt: skip
+
+
+def _rank(
+    checkpoint: Checkpoint,
+    layers: Sequence[AutoLayer],
+    rank: int,
+    content: dict[object, object],
+    file: TorchFile,
+    names: Sequence[str] | None,
+) -> _Rank:
+    if FLAT_KEY in content:
+        raise UnsupportedError("flat masters without names and experts", path=file.path)
+    optimizer = of_content(content, file.path)
+    own = Checkpoint(checkpoint.source, checkpoint.format)
+    own.parameters = _parameters(checkpoint, layers, rank)
+    replaced = {name for name in own.parameters if any(_is_of(name, layer) for layer in layers)}
+    attach(own, optimizer, file.path, names=names, sample=rounds_to_weight(own, file.path, optimizer), last=replaced)
+    shapes = {own.parameters[name].shape for layer in layers for name in expert_names(layer)}
+    doubtful = [name for name, parameter in own.unnamed.items() if parameter.shape in shapes]
+    if doubtful:
+        raise UnsupportedError(
+            f"which expert's the optimizer's parameters {listed(doubtful)} are is not known",
+            path=file.path,
+            advice="give --names FILE, one name a line in the optimizer's order",
+        )
+    return _Rank(rank, file.path, own)
+
+
+def _is_of(name: str, layer: AutoLayer) -> bool:
+    module = layer.prefix.removesuffix("experts")
+    return name.startswith((f"{module}router.", f"{layer.prefix}."))
+
+
+def _parameters(checkpoint: Checkpoint, layers: Sequence[AutoLayer], rank: int) -> dict[str, Parameter]:
+    """Return the parameters of a rank, in the model's order: a layer's experts follow its router."""
+    experts = {name: layer for layer in layers for name in expert_names(layer)}
+    found: dict[str, Parameter] = {}
+    waiting = list(layers)
+    previous: AutoLayer | None = None
+    for name, parameter in checkpoint.parameters.items():
+        if name in experts or parameter.tied_to is not None:
+            continue
+        here = next((layer for layer in waiting if _is_of(name, layer)), None)
+        if previous is not None and here is not previous:
+            found |= _local(checkpoint, previous, rank)
+            waiting.remove(previous)
+        previous = here
+        found[name] = _alone(parameter)
+    for layer in waiting:
+        found |= _local(checkpoint, layer, rank)
+    return found
+
+
+def _alone(parameter: Parameter) -> Parameter:
+    weight = {WEIGHT: parameter.slots[WEIGHT]} if WEIGHT in parameter.slots else {}
+    return Parameter(parameter.name, parameter.shape, parameter.dtype, weight)
+
+
+def _local(checkpoint: Checkpoint, layer: AutoLayer, rank: int) -> dict[str, Parameter]:
+    """Return the experts of one rank, as the rank has them."""
+    count = layer.per_rank
+    found = {}
+    for name in expert_names(layer):
+        whole = checkpoint.parameters[name]
+        shape = (count, *whole.shape[1:])
+        spans = moved(whole.slots[WEIGHT].spans, 0, [Share(rank * count, 0, count)])
+        found[name] = Parameter(name, shape, whole.dtype, {WEIGHT: Slot(WEIGHT, whole.dtype, shape, spans)})
+    return found
+
+
+def _whole(name: str, ranks: Sequence[_Rank], checkpoint: Checkpoint) -> dict[str, Slot]:
+    """Return the slots of all experts of a weight. A single value, as the step, is the first rank's."""
+    first = ranks[0].own.parameters[name]
+    count = first.shape[0]
+    if any(one.own.parameters[name].state != first.state for one in ranks):
+        raise UnsupportedError(f"state of {name} that each expert rank has of its own", path=ranks[0].path,
+                               found=listed(list(first.state)))  # fmt: skip
+    found = {}
+    for key in dict.fromkeys(key for one in ranks for key in one.slots(name)):
+        slots = [one.slots(name).get(key) for one in ranks]
+        own = [slot for slot in slots if slot is not None]
+        like = own[0]
+        if len(own) < len(ranks) or any((slot.shape, slot.dtype) != (like.shape, like.dtype) for slot in own):
+            raise UnsupportedError(f"{key} of {name} is not alike on all expert ranks", path=ranks[0].path,
+                                   found=listed([str(slot and slot.shape) for slot in slots]))  # fmt: skip
+        if like.shape == ():
+            found[key] = like
+            checkpoint.duplicates += [
+                Duplicate("parameter", name, name, slot, like, one.number)
+                for one, slot in zip(ranks[1:], own[1:], strict=True)
+            ]
+            continue
+        if len(like.shape) != len(first.shape) or like.shape[0] != count:
+            raise UnsupportedError(f"{key} of {name} is not state of each expert", path=ranks[0].path,
+                                   expected=f"one for each of {count} experts", found=like.shape)  # fmt: skip
+        shape = (count * len(ranks), *like.shape[1:])
+        spans = [s for n, slot in enumerate(own) for s in moved(slot.spans, 0, [Share(0, n * count, count)])]
+        found[key] = Slot(key, like.dtype, shape, tuple(spans))
+    return found
+
+
+def _copies(rank: _Rank, first: _Rank, names: Sequence[str] | None) -> list[Duplicate]:
+    """Return what an optimizer has of parameters that are read from that of the first rank."""
+    return [
+        Duplicate("parameter", name, name, slot, first.slots(name)[key], rank.number)
+        for name in (rank.own.parameters if names is None else names)
+        for key, slot in rank.slots(name).items()
+        if key in first.slots(name)
+        and first.slots(name)[key].shape == slot.shape
+        and first.slots(name)[key].spans != slot.spans
+    ]
