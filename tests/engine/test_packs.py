@@ -15,6 +15,7 @@ from zckpt.engine import packs
 from zckpt.engine.packs import Pack, PackedSlot
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole, Lazily, TargetFile
+from zckpt.engine.virtual import VirtualFile
 from zckpt.engine.write import write
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot
@@ -73,6 +74,7 @@ def test_a_target_has_what_its_ranks_shares_are(
         patch.setattr(packs, "PIECE_NUMEL", piece)
         patch.setattr(packs, "GAP_NBYTES", gap)
         patch.setattr(packs, "LONG_NUMEL", piece)
+        patch.setattr(packs, "FEW_NUMEL", piece)
 
         def files(rank: int) -> TargetFile:
             one = made.share(rank)
@@ -81,6 +83,10 @@ def test_a_target_has_what_its_ranks_shares_are(
         planned = plan(Lazily(lambda: map(files, range(new)), new))
         paths = [directory / name for name in planned.names]
         write(planned, paths)
+        for rank, path in enumerate(paths):  # in larger pieces, over memory that is not zero
+            found = bytearray(b"\xff" * path.stat().st_size)
+            assert VirtualFile(files(rank)).readinto(found) == len(found)
+            assert found == path.read_bytes()
     assert planned.copy_nbytes == planned.read_nbytes == 4 * sum(numels)
     for rank, path in enumerate(paths):
         expected: list[int] = []

@@ -35,6 +35,8 @@ def spread(degree: int) -> dict[str, Any]:
 TWO = mixtral("autoep2_s2_fp32_dp2", 2, 2)
 FOUR = mixtral("autoep2_s1_bf16_dp4", 4, 2, dtype="bf16", stage=1)
 NONE = mixtral("autoep2_s0_bf16_dp2", 2, 2, dtype="bf16", stage=0)
+CUT = mixtral("autoep2_s3_fp32_dp2", 2, 2, stage=3)
+SHARDS = mixtral("autoep2_s3_bf16_dp4", 4, 2, dtype="bf16", stage=3, sub_group_size=2000)
 FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
 
 
@@ -66,8 +68,6 @@ def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) ->
     assert checkpoint.parameters["model.layers.1.mlp.experts.w2"].shape == (4, 16, 24)
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-    with pytest.raises(zckpt.UnsupportedError, match="AutoEP has as one tensor"):
-        zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
     assert any("AutoEP" in note for note in zckpt.convert(folder, tmp_path / "u", to="universal", dry_run=True).notes)
     for options in ({"stage": 3}, {"round_robin": True}, {"parameter_alignment": True}):
         with pytest.raises(zckpt.UnsupportedError, match="experts"):
@@ -90,8 +90,31 @@ def test_experts_under_zero3_are_read(
     assert not checkpoint.warnings
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-    with pytest.raises(zckpt.UnsupportedError, match="AutoEP under ZeRO-3"):
-        zckpt.reshard(folder, tmp_path / "cut", world_size=world_size)
+    with pytest.raises(zckpt.UnsupportedError, match="files by themselves under ZeRO-1 and 2"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, stage=2)
+    with pytest.raises(zckpt.UsageError, match="cannot be spread over 3"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "world_size", "degree"),
+    [
+        (CUT, 2, 1),
+        *(pytest.param(CUT, *one, marks=pytest.mark.nightly) for one in ((2, 2), (4, 4), (4, 1))),
+        *(pytest.param(SHARDS, *one, marks=pytest.mark.nightly) for one in ((2, 2), (2, 1), (4, 2), (4, 4))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(
+    spec: Spec, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """DeepSpeed loads only what lists its sub-groups and the ranks that share each just as it has them itself."""
+    folder = made(spec)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
+    assert zckpt.open(tmp_path / "cut").topology.ep == degree
+    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
 
 
 @pytest.mark.parametrize("spec", [NONE, pytest.param(FLOATS, marks=pytest.mark.nightly)], ids=lambda one: one.name)
@@ -134,6 +157,39 @@ def test_a_lost_file_of_experts_without_zero_is_named(
         zckpt.open(run)
 
 
+@pytest.mark.parametrize(
+    ("spec", "stage", "world_size", "degree"),
+    [
+        (CUT, 2, 2, None),
+        (TWO, 3, 2, 1),
+        *(pytest.param(CUT, *one, marks=pytest.mark.nightly) for one in ((1, 4, 4), (3, 4, 4))),
+        *(pytest.param(NONE, *one, marks=pytest.mark.nightly) for one in ((1, 2, None), (3, 4, 2))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_deepspeed_resumes_experts_from_another_format(
+    spec: Spec, stage: int, world_size: int, degree: int | None,
+    made: Callable[[Spec], Path], tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = made(spec)
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp")
+    cut: dict[str, Any] = {"stage": stage, "world_size": world_size, "expert_parallel_size": degree}
+    zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", verify=True, **cut)
+    assert zckpt.verify(tmp_path / "back", deep=True).sound
+    assert zckpt.open(tmp_path / "back").topology.ep == (degree or 2)
+    if spec.dtype == "fp32":
+        assert zckpt.diff(folder, tmp_path / "back").equal
+    verdict = resume(tmp_path / "back", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+def test_experts_that_are_listed_under_other_names_are_refused(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    zckpt.convert(made(CUT), tmp_path / "dcp", to="dcp", add_prefix="net.")
+    with pytest.raises(zckpt.UnsupportedError, match="not what DeepSpeed lists of their layers"):
+        zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+
+
 def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(TWO)
     zckpt.reshard(folder, tmp_path / "same", world_size=2)
@@ -143,7 +199,7 @@ def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path],
     )
     for key in ("ds_autoep_layers", "universal_checkpoint_info", "param_shapes"):
         assert old[key] == new[key]
-    (layer, _) = layers_for(old["ds_autoep_layers"], {"model.layers.0.mlp.experts": 4}, 8)
+    (layer, _) = layers_for(old["ds_autoep_layers"], {"model.layers.0.mlp.experts": (4, 0, 0)}, 8)
     assert isinstance(layer, dict)
     assert (layer["num_local_experts"], layer["expert_data_parallel_world_size"]) == (1, 2)
     assert [one["experts"] for one in layer["expert_placement"]["ranks"]] == [[0], [1], [2], [3]]

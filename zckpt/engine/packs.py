@@ -37,6 +37,9 @@ GAP_NBYTES = 1 << 14
 LONG_NUMEL = 1 << 9
 """Elements from which on they are moved one share after the other: there are few enough."""
 
+FEW_NUMEL = 1 << 13
+"""From here on, for each copy, pieces can be larger: at most a sixteenth of their elements is moved by columns."""
+
 DIRECT_NUMEL = 1 << 14
 """From here on each is read by itself, straight to where it goes."""
 
@@ -116,11 +119,30 @@ class Pack:
         first, last = (line // width).min(), ((line + self.count[some] - 1) // width).max()
         return set(self.files.paths[int(first) : int(last) + 1])
 
-    def pieces(self, most: int = PIECE_NUMEL * ELEMENT_NBYTES) -> Iterator[PackPiece]:
-        """Yield the hole in pieces, each of which takes about `most` bytes of memory, or less."""
+    def pieces(self, most: int = PIECE_NUMEL * ELEMENT_NBYTES, *, long: bool = False) -> Iterator[PackPiece]:
+        """Yield the hole in pieces, each of which takes about `most` bytes of memory, or less.
+
+        Parameters
+        ----------
+        most : int, bytes
+        long : bool
+            Whether pieces of long shares may be larger than others: they need no columns for each element.
+        """
         step = min(max(most // ELEMENT_NBYTES, LEAST_NUMEL), PIECE_NUMEL)
-        for low in range(0, self.numel, step):
-            yield PackPiece(self, low, min(low + step, self.numel))
+        longest = max(most // (3 * self.itemsize), step) if long else step  # itself, what is read, some columns
+        low = 0
+        while low < self.numel:
+            far = min(low + longest, self.numel)
+            high = far if far - low > step and self._is_long(low, far) else min(low + step, self.numel)
+            yield PackPiece(self, low, high)
+            low = high
+
+    def _is_long(self, low: int, high: int) -> bool:
+        """Tell whether elements [low, high) are so few copies that those of short shares are a small part of them."""
+        some = (self.position < high) & (self.position + self.count > low) & (self.count > 0)
+        line, width = (self.cuts.origin + self.start)[some], self.cuts.width[some]
+        copies = (line + self.count[some] - 1) // width - line // width + 1
+        return int(copies.sum()) * FEW_NUMEL <= high - low
 
     def _copies(self, low: int, high: int) -> _Copies:
         """Return the copies that fill elements [low, high) of the hole."""
@@ -220,8 +242,7 @@ class PackPiece:
         """
         size = self.pack.itemsize
         kind = np.dtype(f"V{size}") if size not in (1, 2, 4, 8) else np.dtype(f"u{size}")
-        if self.moved_nbytes < self.nbytes:
-            np.frombuffer(into, np.uint8)[:] = 0
+        self._clear(np.frombuffer(into, np.uint8))
         for copies, (path, offset, nbytes) in self._windows():
             source = copies.source - copies.source[0]
             if int(copies.numel.sum()) >= len(source) * DIRECT_NUMEL:
@@ -231,6 +252,21 @@ class PackPiece:
             window = np.empty(nbytes // size, kind)
             sources.read(path, offset, window.view(np.uint8).data)
             _scatter(window, source, np.frombuffer(into, kind), copies.target, copies.numel)
+
+    def _clear(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Set what no share fills to zero: each gap by itself where they are few, else all."""
+        pack = self.pack
+        low, high = np.maximum(pack.position, self.low), np.minimum(pack.position + pack.count, self.high)
+        some = low < high  # shares do not overlap, so their ends are in the order of their beginnings
+        begin = np.append(self.low, np.sort(high[some])) - self.low
+        end = np.append(np.sort(low[some]), self.high) - self.low
+        gaps = np.flatnonzero(begin < end)
+        if len(gaps) * GAP_NBYTES > len(memory):
+            memory[:] = 0
+            return
+        size = pack.itemsize
+        for a, b in zip((begin[gaps] * size).tolist(), (end[gaps] * size).tolist(), strict=True):
+            memory[a:b] = 0
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yield what is read: file, byte offset, bytes."""

@@ -164,12 +164,15 @@ def _of_hole(hole: Hole, view: memoryview, start: int, end: int) -> tuple[Read, 
 
 def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[PackPiece, int, memoryview]]:
     """Return pieces for bytes [start, end) of a pack: each with how many of its bytes come before, and its memory."""
+    size = pack.itemsize
+    first, last = start // size, -(-end // size)
     found = []
-    for piece in pack.pieces(PACKED_NBYTES):
-        at = piece.offset - pack.offset
-        low, high = max(at, start), min(at + piece.nbytes, end)
-        if low < high:
-            found.append((piece, low - at, view[low - start : high - start]))
+    for piece in pack.pieces(PACKED_NBYTES, long=True):
+        mine = PackPiece(pack, max(piece.low, first), min(piece.high, last))
+        if mine.low < mine.high:
+            at = mine.low * size
+            low, high = max(at, start), min(at + mine.nbytes, end)
+            found.append((mine, low - at, view[low - start : high - start]))
     return found
 
 

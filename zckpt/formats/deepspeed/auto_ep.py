@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot
-from zckpt.torchfile import FromFile, plain
+from zckpt.torchfile import FromFile
 
 KEY = "ds_autoep_layers"
 
@@ -42,11 +42,12 @@ _INNER = ".deepspeed_experts."
 
 @dataclass(frozen=True, slots=True)
 class AutoLayer:
-    """A layer of experts: the name before its weights, how many experts it has, and over how many ranks."""
+    """A layer of experts: the name before its weights, how many experts it has, over how many ranks, and its number."""
 
     prefix: str
     experts: int
     degree: int
+    number: int = 0
 
     @property
     def per_rank(self) -> int:
@@ -69,30 +70,33 @@ def auto_layers(model: ModelShard) -> list[AutoLayer]:
     UnsupportedError
         Experts are placed otherwise than in order, or sliced as well.
     """
-    listed = plain(model.content.get(KEY))
+    listed = model.content.get(KEY)
     if not listed:
         return []
     path = model.shard.path
     if model.content.get(FOLDING_KEY) is not None:
         raise UnsupportedError("experts of AutoEP that AutoTP slices as well", path=path)
-    found = []
-    for entry in listed if isinstance(listed, list) else [listed]:
-        known = entry if isinstance(entry, dict) else {}
-        prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
-        if (
-            not isinstance(prefix, str)
-            or not isinstance(experts, int)
-            or not isinstance(degree, int)
-            or degree < 1
-            or experts < 1
-            or experts % degree
-        ):
-            raise DamagedFileError(f"unreadable {KEY}", path=path, expected="layers with their experts and ranks",
-                                   found=str(entry)[:80])  # fmt: skip
-        layer = AutoLayer(prefix, experts, degree)
-        _check_placement(layer, known.get("expert_placement"), path)
-        found.append(layer)
-    return found
+    return [layer_from(entry, path) for entry in (listed if isinstance(listed, list) else [listed])]
+
+
+def layer_from(entry: object, path: str) -> AutoLayer:
+    """Return a layer as it is listed; errors are those of `auto_layers`."""
+    known = entry if isinstance(entry, dict) else {}
+    prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
+    if (
+        not isinstance(prefix, str)
+        or not isinstance(experts, int)
+        or not isinstance(degree, int)
+        or degree < 1
+        or experts < 1
+        or experts % degree
+    ):
+        raise DamagedFileError(f"unreadable {KEY}", path=path, expected="layers with their experts and ranks",
+                               found=str(entry)[:80])  # fmt: skip
+    number = known.get("moe_layer_id")
+    layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
+    _check_placement(layer, known.get("expert_placement"), path)
+    return layer
 
 
 def _check_placement(layer: AutoLayer, placement: object, path: str) -> None:
@@ -110,7 +114,8 @@ def _check_placement(layer: AutoLayer, placement: object, path: str) -> None:
         )
 
 
-def _inner(name: str, number: int) -> str:
+def inner_name(name: str, number: int) -> str:
+    """Return the name under which a weight of an expert is a parameter of its own."""
     return f"{name}{_INNER}{number}.weight"
 
 
@@ -118,6 +123,12 @@ def fused_name(name: str) -> str | None:
     """Return the tensor of all experts that a parameter is a part of; None if it is of none."""
     before, _, rest = name.rpartition(_INNER)
     return before if before.rpartition(".")[2] in _WEIGHTS and rest.partition(".")[2] == "weight" else None
+
+
+def filed_name(name: str) -> str:
+    """Return the name that a parameter of an expert has in the expert's file."""
+    whole = fused_name(name)
+    return name if whole is None else f"{whole}.{expert_number(name)}"
 
 
 def split_model(model: ModelShard, layers: Sequence[AutoLayer]) -> ModelShard:
@@ -138,7 +149,7 @@ def split_model(model: ModelShard, layers: Sequence[AutoLayer]) -> ModelShard:
                     f"{name} is not of the experts of one rank", path=model.shard.path,
                     expected=f"{layer.per_rank} of them, rows and columns", found=shape,
                 )  # fmt: skip
-            shapes |= {_inner(name, number): shape[1:] for number in range(shape[0])}
+            shapes |= {inner_name(name, number): shape[1:] for number in range(shape[0])}
         found.append(shapes)
     return replace(model, param_shapes=found)
 
@@ -204,7 +215,7 @@ def split_names(content: Mapping[str, object], layers: Sequence[AutoLayer]) -> d
     found = {}
     for key, value in content.items():
         name, _, number = key.rpartition(".")
-        found[_inner(name, int(number)) if name in own and number.isdecimal() else key] = value
+        found[inner_name(name, int(number)) if name in own and number.isdecimal() else key] = value
     return found
 
 
@@ -283,32 +294,38 @@ def fused_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
     }
 
 
-def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> list[object]:
-    """Return `ds_autoep_layers` as the first rank writes it over other ranks.
+def layers_for(
+    listed: object, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
+) -> list[object]:
+    """Return `ds_autoep_layers` as a rank writes it over other ranks.
 
     Parameters
     ----------
     listed : object
         The source's.
-    degrees : mapping of str to int
-        Over how many ranks the experts of a layer are spread, by its prefix.
+    places : mapping of str to (degree, expert rank, position)
+        By a layer's prefix: over how many ranks its experts are spread, which of them this one is, and which of those
+        that have the same. By default as it was, the first.
     world_size : int
         Data-parallel ranks.
+    sharded : bool
+        Whether they are in the sub-groups of ZeRO-3.
     """
-    known = plain(listed)
     found: list[object] = []
-    for entry in known if isinstance(known, list) else []:
-        degree = degrees.get(str(entry.get("expert_key_prefix")), entry["ep_size"])
+    for entry in listed if isinstance(listed, list) else []:
+        degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
         count, per = entry["num_experts"], entry["num_experts"] // degree
         changed = {
             "num_local_experts": per,
             "ep_size": degree,
             "ep_group_name": f"ep_size_{degree}",
-            "ep_rank": 0,
-            "expert_data_parallel_rank": 0,
+            "ep_rank": rank,
+            "expert_data_parallel_rank": position,
             "expert_data_parallel_world_size": world_size // degree,
-            "global_expert_start": 0,
-            "global_expert_end": per,
+            "global_expert_start": rank * per,
+            "global_expert_end": (rank + 1) * per,
+            "checkpoint_format": "zero3_partitioned" if sharded else "per_expert_files",
+            "checkpoint_format_version": 1 if sharded else None,
         }
         if isinstance(entry.get("expert_placement"), dict):
             ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
@@ -320,24 +337,35 @@ def layers_for(listed: object, degrees: Mapping[str, int], world_size: int) -> l
     return found
 
 
-def listed_layers(model: ModelShard, degrees: Mapping[str, int], world_size: int) -> dict[str, object]:
+def listed_layers(
+    model: ModelShard, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
+) -> dict[str, object]:
     """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
 
     Parameters are those of `layers_for`.
     """
-    if not plain(model.content.get(KEY)):
+    if not model.content.get(KEY):
         return {}
-    found: dict[str, object] = {KEY: layers_for(model.content[KEY], degrees, world_size)}
+    found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size, sharded=sharded)}
     info = model.content.get(INFO_KEY)
-    if isinstance(info, dict) and KEY in info:
-        found[INFO_KEY] = FromFile.of(model.file, {**info, KEY: found[KEY]})
+    kept = info if isinstance(info, FromFile) else FromFile.of(model.file, info)
+    if isinstance(kept.node, dict) and KEY in kept.node:
+        found[INFO_KEY] = replace(kept, node={**kept.node, KEY: found[KEY]})
     return found
+
+
+def common(model: ModelShard) -> Mapping[str, object]:
+    """Return what a model file holds without what it says of its own rank's experts."""
+    info = model.content.get(INFO_KEY)
+    if not model.content.get(KEY) or not isinstance(info, dict):
+        return model.content
+    return {**model.content, INFO_KEY: {key: value for key, value in info.items() if key != KEY}}
 
 
 def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:
     """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
     logical = known["logical_shape"]
-    rest = [int(n) for n in logical[1:]] if isinstance(logical, list) else []
+    rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
     shape = [experts // degree, *rest]
     strides = list(row_major(tuple(shape)))
     numel = math.prod(shape)

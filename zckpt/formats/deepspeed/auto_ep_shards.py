@@ -20,7 +20,6 @@ from typing import NamedTuple
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
 from zckpt.formats.deepspeed.flat import Slots
-from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -28,7 +27,6 @@ from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Padding, Slot
-from zckpt.torchfile import plain
 
 GROUPS_KEY = "ds_zero_partition_groups"
 
@@ -99,13 +97,12 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     return found
 
 
-def router_names(model: ModelShard) -> dict[str, str]:
+def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
     """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
 
-    Under ZeRO-3 and without ZeRO no file lists them as shared. Without it both are there, and must look alike.
+    Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
     """
     listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
-    whole = model.param_shapes is None
     found = {}
     for layer in auto_layers(model):
         module = layer.prefix.removesuffix(".experts")
@@ -114,7 +111,7 @@ def router_names(model: ModelShard) -> dict[str, str]:
             first = f"{module}.router.gate.{rest[1]}" if rest else ""
             if not name.startswith(f"{module}.") or name == first:
                 continue
-            if _is_copy(model, name, first) if whole else name not in listed and first in listed:
+            if (name not in listed and first in listed) if parameterwise else _is_copy(model, name, first):
                 found[name] = first
     return found
 
@@ -138,7 +135,7 @@ class _Group(NamedTuple):
 
 
 def _groups(member: OptimizerShard) -> list[_Group]:
-    listed = plain(member.content.get(GROUPS_KEY))
+    listed = member.content.get(GROUPS_KEY)
     found = []
     for number, one in enumerate(listed if isinstance(listed, list) else []):
         known = one if isinstance(one, dict) else {}
@@ -191,7 +188,7 @@ def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]
     """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
     for expert_rank, ranks in enumerate(sharing):
         for rank in ranks:
-            listed = plain(models[rank].content.get(KEY))
+            listed = models[rank].content.get(KEY)
             said = {one.get("ep_rank") for one in listed if isinstance(one, dict)} if isinstance(listed, list) else ()
             if said != {expert_rank}:
                 raise LayoutError(
@@ -215,9 +212,3 @@ def _joined(slots: Sequence[Slot], shape: tuple[int, ...]) -> Slot:
     local = first.shape[0]
     spans = [one for rank, slot in enumerate(slots) for one in moved(slot.spans, 0, [Share(0, rank * local, local)])]
     return Slot(first.name, first.dtype, shape, tuple(spans))
-
-
-def check_written(origin: Origin, path: str) -> None:
-    """Raise UnsupportedError for experts of AutoEP under ZeRO-3, which are read and not written."""
-    if origin.members[0].stage == 3 and plain(origin.model.content.get(KEY)):
-        raise UnsupportedError("experts of AutoEP under ZeRO-3 are read, and not cut for other ranks", path=path)

@@ -13,8 +13,14 @@ from zckpt.state import Checkpoint
 _GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
 _SLICES = (
     "metadata.ds_config.tensor_parallel.autotp_size",
-    *(f"metadata.{INFO_KEY}.{key}" for key in (AFFINE_KEY, "sub_param_shard_widths", "padded_vocab_size")),
+    *(
+        f"metadata.{INFO_KEY}.{key}"
+        for key in (AFFINE_KEY, "ds_autoep_layers", "sub_param_shard_widths", "padded_vocab_size")
+    ),
 )
+_PLACES = (f"metadata.{INFO_KEY}.ds_autoep_layers", "metadata.ds_config.expert_parallel.autoep_size")
+"""Which rank has which of AutoEP's experts."""
+
 _GROUP_ORDER = re.compile(r"param_groups\[(\d+)\]\.params")
 _EXPERTS = re.compile(r"metadata\.(mp_rank_\d+_model_states\.)?num_experts\b")
 """Of each layer of experts that a stage of a pipeline has."""
@@ -37,6 +43,7 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
         or (key == "metadata.lr_scheduler" and values == (None, None))  # no scheduler, which only one of them says
         or key.startswith("metadata.ds_config.zero_optimization.")
         or (key.startswith(_SLICES) and a.topology.tp != b.topology.tp)
+        or key.startswith(_PLACES)
         or (_EXPERTS.match(key) and a.topology.pp != b.topology.pp)
     ):
         return True

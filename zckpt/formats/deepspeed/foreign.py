@@ -21,7 +21,8 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
-from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_auto_ep, of_experts
+from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
+from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
@@ -54,6 +55,9 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
         It has no optimizer, parameters without names, or state that a flat buffer cannot hold.
     """
     _refuse(checkpoint, staged=staged)
+    layers = listed_entries(checkpoint)
+    if layers and stage != 3:
+        checkpoint = parted(checkpoint, layers)
     parameters = dict(checkpoint.parameters)
     groups = []
     for index, group in enumerate(checkpoint.param_groups):
@@ -66,7 +70,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
         if parameter.tied_to is None and parameter.group is None:
             parameters[parameter.name] = replace(parameter, frozen=True)
     converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
-    converted.origin = _origin(converted, stage)
+    converted.origin = _origin(converted, stage, layers)
     return converted
 
 
@@ -122,12 +126,6 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             expected="a source that is not elastic",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
         )
-    if of_auto_ep(checkpoint):
-        raise UnsupportedError(
-            "experts that AutoEP has as one tensor are not written from another format",
-            path=path,
-            advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
-        )
     if checkpoint.topology.pp > 1 and not staged:
         raise UnsupportedError("a pipeline's layers, without the stages that they are for", path=path,
                                found=f"pp={checkpoint.topology.pp}",
@@ -178,12 +176,12 @@ def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:
     return replace(parameter, slots=slots, state={})
 
 
-def _origin(checkpoint: Checkpoint, stage: int) -> Origin:
+def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object]) -> Origin:
     """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
     tag = origin(checkpoint).get("tag")
     name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
     directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
-    return Origin(directory, _model(checkpoint), [_optimizer(checkpoint, stage)])
+    return Origin(directory, _model(checkpoint, layers), [_optimizer(checkpoint, stage)])
 
 
 def _steps(checkpoint: Checkpoint) -> int:
@@ -199,7 +197,7 @@ def _file(root: object) -> TorchFile:
     return TorchFile("", 0, "zip", "little", root, {}, {}, 2)
 
 
-def _model(checkpoint: Checkpoint) -> ModelShard:
+def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
     """Return a model file of which the keys are those of DeepSpeed and then the client's own."""
     metadata = checkpoint.metadata
     step = _steps(checkpoint)
@@ -222,7 +220,9 @@ def _model(checkpoint: Checkpoint) -> ModelShard:
         "ds_version": VERSION,
     }
     experts = numbers_of_experts(checkpoint.parameters)
-    if experts:
+    if layers:
+        content |= {"num_experts": metadata.get("num_experts"), "ds_autoep_layers": layers}
+    elif experts:
         content |= {"num_experts": experts, "ds_autoep_layers": None}
     content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS}
     shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)

@@ -333,8 +333,9 @@ def _check(served: Served) -> None:
     target, training = served.target, served.training
     mp = target.ranks[training.mp_rank]
     if target.stage == 3:
-        cut = [one for group in mp.groups for one in target.sub_groups(group)]
-        sizes = [sum(shard_numel(p.numel, target.world_size) for p in one) for one in cut]
+        both = [(one, group.shared_by) for group in mp.groups for one in target.sub_groups(group, training.rank)]
+        cut = [one for one, _ in both]
+        sizes = [sum(shard_numel(p.numel, count) for p in one) for one, count in both]
     else:
         cut = [group.of(training.rank) for group in mp.groups]
         sizes = [group.partition for group in mp.groups]

@@ -84,8 +84,8 @@ def read_rank(
         _read_flat(state, models[0], members, weights, trained, spread or Spread(members))
     parameterwise = bool(members) and members[0].stage == 3
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
-    if (parameterwise or not members) and models[0].content.get(KEY):
-        aliases = {**router_names(models[0]), **aliases}
+    if models[0].content.get(KEY):
+        aliases = {**router_names(models[0], parameterwise=parameterwise), **aliases}
     _place_parameters(state, models, trained, weights, aliases, parameterwise=parameterwise)
     return state
 

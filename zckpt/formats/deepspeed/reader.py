@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
+from zckpt.formats.deepspeed.auto_ep import auto_layers, common, fused, split_files, split_names
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -358,7 +358,7 @@ def _keep_others(
     """Keep what ranks have of their own, and say of everything else in their files what it is."""
     first = models[0]
     keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    metadata, rules = keep_others((first.file, first.content), [(m.file, m.content) for m in models[1:]], [*keys])
+    metadata, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in models[1:]], [*keys])
     checkpoint.metadata |= metadata
     if members:
         lead = members[0]

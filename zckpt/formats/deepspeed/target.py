@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
-from zckpt.formats.deepspeed.auto_ep import fused_name
-from zckpt.formats.deepspeed.auto_ep_shards import check_written
+from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, shard_groups
 from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
@@ -204,12 +203,13 @@ class Target:
         size = zero.get("sub_group_size") if isinstance(zero, dict) else None
         return int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
 
-    def sub_groups(self, group: TargetGroup) -> list[list[Parameter]]:
-        """Return the sub-groups of a group under ZeRO-3."""
-        found = self._sub_groups.get(id(group))  # the target has its groups as long as it is there
+    def sub_groups(self, group: TargetGroup, rank: int = 0) -> list[list[Parameter]]:
+        """Return the sub-groups of a group under ZeRO-3, as a data-parallel rank has them."""
+        own = group.of(rank)
+        found = self._sub_groups.get(id(own))  # the target has its groups as long as it is there
         if found is None:
-            cut = sub_groups(group.numels, self.world_size, self.sub_group_size)
-            found = self._sub_groups[id(group)] = [[group.experts[0][i] for i in one] for one in cut]
+            cut = sub_groups(group.numels, group.shared_by, self.sub_group_size)
+            found = self._sub_groups[id(own)] = [[own[i] for i in one] for one in cut]
         return found
 
 
@@ -241,7 +241,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     aligned = bool(checkpoint.details.get("parameter_alignment")) if aligned is None else aligned
     given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
-    _refuse_degrees(checkpoint, origin, options, stage=stage)
+    sharded = _refuse_degrees(checkpoint, origin, options, stage=stage)
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
     states, dealt = stage_states(checkpoint, origin, degree, options)
     flat = stage != 3
@@ -251,7 +251,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
-        for unit in units(checkpoint, replace(own, groups=with_hyperparameters(own.groups, given)), options):
+        groups = with_hyperparameters(own.groups, given)
+        rank.groups.extend(shard_groups(target, groups, own.parameters, options) if sharded else ())
+        for unit in units(checkpoint, replace(own, groups=groups), options) if not sharded else ():
             lanes = own.lanes if unit.per_rank else 1
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
         target.ranks.append(rank)
@@ -318,8 +320,11 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
         )
 
 
-def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> None:
-    """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
+def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> bool:
+    """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known.
+
+    Tell whether experts are cut as ZeRO-3 cuts those of AutoEP.
+    """
     path = checkpoint.source
     degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
     for name, value in degrees.items():
@@ -327,22 +332,18 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
     check_stage(checkpoint, origin, options, stage)
     experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
-    check_written(origin, path)
+    if check_sharded(origin, path, stage, options.world_size, options.expert_parallel_size):
+        return True
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
-        return
+        return False
     if origin.layers:  # DeepSpeed writes none
         raise UnsupportedError("experts next to files of a pipeline's layers", path=path)
     if stage == 3:
         raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
-    fused = any(fused_name(name) for files in origin.ranks for name in files.state.parameters)
-    if fused and (options.round_robin or options.parameter_alignment):
-        raise UnsupportedError(
-            "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
-            path=path,
-            expected="no round_robin, no parameter_alignment",
-        )
+    check_in_order(origin, checkpoint, options)
+    return False
 
 
 def cut_rank_values(target: Target) -> None:
@@ -388,8 +389,8 @@ def _holds(target: Target, rank: TargetRank, number: int, member: OptimizerShard
     """Tell whether a data-parallel rank's partitions are those of its file."""
     found = [master.numel for master in member.masters]
     if target.stage == 3:
-        cut = [sub_group for group in rank.groups for sub_group in target.sub_groups(group)]
-        return found == [sum(shard_numel(p.numel, target.world_size) for p in one) for one in cut]
+        cut = [(one, group.shared_by) for group in rank.groups for one in target.sub_groups(group)]
+        return found == [sum(shard_numel(p.numel, count) for p in one) for one, count in cut]
     if len(found) != len(rank.groups):
         return False
     for numel, group, count in zip(found, rank.groups, member.partition_count, strict=True):

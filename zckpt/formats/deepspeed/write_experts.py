@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import LayoutError
+from zckpt.formats.deepspeed.auto_ep import auto_layers, filed_name, fused_name
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
@@ -34,7 +35,7 @@ class ExpertFile:
         if self.file is not None and not self.parameters:
             return FromFile.of(self.file, self.file.root)
         own = target.ranks[self.mp_rank].parameters
-        found: dict[object, object] = {name: single(target, own[name]) for name in self.parameters}
+        found: dict[object, object] = {filed_name(name): single(target, own[name]) for name in self.parameters}
         root = self.file.root if self.file is not None and isinstance(self.file.root, dict) else {}
         rest = {key: FromFile.of(self.file, value) for key, value in root.items() if self.file and key not in found}
         return {**found, **rest}
@@ -105,16 +106,18 @@ def _made(target: Target) -> Iterator[tuple[int, int, list[str]]]:
     """Yield layer, expert and names of its parameters, of a checkpoint of another format.
 
     DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
-    says whose weights it has, and all of them are loaded.
+    says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
     """
     layers: dict[str, dict[int, list[str]]] = {}
+    auto = {layer.prefix: layer.number for layer in auto_layers(target.origin.model)}
     for name in target.ranks[0].parameters:
         number = expert_number(name)
         if number is not None:
-            layers.setdefault(layer_of(name), {}).setdefault(number, []).append(name)
+            layer = (fused_name(name) or "").rpartition(".")[0] if auto else layer_of(name)
+            layers.setdefault(layer, {}).setdefault(number, []).append(name)
     for index, layer in enumerate(sorted(layers, key=in_order)):
         for expert in sorted(layers[layer]):
-            yield index, expert, layers[layer][expert]
+            yield auto.get(layer, index), expert, layers[layer][expert]
 
 
 def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import fused_name, fused_shapes, listed_layers
+from zckpt.formats.deepspeed.auto_ep import auto_layers, expert_names, fused_name, fused_shapes, listed_layers
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
 from zckpt.formats.deepspeed.nested import is_nested, renested
@@ -54,7 +54,8 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
                for key, value in source.content.items()}  # fmt: skip
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
-    return content | listed_layers(source, _degrees(mp), target.world_size)
+    layers = _expert_ranks(target, mp, rank)
+    return content | listed_layers(source, layers, target.world_size, sharded=target.stage == 3)
 
 
 def is_filed(target: Target) -> bool:
@@ -62,10 +63,17 @@ def is_filed(target: Target) -> bool:
     return bool(target.origin.layers) or (not target.origin.ranks and target.stages is not None)
 
 
-def _degrees(mp: TargetRank) -> dict[str, int]:
-    """Return over how many ranks the experts of each layer of AutoEP are spread, by the name before their weights."""
-    named = ((fused_name(p.name), len(group.experts)) for group in mp.groups for p in group.experts[0])
-    return {name.rpartition(".")[0]: degree for name, degree in named if name is not None}
+def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[int, int, int]]:
+    """Return for each layer of AutoEP, by its prefix: over how many ranks it is, this one's number, and its place."""
+    own = {name: layer.prefix for layer in auto_layers(target.origin.model) for name in expert_names(layer)}
+    found = {}
+    for group in mp.groups:
+        degree = len(group.experts)
+        for p in group.experts[0]:
+            prefix = own.get(fused_name(p.name) or p.name)
+            if prefix is not None:
+                found[prefix] = degree, group.placement.expert_rank(rank, degree), group.position(rank)
+    return found
 
 
 def alike(target: Target, mp: TargetRank, rank: int) -> object:
@@ -76,6 +84,8 @@ def alike(target: Target, mp: TargetRank, rank: int) -> object:
     if target.stage != 3 or mp.buffers or any(p.frozen for p in mp.parameters.values()):
         return None
     source = carried_from(mp, rank)
+    if auto_layers(source):  # each rank says which experts it has
+        return None
     if any(one.numel for one in source.module.values()) or source.frozen_fragments:
         return None
     return id(source.file.root), mp.mp_rank == 0 and rank == 0, source is mp.model
@@ -135,13 +145,14 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
         module.state = old.state
     weights: dict[str, Tensor] = {}
     apart = "num_experts" in source.content
+    elsewhere = {name for layer in auto_layers(target.origin.model) for name in expert_names(layer)}
     for group in mp.groups if target.stage in (1, 2) and not apart else []:
         weights.update(_views(group))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
         if name in mp.buffers:
             slot = _buffer(target, mp, source, name)
             module[name] = SlotTensor(slot, slot.dtype, name)
-        elif name in mp.parameters and (name in source.module or not is_expert(name)):
+        elif name in mp.parameters and (name in source.module or not (is_expert(name) or name in elsewhere)):
             owner = mp.owner(name)
             if owner.name not in weights and not apart:
                 weights[owner.name] = single(target, owner)

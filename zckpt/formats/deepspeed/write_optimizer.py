@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from zckpt.formats.deepspeed.auto_ep import fused_name, fused_pads
+from zckpt.formats.deepspeed.auto_ep import auto_layers, fused_name, fused_pads
+from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY
+from zckpt.formats.deepspeed.auto_ep_target import partition_groups
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, slot_keys
@@ -67,6 +69,7 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     cut = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
     same = (source.stage == 3) == (target.stage == 3)
     keys = list(old) if same else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
+    keys += [key for key in (GROUPS_KEY,) if key in cut and key not in keys]
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
     content = {key: cut[key] if key in cut else FromFile.of(source.file, old[key]) for key in keys
@@ -259,28 +262,32 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
     """Return the keys of a ZeRO-3 file that depend on how it is cut."""
     masters: list[object] = []
     states: dict[object, object] = {}
-    groups: list[object] = []
+    groups: dict[int, object] = {}
+    held: dict[int, list[int]] = {}
     source = mp.members[0]
     known = source.masters if source.stage == 3 else []
     for group in mp.groups:
-        numbers = []
-        for parameters in target.sub_groups(group):
+        numbers: list[int] = []
+        for parameters in target.sub_groups(group, rank):
             number = len(masters)
             numbers.append(number)
             like = known[min(number, len(known) - 1)] if known else None
-            shards = _shards(target, parameters)
-            master = shards.tensor(MASTER, rank, like)
-            tensors = _in_form(target, group.index, {key: shards.tensor(key, rank) for key in shards.keys})
+            shards, position = _shards(target, parameters, group.shared_by), group.position(rank)
+            master = shards.tensor(MASTER, position, like)
+            tensors = _in_form(target, group.index, {key: shards.tensor(key, position) for key in shards.keys})
             state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
             if state:
                 states[number] = state
             masters.append(master)
-        groups.append(_hyperparameters(group.values, numbers))
+        held[group.index] = [*held.get(group.index, ()), *numbers]  # experts may be a part of a group
+        groups[group.index] = _hyperparameters(group.values, held[group.index])
+    apart = {GROUPS_KEY: partition_groups(target, mp.groups, rank)} if auto_layers(target.origin.model) else {}
     return {
         "zero_stage": _stage(target),
         "partition_count": target.world_size,
-        "optimizer_state_dict": {"state": states, "param_groups": groups},
+        "optimizer_state_dict": {"state": states, "param_groups": [*groups.values()]},
         "fp32_flat_groups": masters,
+        **apart,
     }
 
 
@@ -327,9 +334,9 @@ class _Shards:
             yield from _contents(p, key, start, at, count)
 
 
-def _shards(target: Target, parameters: list[Parameter]) -> _Shards:
+def _shards(target: Target, parameters: list[Parameter], shared_by: int) -> _Shards:
     """Return a sub-group's shards, which are worked out once."""
     found = target.shards.get(id(parameters))  # the target has its sub-groups as long as it is there
     if not isinstance(found, _Shards):
-        found = target.shards[id(parameters)] = _Shards(parameters, target.world_size)
+        found = target.shards[id(parameters)] = _Shards(parameters, shared_by)
     return found

@@ -203,7 +203,7 @@ def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:
 _WRITTEN = frozenset({
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "optimizer", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "num_experts",
-    INFO_KEY,
+    "ds_autoep_layers", INFO_KEY,
 })  # fmt: skip
 """Keys of a model file that are not carried."""
 

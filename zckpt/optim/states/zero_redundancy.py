@@ -7,7 +7,7 @@ metadata.pt                  what these do not say: the order of names, and whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ class WorkersState:
     is_remote = True
     process_group = None
     writes: str | None = "zero-redundancy"
+    renamed: Callable[[str], str] | None = None
 
     def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
         del known  # of tensors of this process

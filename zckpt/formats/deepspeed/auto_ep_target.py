@@ -1,0 +1,165 @@
+"""AutoEP under ZeRO-3, to be written: what each expert rank has of which param group, and who shares a sub-group.
+
+DeepSpeed cuts each param group by the ranks that share its parameters: those that all share and experts are in
+sub-groups of their own, in the order in which the group first has one of a kind. Experts are cut over the ranks that
+have the same, and listed in `ds_zero_partition_groups`, without which it does not load them.
+
+Source: DeepSpeed 0.19.8, `DeepSpeedZeroOptimizer_Stage3._get_trainable_parameter_groups`,
+`_zero3_partition_group_metadata`, `_rigid_load_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names, fused_name
+from zckpt.formats.deepspeed.expert_ranks import is_data_first
+from zckpt.formats.deepspeed.tensor_parallel import moved
+from zckpt.formats.deepspeed.tp_shares import Share
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed import RecutOptions
+    from zckpt.formats.deepspeed.origin import Origin
+    from zckpt.formats.deepspeed.target import Target, TargetGroup
+
+GROUP_NUMEL = 178_956_971
+"""Elements of one rank's experts after which DeepSpeed may begin another param group, see `target_groups`."""
+
+
+def check_in_order(origin: Origin, checkpoint: Checkpoint, options: RecutOptions) -> None:
+    """Raise UnsupportedError for experts of AutoEP under ZeRO-1 and 2 that are to be in another order, or aligned."""
+    names = {name for files in origin.ranks for name in files.state.parameters} | checkpoint.parameters.keys()
+    if (options.round_robin or options.parameter_alignment) and any(fused_name(name) for name in names):
+        raise UnsupportedError(
+            "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
+            path=checkpoint.source,
+            expected="no round_robin, no parameter_alignment",
+        )
+
+
+def check_sharded(origin: Origin, path: str, stage: int, world_size: int, degree: int | None) -> bool:
+    """Tell whether a target of ZeRO-3 has experts of AutoEP.
+
+    Parameters
+    ----------
+    degree : int or None
+        Ranks over which experts are to be spread; None: as they are.
+
+    Raises
+    ------
+    UsageError
+        Experts cannot be spread over so many ranks.
+    UnsupportedError
+        From or to another stage.
+    """
+    layers = auto_layers(origin.model)
+    if not layers or 3 not in (stage, origin.members[0].stage):
+        return False
+    if origin.members[0].stage != stage:
+        raise UnsupportedError(
+            "experts of AutoEP are files by themselves under ZeRO-1 and 2, and sub-groups under ZeRO-3: `reshard` does "
+            "not make one of the other",
+            path=path,
+            expected=f"stage {origin.members[0].stage}",
+            found=stage,
+            advice="`zckpt convert --to dcp`, and from there `--to deepspeed --stage`",
+        )
+    for layer in layers:
+        wanted = layer.degree if degree is None else degree
+        if layer.experts % wanted or world_size % wanted:
+            raise UsageError(
+                f"{layer.experts} experts of {layer.prefix} cannot be spread over {wanted} of {world_size} ranks",
+                path=path, expected="an expert-parallel size that divides both", found=wanted,
+                advice="give another --expert-parallel-size",
+            )  # fmt: skip
+    return True
+
+
+def shard_groups(
+    target: Target, groups: Sequence[ParamGroup], parameters: Mapping[str, Parameter], options: RecutOptions
+) -> Iterator[TargetGroup]:
+    """Yield what is cut over the same ranks of each param group, in the order of its sub-groups.
+
+    Of a param group with experts and other parameters there are two, of the same index.
+
+    Raises
+    ------
+    UnsupportedError
+        How DeepSpeed would group experts at another degree is not known.
+    """
+    from zckpt.formats.deepspeed.target import TargetGroup
+
+    origin, degree = target.origin, options.expert_parallel_size
+    data_first = is_data_first(origin.model)
+    layers = {name: layer for layer in auto_layers(origin.model) for name in expert_names(layer)}
+    for index, group in enumerate(groups):
+        values = group
+        kinds: dict[bool, list[str]] = {}
+        for name in group.parameters:
+            kinds.setdefault(name in layers, []).append(name)
+        own = kinds.get(True, [])
+        old = layers[own[0]].degree if own else 1
+        wanted = old if degree is None else degree
+        if own and wanted != old:
+            _check_size(own, parameters, min(wanted, old), target.checkpoint.source)
+            if group.hyperparameters.get("name") == f"ep_size_{old}":
+                values = replace(group, hyperparameters={**group.hyperparameters, "name": f"ep_size_{wanted}"})
+        for sparse, names in kinds.items():
+            its = [parameters[name] for name in names]
+            lists = [[local(p, layers[p.name], wanted, rank) for p in its] for rank in range(wanted if sparse else 0)]
+            lists = lists or [its]
+            pads, shared_by = [0] * len(its), target.world_size // len(lists)
+            yield TargetGroup(index, values, lists, pads, shared_by, data_first=data_first)
+
+
+def _check_size(names: Sequence[str], parameters: Mapping[str, Parameter], degree: int, path: str) -> None:
+    """Raise where a rank's experts are so large that they may make several groups: with zero.Init they do not."""
+    numel = sum(parameters[name].numel for name in names) // degree
+    if numel > GROUP_NUMEL:
+        raise UnsupportedError(
+            "so large a param group of experts may be several at another expert-parallel size: it depends on how the "
+            "model was made",
+            path=path,
+            expected=f"at most {GROUP_NUMEL} elements of one rank, or --expert-parallel-size left out",
+            found=numel,
+            advice="`zckpt convert --to dcp` or zckpt keeps them whole",
+        )
+
+
+def local(parameter: Parameter, layer: AutoLayer, degree: int, rank: int) -> Parameter:
+    """Return what an expert rank has of the tensor of all experts."""
+    if len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
+        raise LayoutError(f"{parameter.name} is not of all experts", expected=f"{layer.experts}, rows and columns",
+                          found=parameter.shape)  # fmt: skip
+    count = layer.experts // degree
+    shape = (count, *parameter.shape[1:])
+    share = [Share(rank * count, 0, count)]
+    slots = {
+        key: Slot(key, slot.dtype, (count, *slot.shape[1:]), moved(slot.spans, 0, share)) if slot.shape else slot
+        for key, slot in parameter.slots.items()
+    }
+    return replace(parameter, shape=shape, slots=slots)
+
+
+def partition_groups(target: Target, groups: Sequence[TargetGroup], rank: int) -> list[object]:
+    """Return `ds_zero_partition_groups` as a rank writes it."""
+    found: list[object] = []
+    layers = {name for layer in auto_layers(target.origin.model) for name in expert_names(layer)}
+    for group in groups:
+        sparse = any(p.name in layers for p in group.experts[0])
+        degree = len(group.experts)
+        expert_rank = group.placement.expert_rank(rank, degree)
+        for _ in target.sub_groups(group):
+            found.append({
+                "sub_group": len(found),
+                "partition_count": group.shared_by,
+                "partition_rank": group.position(rank),
+                "partition_ranks": [group.placement.rank(expert_rank, p, degree) for p in range(group.shared_by)],
+                "families": ["autoep_expert" if sparse else "replicated"],
+                "group_names": [f"ep_size_{degree}" if sparse else "replicated"],
+            })  # fmt: skip
+    return found
