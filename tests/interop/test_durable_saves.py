@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,8 @@ def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp
         assert len(list(tag.iterdir())) == 2
         assert len(values) == 1
         found += values
+        for path in here.rglob("*"):
+            os.utime(path, (0, 0))  # long ago
         write(here, "three", 3)
         assert [path.name for path in here.iterdir() if path.name.startswith(".")] == []  # of whatever tag
         write(here, tag.name, 4)
