@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names, fused_name
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
+from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
@@ -24,7 +25,6 @@ from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed import RecutOptions
     from zckpt.formats.deepspeed.origin import Origin
-    from zckpt.formats.deepspeed.target import Target, TargetGroup
 
 GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed may begin another param group, see `target_groups`."""
@@ -91,8 +91,6 @@ def shard_groups(
     UnsupportedError
         How DeepSpeed would group experts at another degree is not known.
     """
-    from zckpt.formats.deepspeed.target import TargetGroup
-
     origin, degree = target.origin, options.expert_parallel_size
     data_first = is_data_first(origin.model)
     layers = {name: layer for layer in auto_layers(origin.model) for name in expert_names(layer)}

@@ -21,8 +21,9 @@ from zckpt.engine.requantise import Portion, Requantised
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.codes import KNOWN, alike_forms, bytes_of
+from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.quantised import with_float_slots
-from zckpt.formats.deepspeed.target import Target, decide
+from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.torch_files.quantised import ADAM, BLOCKS, NESTED, block_of, pieces_of
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
 from zckpt.state import Checkpoint, Slot

@@ -1,39 +1,21 @@
-"""From a checkpoint and the options for it to a `Target`: what each rank of the target has."""
+"""A `Target`: a checkpoint of DeepSpeed that is to be written, and what each of its ranks has. `decide` makes one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import STAGES, RecutOptions
-from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, shard_groups
-from zckpt.formats.deepspeed.codes import HINT, Codes, codes_of
-from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
-from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.groups import is_of_muon
-from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
-from zckpt.formats.deepspeed.origin import Origin, origin_of
-from zckpt.formats.deepspeed.restage import check_stage, stage_states
+from zckpt.formats.deepspeed.codes import Codes
+from zckpt.formats.deepspeed.expert_ranks import Placement
+from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stages import Stages
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
-from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
-from zckpt.state.checkpoint import how_to_drop, keys_listed
-from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
-    PARAMETER_ALIGNMENT_NBYTES,
-    alignment_padding,
-    check_world_size,
-    flat_padding,
     flat_partition_numel,
     flat_starts,
-    round_robin_order,
-    shard_numel,
     sub_groups,
 )
 
@@ -211,190 +193,3 @@ class Target:
             cut = sub_groups(group.numels, group.shared_by, self.sub_group_size)
             found = self._sub_groups[id(own)] = [[own[i] for i in one] for one in cut]
         return found
-
-
-def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
-    """Return the target for a checkpoint and options.
-
-    Raises
-    ------
-    UsageError
-        The options cannot be.
-    UnsupportedError
-        The source is of a kind that is not resharded.
-    LayoutError
-        A parameter does not divide among the target's tensor-parallel ranks.
-    """
-    origin = origin_of(checkpoint)
-    check_world_size(options.world_size)
-    if origin is None or not origin.members:
-        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
-                               path=checkpoint.source, found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
-                               advice="use `zckpt convert --to deepspeed --stage`")  # fmt: skip
-    first = origin.members[0]
-    stage = first.stage if options.stage is None else options.stage
-    if stage not in STAGES:
-        raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-    elastic = first.elastic if options.elastic is None else options.elastic
-    round_robin, aligned = options.round_robin, options.parameter_alignment
-    round_robin = bool(checkpoint.details.get("round_robin_gradients")) if round_robin is None else round_robin
-    aligned = bool(checkpoint.details.get("parameter_alignment")) if aligned is None else aligned
-    given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
-    _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
-    sharded = _refuse_degrees(checkpoint, origin, options, stage=stage)
-    degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
-    states, dealt = stage_states(checkpoint, origin, degree, options)
-    flat = stage != 3
-    target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint.topology.tp),
-                    len(states), degree, dealt)  # fmt: skip
-    for number, files in enumerate(files for of_stage in states for files in of_stage):
-        own = files.state
-        rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
-        groups = with_hyperparameters(own.groups, given)
-        rank.groups.extend(shard_groups(target, groups, own.parameters, options) if sharded else ())
-        for unit in units(checkpoint, replace(own, groups=groups), options) if not sharded else ():
-            lanes = own.lanes if unit.per_rank else 1
-            rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
-        target.ranks.append(rank)
-    cut_rank_values(target)
-    return target
-
-
-def _group(
-    target: Target, index: int, unit: Unit, known: dict[str, Parameter], mp_rank: int, lanes: int
-) -> TargetGroup:
-    """Return a param group in the order in which it is stored."""
-    experts = local_parameters(unit, known)
-    shared_by = target.world_size * lanes // len(experts)
-    if target.round_robin:
-        order = round_robin_order(len(experts[0]), shared_by)
-        experts = [[parameters[i] for i in order] for parameters in experts]
-    pads = [0] * len(experts[0])
-    if target.alignment and experts[0]:
-        multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
-        pads = alignment_padding([p.numel for p in experts[0]], multiple)
-    lane = mp_rank % target.tp if lanes > 1 else 0
-    first = is_data_first(target.origin.model)
-    return TargetGroup(index, unit.values, experts, pads, shared_by, lane, lanes, first)
-
-
-def is_bare(first: OptimizerShard) -> bool:
-    """Tell whether a checkpoint's files hold no hyperparameters."""
-    return first.elastic and not first.groups
-
-
-def _given(
-    checkpoint: Checkpoint, first: OptimizerShard, options: RecutOptions, *, needed: bool
-) -> list[dict[str, object]] | None:
-    """Return the hyperparameters that a user gave for a checkpoint that has none."""
-    if options.hyperparameters is None:
-        return None
-    path = Path(options.hyperparameters)
-    if not is_bare(first):
-        raise UsageError("the checkpoint has hyperparameters, and they are carried", path=checkpoint.source,
-                         found=f"--hyperparameters {path}")  # fmt: skip
-    if not needed:
-        raise UsageError("the elastic form holds no hyperparameters", path=path, expected="--rigid, or --stage 3")
-    return read_hyperparameters(path, len(checkpoint.param_groups))
-
-
-def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int, elastic: bool) -> None:
-    path = checkpoint.source
-    if origin.members[0].bf16_optimizer and (
-        stage != 1 or elastic or options.round_robin or options.parameter_alignment
-    ):
-        raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
-    if is_bare(origin.members[0]) and options.hyperparameters is None and (stage == 3 or not elastic):
-        needs = "ZeRO-3" if stage == 3 else "the rigid form"
-        raise UnsupportedError(
-            f"the elastic form holds no hyperparameters, which {needs} needs",
-            path=path, found=configured(origin.model.config),
-            advice="give them with --hyperparameters FILE, a JSON list with an object for each param group",
-        )  # fmt: skip
-    if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
-        raise UnsupportedError(
-            "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",
-            path=path,
-            expected="the rigid form",
-        )
-
-
-def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> bool:
-    """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known.
-
-    Tell whether experts are cut as ZeRO-3 cuts those of AutoEP.
-    """
-    path = checkpoint.source
-    degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
-    for name, value in degrees.items():
-        if value is not None and value < 1:
-            raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
-    check_stage(checkpoint, origin, options, stage)
-    experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
-    if check_sharded(origin, path, stage, options.world_size, options.expert_parallel_size):
-        return True
-    if not experts:
-        if options.expert_parallel_size is not None:
-            raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
-        return False
-    if origin.layers:  # DeepSpeed writes none
-        raise UnsupportedError("experts next to files of a pipeline's layers", path=path)
-    if stage == 3:
-        raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
-    check_in_order(origin, checkpoint, options)
-    return False
-
-
-def cut_rank_values(target: Target) -> None:
-    """Raise UnsupportedError where state that is each rank's own would have to be cut for others, and cannot be."""
-    checkpoint, first = target.checkpoint, target.origin.members[0]
-    if not checkpoint.per_rank or is_cut_alike(target):
-        return
-    quantised = any(value.key == NESTED for value in checkpoint.per_rank)
-    found = codes_of(target) if quantised else None
-    if found is not None:
-        target.codes.update(found)
-        return
-    dp = checkpoint.topology.dp
-    raise UnsupportedError(
-        f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
-        f"cut for other ranks",
-        path=checkpoint.source,
-        expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
-        found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",
-        advice=HINT if quantised else how_to_drop(checkpoint.per_rank),
-    )
-
-
-def is_cut_alike(target: Target) -> bool:
-    """Tell whether each rank of a target holds the same elements in the same order as in the source."""
-    details, first = target.checkpoint.details, target.origin.members[0]
-    same = (
-        len(target.ranks) == len(target.origin.ranks)
-        and not target.regrouped
-        and (target.stage == 3) == (first.stage == 3)
-        and target.elastic == first.elastic
-        and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)
-        and target.alignment == (bool(details.get("parameter_alignment")) and first.stage != 3)
-    )
-    return same and all(
-        len(rank.members) == target.world_size
-        and all(_holds(target, rank, number, member) for number, member in enumerate(rank.members))
-        for rank in target.ranks
-    )
-
-
-def _holds(target: Target, rank: TargetRank, number: int, member: OptimizerShard) -> bool:
-    """Tell whether a data-parallel rank's partitions are those of its file."""
-    found = [master.numel for master in member.masters]
-    if target.stage == 3:
-        cut = [(one, group.shared_by) for group in rank.groups for one in target.sub_groups(group)]
-        return found == [sum(shard_numel(p.numel, count) for p in one) for one, count in cut]
-    if len(found) != len(rank.groups):
-        return False
-    for numel, group, count in zip(found, rank.groups, member.partition_count, strict=True):
-        padding = flat_padding(group.starts[-1], group.partition, group.position(number))
-        if count != group.shared_by or not group.partition - padding <= numel <= group.partition:
-            return False
-    return True

@@ -15,13 +15,14 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
+from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
 from zckpt.formats.deepspeed.restage import is_asked
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.target import Target, TargetRank, decide
+from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import is_same
