@@ -36,8 +36,15 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.formats.deepspeed.values import group_values, own_hyperparameters, own_keys, quantised_keys, rank_values
-from zckpt.formats.torch_files.tensors import carried, slot_of
+from zckpt.formats.deepspeed.values import (
+    group_values,
+    hyperparameter,
+    own_hyperparameters,
+    own_keys,
+    quantised_keys,
+    rank_values,
+)
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.torchfile import Tensor
@@ -234,7 +241,7 @@ def _add_group(
     if index < len(groups):
         apart = own_hyperparameters(members, index)
         kept = {k: v for k, v in groups[index].items() if k != "params" and k not in apart}
-        hyperparameters = {k: carried(members[0].file, v) for k, v in kept.items()}
+        hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
         state.per_rank += group_values(members, index, min(partitions, default=index), apart)
     values: dict[str, object] = {}
     for member in members:

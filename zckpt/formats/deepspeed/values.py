@@ -153,8 +153,13 @@ def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: 
     for member in members:
         for key, value in member.groups[group].items() if group < len(member.groups) else ():
             if key in own:
-                kept = carried(member.file, value)
+                kept = hyperparameter(member, value)
                 yield RankValue(key, group, part, member.rank, member.shard.mp_rank or 0, kept, in_group=True)
+
+
+def hyperparameter(member: OptimizerShard, value: object) -> object:
+    """Return a value of a param group as it is kept: with its file, if it has tensors."""
+    return FromFile.of(member.file, value) if any(True for _ in walk_tensors(value)) else value
 
 
 def _is_common(values: Sequence[object]) -> bool:
