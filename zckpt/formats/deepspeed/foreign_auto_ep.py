@@ -27,14 +27,12 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     UnsupportedError
         It has experts that AutoEP has as one tensor, and what it lists is not of them.
     """
-    info = checkpoint.metadata.get(INFO_KEY)
-    node = info.node if isinstance(info, FromFile) else info
-    listed = node.get(KEY) if isinstance(node, dict) else None
+    listed = _listed(checkpoint)
     if not listed:
         if of_auto_ep(checkpoint):
             raise _unknown(checkpoint, f"no {KEY} in {INFO_KEY}")
         return []
-    for entry in listed if isinstance(listed, list) else [listed]:
+    for entry in listed:
         layer = layer_from(entry, checkpoint.source)
         for name in expert_names(layer):
             parameter = checkpoint.parameters.get(name)
@@ -42,7 +40,22 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
                 raise _unknown(checkpoint, f"{name}: {None if parameter is None else parameter.shape}")
     if any(is_expert(name) for name in checkpoint.parameters):
         raise _unknown(checkpoint, "experts of DeepSpeed's own layer as well")
-    return list(listed)
+    return listed
+
+
+def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
+    info = checkpoint.metadata.get(INFO_KEY)
+    node = info.node if isinstance(info, FromFile) else info
+    listed = node.get(KEY) if isinstance(node, dict) else None
+    return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
+
+
+def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
+    layers = [layer_from(entry, checkpoint.source) for entry in _listed(checkpoint)]
+    counts = {name: layer.experts for layer in layers for name in expert_names(layer)}
+    shapes = {name: checkpoint.parameters[name].shape for name in counts if name in checkpoint.parameters}
+    return {name: counts[name] for name, shape in shapes.items() if len(shape) == 3 and shape[0] == counts[name]}
 
 
 def _unknown(checkpoint: Checkpoint, found: str) -> UnsupportedError:
