@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, expert_names, inner_name, layer_from
-from zckpt.formats.deepspeed.auto_ep_target import local
+from zckpt.formats.deepspeed.auto_ep import KEY, expert_names, layer_from
+from zckpt.formats.deepspeed.auto_ep_target import expert_by_expert
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.state import Checkpoint, Parameter, Slot, Span
+from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
 
@@ -71,38 +71,5 @@ def _unknown(checkpoint: Checkpoint, found: str) -> UnsupportedError:
 def parted(checkpoint: Checkpoint, entries: Sequence[Mapping[str, object]]) -> Checkpoint:
     """Return a checkpoint in which each expert has parameters of its own."""
     layers = [layer_from(entry, checkpoint.source) for entry in entries]
-    of = {name: layer for layer in layers for name in expert_names(layer)}
-    parameters: dict[str, Parameter] = {}
-    for name, parameter in checkpoint.parameters.items():
-        layer = of.get(name)
-        if layer is None:
-            parameters[name] = parameter
-        else:
-            parameters |= {one.name: one for one in _parts(parameter, layer)}
-    groups = [
-        replace(group, parameters=[
-            one for name in group.parameters
-            for one in ([inner_name(name, n) for n in range(of[name].experts)] if name in of else [name])
-        ])
-        for group in checkpoint.param_groups
-    ]  # fmt: skip
+    parameters, groups = expert_by_expert(checkpoint.parameters, checkpoint.param_groups, layers)
     return replace(checkpoint, parameters=parameters, param_groups=groups)
-
-
-def _parts(parameter: Parameter, layer: AutoLayer) -> list[Parameter]:
-    found = []
-    for number in range(layer.experts):
-        one = local(parameter, layer, layer.experts, number)
-        slots = {key: _without_front(slot) if slot.shape else slot for key, slot in one.slots.items()}
-        found.append(replace(one, name=inner_name(parameter.name, number), shape=one.shape[1:], slots=slots))
-    return found
-
-
-def _without_front(slot: Slot) -> Slot:
-    """Return a slot without its first dimension, which is one."""
-    return replace(slot, shape=slot.shape[1:], spans=tuple(map(_flat, slot.spans)))
-
-
-def _flat(span: Span) -> Span:
-    extent = replace(span.extent, offsets=span.extent.offsets[1:], sizes=span.extent.sizes[1:])
-    return replace(span, extent=extent, strides=None if span.strides is None else span.strides[1:])
