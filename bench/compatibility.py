@@ -54,8 +54,8 @@ CAUSES = {
         ),
         (
             "s0_bf16_dp2, s1_bf16_dp2_bf16opt",
-            "DeepSpeed saves no optimizer: the model file has None in its place, and there is no other file. Weights are"
-            " read, and at stage 0 copied for other ranks; DeepSpeed itself loads no such checkpoint.",
+            "DeepSpeed saves no optimizer: the model file has None in its place, and there is no other file. Weights"
+            " are read, and at stage 0 copied for other ranks; DeepSpeed itself loads no such checkpoint.",
         ),
     ],
     "0.18.9": [
