@@ -10,6 +10,8 @@
     layer 4   norm
     layer 5   the tied embedding again, as head
 
+`pipeline_megatron_KIND` is Megatron-DeepSpeed's model, see `gpt_pipe`.
+
 `pipeline_moe` has layers of DeepSpeed's experts: the embedding, experts, two linears, experts, norm, the embedding.
 
 Ranks: rank = (stage * data_parallel + dp) * tensor_parallel + tp.
@@ -31,7 +33,11 @@ def build_pipeline(spec: Spec) -> Any:
     """Build this rank's stage; collective."""
     from deepspeed.pipe import PipelineModule
 
-    if spec.model == "pipeline_megatron":
+    if spec.model.startswith("pipeline_megatron_"):
+        from tests.deepspeed_engine import gpt_pipe
+
+        layers = gpt_pipe.layers(spec)
+    elif spec.model == "pipeline_megatron":
         layers = _megatron_layers(invariant=spec.invariant)
     else:
         layers = _expert_layers(spec) if spec.model == "pipeline_moe" else _layers()
@@ -49,7 +55,7 @@ def _topology(spec: Spec) -> Any:
     """Return the grid of ranks; only one with a model axis puts `-model_MM` into the names of layer files."""
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-    if spec.model == "pipeline_megatron":
+    if "megatron" in spec.model:
         return PipeModelDataParallelTopology(
             num_pp=spec.pipeline_parallel, num_mp=spec.tensor_parallel, num_dp=spec.data_parallel
         )

@@ -31,7 +31,7 @@ class Spec:
     dtype: str = "bf16"
     world_size: int = 2
     # rich, matrices, moe, moe_layers, moe_megatron, megatron, pipeline, pipeline_megatron, pipeline_moe, or one of
-    # models.HUGGING_FACE
+    # models.HUGGING_FACE, or pipeline_megatron_ and one of gpt_pipe.KINDS
     model: str = "rich"
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
