@@ -81,6 +81,8 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
         model_parameters=trained,
         lr_scheduler=_warmup if spec.scheduler else None,
     )  # fmt: skip
+    if spec.is_pipeline:
+        engine._take_model_step = torch.no_grad()(engine._take_model_step)  # as the steps of `train_step`
     return engine
 
 

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt.errors import LayoutError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
+from zckpt.formats.megatron.cut import Cut, joined
 from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.lines import between
-from zckpt.state import Extent, Span
+from zckpt.formats.megatron.order import orders
+from zckpt.state import Extent, Slot, Span
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 KINDS = {
@@ -24,6 +26,8 @@ KINDS = {
     "mcore11_gathered_fp16_dp2": (1, 1, 1),
     "mcore12_grouped_ep2": (1, 1, 2),
     "mcore16_fsdp_dp2": (1, 1, 1),
+    "mcore16_fsdp_tp2": (2, 1, 1),
+    "mcore16_grouped_tp2_ep2": (2, 1, 2),
 }
 STEP = 2
 
@@ -74,6 +78,26 @@ def test_gathered_buffers_of_other_values_are_left_out(tmp_path: Path) -> None:
     assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
     with pytest.raises(zckpt.LeftOutError, match="would be lost"):
         zckpt.convert(run, tmp_path / "out", to="zckpt")
+
+
+def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:
+    """Rows 0 to 2 and 3 of a rank's four, the first two of which are gates: of the whole they are 0, 1, 4 and 5."""
+    boxes = [Span(Extent((0, 0), (3, 5), 0, 15), "f", 100, "float32", (1, 4)),
+             Span(Extent((3, 0), (1, 5), 0, 5), "g", 200, "float32", (1, 4))]  # fmt: skip
+    one = Slot("master", "float32", (4, 5), tuple(boxes))
+    whole = joined("linear_fc1.weight", [one, one], Cut(0, 2), "f")
+    assert whole.shape == (8, 5)
+    assert [(span.path, span.offset, span.extent.offsets[0], span.extent.sizes) for span in whole.spans] == [
+        ("f", 100, 0, (2, 5)), ("f", 108, 4, (1, 5)), ("g", 200, 5, (1, 5)),
+        ("f", 100, 2, (2, 5)), ("f", 108, 6, (1, 5)), ("g", 200, 7, (1, 5)),
+    ]  # fmt: skip
+
+
+def test_experts_that_are_one_parameter_in_memory_are_among_the_orders() -> None:
+    names = [f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc{at}.weight" for e in range(2) for at in (1, 2)]
+    grouped = [names[0], names[2], names[1], names[3]]
+    assert [(one.layers[0], one.fused) for one in orders(names)] == [(names, False), (grouped, False), (grouped, True)]
+    assert not any(one.fused for one in orders([*names, names[0].replace("weight", "bias")]))
 
 
 def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Path) -> None:

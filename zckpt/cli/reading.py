@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -160,53 +161,58 @@ def diff_command(
         "slots": comma_separated(slots), "parameters": parameters, "memory": memory, "executor": executor,
         "direct": direct, "reporter": reporter("diff", quiet=quiet),
     }  # fmt: skip
-    if series:
-        from zckpt.operations.series import series as measure_series
-        from zckpt.report.difference import render_series
-
-        if (
-            rtol
-            or atol
-            or ignore
-            or dequantize
-            or any(naming.values())
-            or any(where[key] for key in ("tag", "roots"))
-            or any(where_b.values())
-        ):
-            raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
-        done_series = measure_series(sources, names=where["names"], tp_rules=where["tp_rules"], **common)
-        read, found = done_series.checkpoints, done_series.as_dict()
-        text, status = render_series(found, width=width()), 0
-    else:
-        if len(sources) != 2:
-            raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
-        from zckpt.operations.diff import diff
-        from zckpt.report.difference import render
-
-        done = diff(
-            sources[0],
-            sources[1],
-            rtol=rtol,
-            atol=atol,
-            **naming,
-            dequantize=dequantize,
-            ignore_metadata=ignore == "metadata",
-            **common,
-            **where,
-            **{f"{key}_b": value for key, value in where_b.items()},
-        )
-        read, found = [done.a, done.b], done.as_dict()
-        text, status = render(found, width=width(), paint=paint()), 0 if done.equal else 1
-    _say_what_is_cached(read, direct=direct, quiet=quiet)
+    two: dict[str, Any] = {
+        "rtol": rtol, "atol": atol, "ignore_metadata": ignore == "metadata", "dequantize": dequantize, **naming,
+        "tag": where["tag"], "roots": where["roots"], **{f"{key}_b": value for key, value in where_b.items()},
+    }  # fmt: skip
+    names = {key: value for key, value in where.items() if key not in two}
+    compared = _series(sources, names, two, common) if series else _difference(sources, {**names, **two}, common)
+    _say_what_is_cached(compared.checkpoints, direct=direct, quiet=quiet)
     if html is not None:
-        from zckpt.report.page import diff_page, series_page
-
-        _write_page(html, series_page(found) if series else diff_page(found), overwrite=overwrite)
+        _write_page(html, compared.page(), overwrite=overwrite)
     if as_json:
-        click.echo(json_text(found))
+        click.echo(json_text(compared.found))
     elif not quiet:
-        click.echo(text)
-    return status
+        click.echo(compared.text)
+    return compared.status
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What `diff` shows of a comparison, and ends with."""
+
+    checkpoints: list[Checkpoint]
+    found: dict[str, Any]
+    text: str
+    page: Callable[[], str]
+    status: int
+
+
+def _difference(sources: tuple[Path, ...], options: dict[str, Any], common: dict[str, Any]) -> _Compared:
+    """Compare two checkpoints."""
+    from zckpt.operations.diff import diff
+    from zckpt.report.difference import render
+    from zckpt.report.page import diff_page
+
+    if len(sources) != 2:
+        raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
+    done = diff(sources[0], sources[1], **options, **common)
+    found = done.as_dict()
+    text = render(found, width=width(), paint=paint())
+    return _Compared([done.a, done.b], found, text, lambda: diff_page(found), 0 if done.equal else 1)
+
+
+def _series(sources: tuple[Path, ...], names: dict[str, Any], two: dict[str, Any], common: dict[str, Any]) -> _Compared:
+    """Compare each of a run's checkpoints with the next; options about two (`two`) are refused."""
+    from zckpt.operations.series import series
+    from zckpt.report.difference import render_series
+    from zckpt.report.page import series_page
+
+    if any(two.values()):
+        raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
+    done = series(sources, **names, **common)
+    found = done.as_dict()
+    return _Compared(done.checkpoints, found, render_series(found, width=width()), lambda: series_page(found), 0)
 
 
 @click.command("fingerprint")

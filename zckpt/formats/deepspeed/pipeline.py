@@ -49,8 +49,6 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
     ------
     LayoutError
         They do not multiply to the number of model-parallel ranks.
-    UnsupportedError
-        Stages with experts and slices.
     """
     recorded, mp_ranks = models[0].content.get("checkpoint_parallel_dimensions"), len(models)
     if isinstance(recorded, dict) and type(recorded.get("tp_degree")) is int and recorded["tp_degree"] > 0:
@@ -63,13 +61,6 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
             path=models[0].shard.path,
             expected=f"a multiple of {tp} ranks and, for several stages, layer files or experts in each",
             found=mp_ranks,
-        )
-    if not layers and 1 < tp < mp_ranks:  # which of the stage's ranks has which experts was not seen
-        raise UnsupportedError(
-            "experts in the stages of a pipeline that is sliced as well",
-            path=models[0].shard.path,
-            expected="one tensor-parallel rank, or one stage",
-            found=f"tp={tp} pp={mp_ranks // tp}",
         )
     return mp_ranks // tp, tp
 

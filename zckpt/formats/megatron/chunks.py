@@ -64,11 +64,21 @@ class Guess:
 
 @dataclass(slots=True)
 class Chunk:
-    """The parameters of one type of a chunk, where each begins, and the buffers of all of its ranks, by (ep, tp)."""
+    """The parameters of one type of a chunk, where each begins, and the buffers of all of its ranks, by (ep, tp).
+
+    Parameters
+    ----------
+    ranks : Ranks
+    starts : dict of str to int, elements
+    buffers : dict of (int, int) to Buffer
+    fused : bool
+        Whether experts are transposed in it.
+    """
 
     ranks: Ranks
     starts: dict[str, int]
     buffers: dict[tuple[int, int], Buffer]
+    fused: bool = False
 
 
 def guesses(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object, object]) -> Iterator[Guess]:
@@ -142,9 +152,26 @@ def _of_chain(
                     raise UnprovenError("ranks have buckets of different sizes")
                 begins = (0, *accumulate(lead[number].stored or layout.sizes))
                 starts = {place.name: begins[place.bucket] + place.start for place in layout.places}
-                yield Chunk(ranks, starts, same)
+                if order.fused:
+                    starts = dict(_apart(checkpoint, starts, ranks))
+                yield Chunk(ranks, starts, same, order.fused)
     if any(ranks.has(name) for layer in order.layers[done:] for name in layer):
         raise UnprovenError(f"the buffers are of {done} of {len(order.layers)} layers")
+
+
+def _apart(checkpoint: Checkpoint, starts: Mapping[str, int], ranks: Ranks) -> Iterator[tuple[str, int]]:
+    """Yield where each parameter begins, of experts that are one parameter in the buffer each by itself."""
+    for name, start in starts.items():
+        match = EXPERT.fullmatch(name)
+        for expert in range(experts_of(checkpoint, name) // ranks.ep if match is not None else 1):
+            own = name if match is None else f"{match[1]}{expert}{match[3]}"
+            yield own, start + expert * _numel(checkpoint, name, ranks)
+
+
+def _numel(checkpoint: Checkpoint, name: str, ranks: Ranks) -> int:
+    """Return how many elements of a parameter a rank has."""
+    one = checkpoint.parameters[name]
+    return one.numel if cut_for(checkpoint, one, ranks.tp).dimension is None else one.numel // ranks.tp
 
 
 def _alike(one: Buffer, other: Buffer) -> bool:
@@ -157,7 +184,7 @@ def _filling(
     """Return how many layers fill the next buffers, and how, for each type; no layouts if none does."""
     for count, names in _candidates(guess.order, done, at_front, tied):
         own = [name for name in names if ranks.has(name)]
-        parts = _by_type(checkpoint, own, ranks, tied)
+        parts = _by_type(checkpoint, own, ranks, tied, fused=guess.order.fused)
         if not own or list(parts) != [one.dtype for one in queue[: len(parts)]]:
             continue
         found = [_layout(members, one, guess) for members, one in zip(parts.values(), queue, strict=False)]
@@ -187,17 +214,21 @@ def _candidates(order: Order, done: int, at_front: bool, tied: bool) -> Iterator
             yield count, [*names, *last]
 
 
-def _by_type(checkpoint: Checkpoint, names: Sequence[str], ranks: Ranks, tied: bool) -> dict[str, list[Member]]:
-    """Return the parameters of a chunk on the first of its ranks, by type."""
+def _by_type(
+    checkpoint: Checkpoint, names: Sequence[str], ranks: Ranks, tied: bool, *, fused: bool
+) -> dict[str, list[Member]]:
+    """Return the parameters of a chunk on the first of its ranks, by type; of experts that are one, the first."""
     found: dict[str, list[Member]] = {}
     for name in names:
         match = EXPERT.fullmatch(name)
-        if match is not None and ranks.ep > 1 and int(match[2]) >= experts_of(checkpoint, name) // ranks.ep:
-            continue
-        one = checkpoint.parameters[name]
-        cut = cut_for(checkpoint, one, ranks.tp)
-        numel = one.numel if cut.dimension is None else one.numel // ranks.tp
-        found.setdefault(one.dtype, []).append(Member(name, numel, tied and name == EMBEDDING))
+        numel = _numel(checkpoint, name, ranks)
+        if match is not None:
+            here = experts_of(checkpoint, name) // ranks.ep
+            if int(match[2]) >= (1 if fused else here):
+                continue
+            numel *= here if fused else 1
+        dtype = checkpoint.parameters[name].dtype
+        found.setdefault(dtype, []).append(Member(name, numel, tied and name == EMBEDDING))
     return found
 
 

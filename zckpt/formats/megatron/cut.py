@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.state import Extent, Slot, Span
@@ -107,7 +108,7 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
 def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
     """Return the whole of which each rank has a slice.
 
-    Spans of a slice are ranges of it, or the whole with strides.
+    Spans of a slice are ranges of it, or boxes with strides.
 
     Raises
     ------
@@ -143,8 +144,17 @@ def _part(span: Span, dimension: int, part: int, box: Extent) -> Span | None:
     Only what is cut along its first dimension has parts, so that each is a range of the slice.
     """
     if span.strides is not None:
-        offset = span.offset + part * box.sizes[dimension] * span.strides[dimension] * itemsize(span.dtype)
-        return Span(box, span.path, offset, span.dtype, span.strides, span.byteorder, span.unresolved)
+        own, first, size = span.extent, part * box.sizes[dimension], box.sizes[dimension]
+        start, end = own.offsets[dimension], own.offsets[dimension] + own.sizes[dimension]
+        low, high = max(start, first), min(end, first + size)
+        if low >= high:
+            return None
+        at = box.offsets[dimension] + low - first
+        offsets = tuple(at if d == dimension else n for d, n in enumerate(own.offsets))
+        sizes = tuple(high - low if d == dimension else n for d, n in enumerate(own.sizes))
+        offset = span.offset + (low - start) * span.strides[dimension] * itemsize(span.dtype)
+        extent = Extent(offsets, sizes, 0, prod(sizes))
+        return Span(extent, span.path, offset, span.dtype, span.strides, span.byteorder, span.unresolved)
     before = part * box.numel
     low = max(span.extent.start, before)
     high = min(span.extent.start + span.extent.numel, before + box.numel)

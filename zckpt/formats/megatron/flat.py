@@ -23,6 +23,7 @@ from zckpt.formats.account.fits import text_of
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.megatron.chunks import EXPERT, Chunk, Guess, chunks, cut_for, experts_of, guesses
 from zckpt.formats.megatron.cut import joined
+from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.lines import (
     JOINED,
     STATE,
@@ -120,7 +121,8 @@ def _slots(checkpoint: Checkpoint, every: Sequence[Chunk]) -> tuple[dict[str, di
                 shape = tuple(n // tensor_ranks if at == cut.dimension else n for at, n in enumerate(one.shape))
                 its = [chunk.buffers[expert, t] for t in range(tensor_ranks)]
                 for slot in its[0].slots:
-                    parts = [_slot(buffer, slot, start, shape) for buffer in its]
+                    turned = chunk.fused and EXPERT.fullmatch(lead) is not None
+                    parts = [_slot(buffer, slot, start, shape, turned=turned) for buffer in its]
                     whole = joined(name, parts, cut, checkpoint.source)
                     original = found.setdefault(name, {}).setdefault(slot, whole)
                     others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
@@ -140,15 +142,15 @@ def _global(checkpoint: Checkpoint, name: str, rank: int, ranks: int) -> str:
     return f"{match[1]}{rank * (experts_of(checkpoint, name) // ranks) + int(match[2])}{match[3]}"
 
 
-def _slot(buffer: Buffer, slot: str, start: int, shape: tuple[int, ...]) -> Slot:
+def _slot(buffer: Buffer, slot: str, start: int, shape: tuple[int, ...], *, turned: bool) -> Slot:
     line = buffer.slots[slot]
-    zeros = (0,) * len(shape)
+    zeros, there = (0,) * len(shape), tuple(reversed(shape)) if turned else shape
     spans = []
     for low, numel, one in line.part(start, math.prod(shape)):
         if one.strides not in (None, (1,)):
             raise UnprovenError("a buffer is not stored end to end")
-        spans.append(replace(one, extent=Extent(zeros, shape, low, numel), strides=None))
-    return Slot(slot, line.dtype, shape, tuple(spans))
+        spans.append(replace(one, extent=Extent(zeros, there, low, numel), strides=None))
+    return Slot(slot, line.dtype, shape, tuple(transposed(spans) if turned else spans))
 
 
 def _padding(checkpoint: Checkpoint, chunk: Chunk) -> Iterator[PaddingSpan]:

@@ -2,7 +2,8 @@
 
 A layer    input norm, attention's linear_proj, linear_qkv, norms of query and key; norm, router, linear_fc1, linear_fc2
            with Transformer Engine the input norm is a part of linear_qkv, and behind linear_proj
-Experts    each with both of its layers; grouped: all first layers, then all second ones
+Experts    each with both of its layers; grouped: all first layers, then all second ones, by Transformer Engine as
+           parameters of their own, and by `GroupedMLP` as one of all experts, transposed
 
 The files of `torch_dist` have no order; one that follows from here is a guess, to be proven by values.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _NORM = ("layer_norm_weight", "layer_norm_bias")
 _BOTH = ("weight", "bias")
@@ -53,6 +54,7 @@ BACK = [*_of("decoder.final_layernorm", *_BOTH), *_of("output_layer", *_BOTH)]
 
 _LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]+)\.(.+)")
+_LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)([0-9]+)")
 
 
@@ -66,11 +68,14 @@ class Order:
         What is before the layers, and behind them.
     layers : list of list of str
         By number.
+    fused : bool
+        Whether each layer's experts are one parameter, `GroupedMLP`'s: [H, F] of all, or [F, H].
     """
 
     front: list[str]
     layers: list[list[str]]
     back: list[str]
+    fused: bool = False
 
 
 def orders(names: Iterable[str]) -> list[Order]:
@@ -82,10 +87,14 @@ def orders(names: Iterable[str]) -> list[Order]:
     """
     every = list(names)
     layers = _layers(every)
+    experts = [name for name in every if _LOCAL.search(name)]
+    fusible = bool(experts) and all(name.endswith(".weight") for name in experts)
     found: list[Order] = []
     for spec in _SPECS:
         for grouped in (False, True):
-            found += [one for one in _specified(every, layers, spec, grouped=grouped) if one not in found]
+            its = _specified(every, layers, spec, grouped=grouped)
+            its += [replace(one, fused=True) for one in its if grouped and fusible]
+            found += [one for one in its if one not in found]
     return found
 
 
@@ -143,4 +152,5 @@ def _rank(inner: str, spec: list[str], grouped: bool) -> tuple[int, ...] | None:
     if match[2] not in _IN_EXPERT:
         return None
     at, expert = _IN_EXPERT.index(match[2]), int(match[1])
-    return (spec.index("mlp.experts"), at, expert) if grouped else (spec.index("mlp.experts"), expert, at)
+    inside = (at // len(_BOTH), expert, at % len(_BOTH)) if grouped else (expert, at)
+    return (spec.index("mlp.experts"), *inside)
