@@ -53,7 +53,7 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
 
 def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
     """Cut the trained parameters into `spec.groups` groups with their own hyperparameters."""
-    if spec.model in ("moe", "pipeline_moe"):
+    if spec.model in ("moe", "pipeline_moe", "pipeline_moe_megatron"):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         dense = {"params": list(model.parameters()), "name": "dense", "weight_decay": 0.1, "lr": 1e-2}
