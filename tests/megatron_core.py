@@ -138,6 +138,17 @@ class Live:
         found = load(self._sharded(loading=True), str(folder))
         self.model.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])
+        self._part_steps()
+
+    def _part_steps(self) -> None:
+        """Give each parameter a step of its own: where it finds neither Apex nor Transformer Engine, one tensor is that
+        of all, to which torch's Adam adds one for every parameter that the rank has. How many these are depends on
+        the numbers of ranks, and so would what is learned.
+        """
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in one.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
 
     def legacy_folder(self, iteration: Path) -> Path:
         """Return this rank's directory, named as Megatron-LM does."""
@@ -177,6 +188,7 @@ class Live:
         self.optimizer.load_state_dict(content["optimizer"])
         if self.spec.distributed:
             self.optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
+        self._part_steps()
 
     def train_at_random(self, steps: int) -> None:
         """Step with gradients of noise, for which no stage needs another."""
