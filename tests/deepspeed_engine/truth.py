@@ -265,6 +265,10 @@ def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec, maps: dic
         from deepspeed.checkpoint.affine import ParamAffineMap
 
         return ParamAffineMap.from_dict(maps[f"^{re.escape(name)}$"]).rebuild(have)
+    if spec.model.startswith("pipeline_megatron_"):
+        from tests.deepspeed_engine import gpt_pipe
+
+        return gpt_pipe.merge(name, [have[rank] for rank in range(spec.tensor_parallel)], spec)
     if "megatron" in spec.model:
         from tests.deepspeed_engine.tensor_parallel import merge
 

@@ -12,6 +12,8 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.deepspeed_engine.universal import resume_universal
+from tests.interop.test_universal import converted_by_deepspeed
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.formats.deepspeed.auto_ep import layers_for
 from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
@@ -68,8 +70,7 @@ def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) ->
     assert checkpoint.parameters["model.layers.1.mlp.experts.w2"].shape == (4, 16, 24)
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-    assert any("AutoEP" in note for note in zckpt.convert(folder, tmp_path / "u", to="universal", dry_run=True).notes)
-    for options in ({"stage": 3}, {"round_robin": True}, {"parameter_alignment": True}):
+    for options in ({"round_robin": True}, {"parameter_alignment": True}):
         with pytest.raises(zckpt.UnsupportedError, match="experts"):
             zckpt.reshard(folder, tmp_path / "cut", world_size=2, **options)
 
@@ -90,8 +91,6 @@ def test_experts_under_zero3_are_read(
     assert not checkpoint.warnings
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
-    with pytest.raises(zckpt.UnsupportedError, match="files by themselves under ZeRO-1 and 2"):
-        zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, stage=2)
     with pytest.raises(zckpt.UsageError, match="cannot be spread over 3"):
         zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
 
@@ -161,7 +160,7 @@ def test_a_lost_file_of_experts_without_zero_is_named(
     ("spec", "stage", "world_size", "degree"),
     [
         (CUT, 2, 2, None),
-        (TWO, 3, 2, 1),
+        pytest.param(TWO, 3, 2, 1, marks=pytest.mark.nightly),
         *(pytest.param(CUT, *one, marks=pytest.mark.nightly) for one in ((1, 4, 4), (3, 4, 4))),
         *(pytest.param(NONE, *one, marks=pytest.mark.nightly) for one in ((1, 2, None), (3, 4, 2))),
     ],
@@ -180,6 +179,67 @@ def test_deepspeed_resumes_experts_from_another_format(
     if spec.dtype == "fp32":
         assert zckpt.diff(folder, tmp_path / "back").equal
     verdict = resume(tmp_path / "back", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+@pytest.mark.parametrize(
+    ("spec", "stage", "world_size", "degree"),
+    [
+        (TWO, 3, 2, 1),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in (
+            (TWO, 3, 4, 4), (FOUR, 3, 2, None), (CUT, 1, 4, 4), (SHARDS, 2, 2, 1))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)  # fmt: skip
+def test_deepspeed_resumes_experts_from_another_stage(
+    spec: Spec, stage: int, world_size: int, degree: int | None, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Files by themselves under ZeRO-1 and 2 become sub-groups under ZeRO-3, and the other way round."""
+    folder = made(spec)
+    options: dict[str, Any] = {"stage": stage, "expert_parallel_size": degree}
+    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, verify=True, **options)
+    assert zckpt.diff(folder, tmp_path / "cut").equal
+    assert zckpt.verify(tmp_path / "cut", deep=True).sound
+    verdict = resume(tmp_path / "cut", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+@pytest.mark.parametrize("spec", [TWO, *(pytest.param(s, marks=pytest.mark.nightly) for s in (FOUR, CUT, SHARDS))],
+                         ids=lambda one: one.name)  # fmt: skip
+def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(
+    spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Its folders have all experts, its model file the shapes of one rank's, and a shortened list of layers."""
+    folder = made(spec)
+    theirs = converted_by_deepspeed(folder / "global_step2", tmp_path / "theirs")
+    found = zckpt.diff(folder, theirs)
+    assert (found.changed, found.only_in_a, found.only_in_b) == ([], [], [])
+    assert zckpt.verify(theirs, deep=True).sound
+    for stage in (2, 3):
+        zckpt.convert(theirs, tmp_path / f"s{stage}", to="deepspeed", stage=stage, world_size=2, verify=True,
+                      expert_parallel_size=2)  # fmt: skip
+        assert zckpt.open(tmp_path / f"s{stage}").topology.ep == 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "stage", "world_size", "degree"),
+    [
+        (TWO, 2, 2, 1),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((TWO, 3, 2, 2), (SHARDS, 1, 2, 2), (CUT, 2, 4, 4))),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_deepspeed_loads_experts_from_a_universal_checkpoint(
+    spec: Spec, stage: int, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(spec)
+    written = zckpt.convert(folder, tmp_path / "step_u", to="universal", verify=True)
+    assert not any("AutoEP" in note for note in written.notes)
+    (tmp_path / "latest_universal").write_text("step_u")
+    target = spec.at(world_size, stage=stage, config=spread(degree))
+    verdict = resume_universal(tmp_path, target, folder, own_steps=stage == 3)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
 

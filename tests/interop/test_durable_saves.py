@@ -75,6 +75,19 @@ def save(rank: int, world_size: int, spec: Spec, directory: Path) -> list[list[s
     training.save(stock, spec, directory / "stock2", tag=None)
     with zckpt.deepspeed.durable_saves(engine) as synced:
         training.save(engine, spec, directory / "sync2", tag=None)
+    told = []
+    plain = spec.at(world_size, client_state={key: one for key, one in spec.client_state.items() if key != "args"})
+    training.save(stock, plain, directory / "plain2", tag=None)
+    for async_ in (False, True):
+        try:
+            with zckpt.deepspeed.durable_saves(engine, async_=async_, format="zckpt"):
+                training.save(engine, plain, directory / f"zckpt{async_:d}", tag=None)
+                training.train_step(engine, spec, 3)  # while it is written
+        except UnsupportedError as error:
+            told.append(str(error))
+        with zckpt.deepspeed.any_world_size(engine):
+            engine.load_checkpoint(str(directory / ("sync2" if told else f"zckpt{async_:d}")))
+    training.save(stock, plain, directory / "again2", tag=None)
     with zckpt.deepspeed.durable_saves(engine, async_=True) as saves:
         training.save(engine, spec, directory / "async2", tag=None)
         training.train_step(engine, spec, 3)  # while it is written
@@ -86,7 +99,7 @@ def save(rank: int, world_size: int, spec: Spec, directory: Path) -> list[list[s
         assert len(saves.saved) == 2
         training.save(engine, spec, directory / "async2", tag="again")
     assert engine.save_checkpoint == stock.save_checkpoint
-    return [synced.saved, saves.saved]
+    return [synced.saved, saves.saved, told]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +110,7 @@ def test_files_are_those_that_deepspeed_writes(name: str, tmp_path: Path) -> Non
     told = run(save, spec.world_size, spec, tmp_path)
     two, three = ((tmp_path / run / "latest").read_text() for run in ("stock2", "stock3"))
     written = [f"sync2/{two}", f"async2/{two}", f"async3/{three}", "async2/again"]
-    assert all(synced + asynced == [str(tmp_path / one) for one in written] for synced, asynced in told)
+    assert all(synced + asynced == [str(tmp_path / one) for one in written] for synced, asynced, _ in told)
     assert_same_files(tmp_path / "sync2", tmp_path / "stock2")
     assert_same_files(tmp_path / "async3", tmp_path / "stock3")
     assert (tmp_path / "async2" / "latest").read_text() == "again"
@@ -105,6 +118,19 @@ def test_files_are_those_that_deepspeed_writes(name: str, tmp_path: Path) -> Non
     assert_same_files(tmp_path / "async2" / "again", tmp_path / "stock3" / three)
     assert {path.name for path in tmp_path.rglob(".*")} == set()
     assert zckpt.verify(tmp_path / "async3", deep=True).sound
+    assert_same_files(tmp_path / "again2", tmp_path / "plain2")  # of what was loaded from zckpt's format
+    if any(kind in name for kind in ("moe", "pp2")):
+        assert all(len(refused) == 2 and "loads DeepSpeed's own format only" in refused[0] for _, _, refused in told)
+        return
+    assert not any(refused for _, _, refused in told)
+    converted = tmp_path / "converted"
+    zckpt.convert(tmp_path / "plain2", converted, to="zckpt")
+    for run_directory in (tmp_path / "zckpt0", tmp_path / "zckpt1"):
+        assert (run_directory / "latest").read_text() == two
+        assert not list(run_directory.rglob("*.p[ty]"))
+        assert len(list(run_directory.rglob("*.safetensors"))) == spec.world_size
+        assert zckpt.verify(run_directory, deep=True).sound
+        assert zckpt.diff(run_directory, converted).equal
 
 
 # --- kills
@@ -153,12 +179,14 @@ def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp
     assert found == sorted(found)
 
 
-def save_and_die(rank: int, world_size: int, spec: Spec, directory: Path, victim: int, calls: int) -> None:
+def save_and_die(
+    rank: int, world_size: int, spec: Spec, directory: Path, victim: int, calls: int, written: str
+) -> None:
     from tests.deepspeed_engine import training
 
     engine = training.build_engine(spec)
     training.train_step(engine, spec, 1)
-    with zckpt.deepspeed.durable_saves(engine, async_=True) as saves:
+    with zckpt.deepspeed.durable_saves(engine, async_=True, format=written) as saves:
         training.save(engine, spec, directory, tag=None)
         training.train_step(engine, spec, 2)
         saves.wait()
@@ -169,11 +197,14 @@ def save_and_die(rank: int, world_size: int, spec: Spec, directory: Path, victim
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("written", ["deepspeed", "zckpt"])
 @pytest.mark.parametrize(("victim", "calls"), [(0, 3), (1, 3), (0, 9), (1, 7), (0, 14), (0, 18)])
-def test_a_rank_that_is_killed_leaves_the_checkpoint_before(victim: int, calls: int, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
+    victim: int, calls: int, written: str, tmp_path: Path
+) -> None:
     spec = SPECS["s2_bf16_dp2"]
     with pytest.raises(WorkerError):
-        run(save_and_die, 2, spec, tmp_path, victim, calls, fresh=True)
+        run(save_and_die, 2, spec, tmp_path, victim, calls, written, fresh=True)
     tag = tmp_path / (tmp_path / "latest").read_text()
     assert zckpt.verify(tag, deep=True).sound
     assert zckpt.open(tag).step == int(tag.name.removeprefix("global_step"))
@@ -190,10 +221,10 @@ def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     spec = SPECS["s2_bf16_dp2"]
     engine = training.build_engine(spec)
 
-    def attempt(kind: str, run: Path, *, async_: bool = False, **given: Any) -> None:
+    def attempt(kind: str, run: Path, *, async_: bool = False, written: str = "deepspeed", **given: Any) -> None:
         stock = engine.checkpoint_engine
         try:
-            with zckpt.deepspeed.durable_saves(engine, async_=async_):
+            with zckpt.deepspeed.durable_saves(engine, async_=async_, format=written):
                 engine.save_checkpoint(str(run), **given)
                 training.train_step(engine, spec, 1)
         except Exception as error:
@@ -207,6 +238,8 @@ def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
         client_state = {"lock": threading.Lock()} if rank == 0 else {}
         attempt(f"pickle {how}", here, tag="x", async_=async_, client_state=client_state)
         attempt(f"others {how}", here, tag="taken", async_=async_)
+    for written in ("zckpt", "dcp"):
+        attempt(f"format {written}", here, tag="x", written=written, client_state={"path": Path("x")})
     engine.checkpoint_engine = SimpleNamespace()
     attempt("own engine", here)
     return told
@@ -220,6 +253,8 @@ def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp
         for how in ("sync", "async"):
             assert "cannot pickle" in told[f"pickle {how}"]
             assert told[f"others {how}"].startswith(TargetExistsError.__name__)
+        assert "pathlib.PosixPath" in told["format zckpt"]
+        assert "unknown format dcp" in told["format dcp"]
         assert told["own engine"].startswith(UnsupportedError.__name__)
         assert "SimpleNamespace" in told["own engine"]
     assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".py") == [

@@ -82,8 +82,12 @@ def _engine_class() -> Any:
 
 def names_folder() -> tempfile.TemporaryDirectory[str]:
     """Return an empty folder for names and little else, in memory where there is such a place."""
-    in_memory = os.access(_MEMORY, os.W_OK | os.X_OK)
-    return tempfile.TemporaryDirectory(prefix="zckpt-names-", dir=_MEMORY if in_memory else None)
+    return tempfile.TemporaryDirectory(prefix="zckpt-names-", dir=in_memory())
+
+
+def in_memory() -> str | None:
+    """Return a directory in memory; None where there is none that can be written."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
 
 
 def has_cores() -> bool:

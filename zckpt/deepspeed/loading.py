@@ -7,6 +7,7 @@ rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads i
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,9 +40,13 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.state.inventory import FILE
+from zckpt.torchfile.torch_file import NUMPY
 
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
 """What a ZeRO-3 engine calls to load a model without its optimizer; it opens files of its own."""
+
+_MENTIONED = re.compile(r"GLOBAL ([\w.]+)")
+"""What torch says that it does not load."""
 
 _OWN_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
@@ -224,32 +229,57 @@ class _CheckpointEngine:
         if self._trusted:
             content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
         else:
-            content = self._plain(file, map_location)
+            content = load_plain(file, map_location, source=self._served.target.checkpoint.source)
         self.read_nbytes += file.read_nbytes
         if shard.role == MODEL:
             self._kept[path] = content
         return content
 
-    def _plain(self, file: VirtualFile, map_location: Any) -> Any:
-        """Return the content of a file, of which nothing is run."""
-        try:
-            with torch.serialization.safe_globals(_own_classes()):
-                return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
-        except Exception as error:  # which is pickle's
-            if type(error).__name__ != "UnpicklingError":
-                raise
-            raise UnsupportedError(
-                "holds objects besides tensors and plain data, which are loaded from DeepSpeed's own formats only",
-                path=self._served.target.checkpoint.source,
-                advice="`zckpt inspect --globals` names them; `zckpt convert --to deepspeed` carries them",
-            ) from error
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
 
 
+def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> Any:
+    """Return the content of a file, of which nothing is run; `source` is the checkpoint that it was laid out from.
+
+    Raises
+    ------
+    UnsupportedError
+        It holds more than plain data, tensors, arrays and DeepSpeed's own loss scalers.
+    """
+    try:
+        with torch.serialization.safe_globals(_own_classes() + _numpy_classes()):
+            return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
+    except Exception as error:  # which is pickle's
+        if type(error).__name__ != "UnpicklingError":
+            raise
+        mentioned = _MENTIONED.search(str(error))
+        raise UnsupportedError(
+            "holds objects besides tensors and plain data, which are loaded from DeepSpeed's own formats only",
+            path=source,
+            found=None if mentioned is None else mentioned[1],
+            advice="`zckpt inspect --globals` names them; `zckpt convert --to deepspeed` carries them",
+        ) from error
+
+
 def _own_classes() -> list[Any]:
     return [getattr(__import__(module, fromlist=[name]), name) for module, name in _OWN_CLASSES]
+
+
+def _numpy_classes() -> list[Any]:
+    """Return what pickles of arrays and of numbers of numpy mention, under its names of before 2.0 and since."""
+    if not hasattr(
+        torch.serialization, "get_unsafe_globals_in_checkpoint"
+    ):  # before torch 2.6 there are no other names
+        return []
+    import numpy as np
+
+    multiarray = np.ndarray.__reduce__(np.zeros(0))[0].__module__
+    functions = __import__(multiarray, fromlist=["scalar"])
+    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
+    named = ((getattr(functions, name), f"{package}.multiarray.{name}") for package in NUMPY
+             for name in ("_reconstruct", "scalar"))  # fmt: skip
+    return [np.ndarray, np.dtype, *kinds, *named]
 
 
 @contextmanager

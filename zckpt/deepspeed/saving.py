@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zckpt.deepspeed import native
 from zckpt.deepspeed.engine import names_folder, replaced_method
 from zckpt.deepspeed.pickled import Captured, capture
 from zckpt.engine.plan import plan
+from zckpt.engine.targets import TargetFile
 from zckpt.engine.write import write as write_plan
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.directory import is_own
 from zckpt.formats.latest import LATEST
+from zckpt.formats.native import OWNED as OWNED_NATIVE
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
 from zckpt.storage.durable import written_files
@@ -34,6 +37,9 @@ from zckpt.training.saving import BACKGROUND, SAVE
 _STOCK = "TorchCheckpointEngine"
 """The checkpoint engine that writes one file for each that it is given, with `torch.save`."""
 
+WRITTEN = ("deepspeed", "zckpt")
+"""Formats."""
+
 OWNED = Owned(is_own)
 
 
@@ -44,11 +50,13 @@ class Saves:
     Parameters
     ----------
     async_ : bool
+    format : str
     saved : list of str
         The directories that have been written, in their order; with `async_`, of what has been waited for.
     """
 
     async_: bool
+    format: str = "deepspeed"
     saved: list[str] = field(default_factory=list)
     _staging: list[Staging] = field(default_factory=list)
     _writing: Path | None = None
@@ -79,7 +87,12 @@ class Saves:
 
 
 @contextmanager
-def durable_saves(engine: Any = None, *, async_: bool = False) -> Iterator[Saves]:
+def durable_saves(
+    engine: Any = None,
+    *,
+    async_: bool = False,
+    format: str = "deepspeed",  # noqa: A002  # as elsewhere
+) -> Iterator[Saves]:
     """Let zckpt write what `save_checkpoint` saves, as long as the context lasts; stock DeepSpeed loads it.
 
     The same files, with the same in them. But a checkpoint appears whole or not at all: what is killed, or fails on any
@@ -93,6 +106,9 @@ def durable_saves(engine: Any = None, *, async_: bool = False) -> Iterator[Saves
     async_ : bool
         `save_checkpoint` returns as soon as all has been copied to the host's memory. At most one save is going on: the
         next one, `load_checkpoint`, `wait` and the end of the context wait for it, and raise its error on all ranks.
+    format : {"deepspeed", "zckpt"}
+        "zckpt": its own, without a pickle, a file for each rank. The engine loads it in `any_world_size` only, at any
+        number of ranks and stage.
 
     Yields
     ------
@@ -100,14 +116,19 @@ def durable_saves(engine: Any = None, *, async_: bool = False) -> Iterator[Saves
 
     Raises
     ------
+    UsageError
+        There is no such format.
     TargetError
         From `save_checkpoint`, on all ranks: it cannot be written, or there is something else of that name.
     UnsupportedError
-        The engine has a checkpoint engine of its own, node-local storage, or an optimizer on NVMe.
+        From it, too: the engine has a checkpoint engine of its own, node-local storage, or an optimizer on NVMe. As
+        zckpt's format: it has experts, a pipeline, tensor parallelism or state that is each rank's own.
     MissingPackageError
         Without an engine: DeepSpeed is not installed.
     """
-    saves = Saves(async_)
+    if format not in WRITTEN:
+        raise UsageError(f"unknown format {format}", expected=" or ".join(WRITTEN))
+    saves = Saves(async_, format)
     with ExitStack() as stack:
         stack.enter_context(replaced_method(engine, "save_checkpoint", partial(_save, saves)))
         stack.enter_context(replaced_method(engine, "load_checkpoint", partial(_load, saves)))
@@ -131,7 +152,7 @@ def _save(saves: Saves, engine: Any, call: Callable[..., Any], arguments: dict[s
         return call(**arguments)  # which refuses it
     saves.wait()
     ranks = Ranks(purpose=SAVE if saves.async_ else "")
-    Ranks().do(lambda: _check(engine))
+    names = Ranks().do(lambda: _check(engine, saves.format))
     tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
     found = Collected(engine.checkpoint_engine, saves._staging if saves.async_ else None)
     with names_folder() as folder:
@@ -142,7 +163,7 @@ def _save(saves: Saves, engine: Any, call: Callable[..., Any], arguments: dict[s
             engine.checkpoint_engine = found.stock
         found.take_others(Path(folder), tag)
     directory = Path(arguments["save_dir"])
-    writes = partial(write, ranks, directory, tag, found, save_latest=arguments["save_latest"])
+    writes = partial(write, ranks, directory, tag, found, save_latest=arguments["save_latest"], names=names)
     if saves.async_:
         saves._writing = directory / tag
         BACKGROUND.start(writes, directory / tag, Ranks())
@@ -152,7 +173,8 @@ def _save(saves: Saves, engine: Any, call: Callable[..., Any], arguments: dict[s
     return told
 
 
-def _check(engine: Any) -> None:
+def _check(engine: Any, written: str) -> list[str] | None:
+    """Raise unless an engine can be saved; return what `native.write` is to be given, None where that does not."""
     stock = type(engine.checkpoint_engine).__name__
     if stock != _STOCK:
         raise UnsupportedError(
@@ -167,6 +189,7 @@ def _check(engine: Any) -> None:
     ):
         if has:
             raise UnsupportedError(f"the engine has {what}", advice="save without this context")
+    return native.names_of(engine) if written == "zckpt" else None
 
 
 class Collected:
@@ -223,11 +246,27 @@ class Collected:
             if path.is_file() and path != folder / LATEST:
                 self.others[os.path.relpath(path, folder)] = path.read_bytes(), path.stat().st_mode
 
+    def laid_out(self) -> list[TargetFile]:
+        """Return the files, named from the checkpoint's directory."""
+        return [replace(one.laid_out(), name=name) for name, one in self.files.items()]
 
-def write(ranks: Ranks, directory: Path, tag: str, found: Collected, *, save_latest: bool) -> None:
-    """Write a checkpoint together with the other ranks."""
+
+def write(
+    ranks: Ranks, directory: Path, tag: str, found: Collected, *, save_latest: bool, names: Sequence[str] | None = None
+) -> None:
+    """Write a checkpoint together with the other ranks; given the parameters' names, in zckpt's format."""
     if ranks.rank == 0:
-        remove_leftovers(directory, OWNED)
+        remove_leftovers(directory, OWNED if names is None else OWNED_NATIVE)
+    if names is None:
+        _write_as_given(ranks, directory, tag, found)
+    else:
+        ranks.agree(found.error)
+        native.write(ranks, directory / tag, ranks.do(found.laid_out), list(found.others), names)
+    if save_latest:
+        ranks.of_first(lambda: _write_latest(directory, tag))
+
+
+def _write_as_given(ranks: Ranks, directory: Path, tag: str, found: Collected) -> None:
     with written_together(directory / tag, ranks, overwrite=True, owned=OWNED) as target:
         if found.error is not None:
             raise found.error
@@ -235,8 +274,6 @@ def write(ranks: Ranks, directory: Path, tag: str, found: Collected, *, save_lat
         write_plan(plan([one.laid_out() for one in found.files.values()]), paths)
         sync_all(paths)  # by who has written them: where the directory is remote, nobody else can
     ranks.do(lambda: _write_others(directory, found.others))
-    if save_latest:
-        ranks.of_first(lambda: _write_latest(directory, tag))
 
 
 def _write_others(directory: Path, others: dict[str, tuple[bytes, int]]) -> None:

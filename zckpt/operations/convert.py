@@ -136,6 +136,22 @@ def convert(
     return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))
 
 
+def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
+    """Return a checkpoint as `convert` would lay it out in a format, given no options.
+
+    Raises
+    ------
+    LeftOutError
+        Something in it would be lost.
+    UnsupportedError
+        It has what no other format can hold.
+    """
+    check_nothing_lost(found, ())
+    if not written.keeps_ranks:
+        _round_means(found)
+    return _as_expected(found, written)
+
+
 def _of_several(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     """Say what becomes of several optimizers in a format of programs that have one."""
     names = checkpoint.optimizers()

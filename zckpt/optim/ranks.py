@@ -90,6 +90,16 @@ class Ranks:
             dist.broadcast_object_list(received, src=self.members[0], group=self.group)
         return received[0]
 
+    def scatter(self, of_first: Sequence[T]) -> T:
+        """Return what the first rank has for this one; of others, `of_first` is not looked at."""
+        if self.group is None:
+            return of_first[0]
+        received: list[Any] = [None]
+        with answering():
+            given = list(of_first) if self.rank == 0 else None
+            dist.scatter_object_list(received, given, src=self.members[0], group=self.group)
+        return received[0]  # type: ignore[no-any-return]
+
     def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank."""
         return self._most(int(mine)) == 1

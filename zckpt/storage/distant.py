@@ -104,7 +104,7 @@ def forget(path: str) -> None:
 def ahead(ranges: Iterable[Range]) -> AbstractContextManager[None]:
     """Return a context within which these bytes are read: those that are elsewhere are fetched at once as it begins."""
     distant = [one for one in ranges if found(one[0]) is not None]
-    return _AHEAD[0](distant) if distant else nullcontext()
+    return _AHEAD[0](distant) if distant and _AHEAD else nullcontext()
 
 
 def fetch_with(function: Callable[[list[Range]], AbstractContextManager[None]]) -> None:

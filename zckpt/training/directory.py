@@ -227,7 +227,12 @@ def write_document(state: Whole, every: Sequence[RankState], identity: str, dire
     checkpoint = _checkpoint(state, every)
     placed = _placed(checkpoint, every)
     members = members_of(checkpoint, describe(checkpoint), placed)
-    document = lay_out_document(members, identity, [one.file for one in every])
+    write_laid_out(members, identity, [one.file for one in every], directory)
+
+
+def write_laid_out(members: Mapping[str, object], identity: str, files: Sequence[Listed], directory: Path) -> None:
+    """Write a document of these members, and files that have been written."""
+    document = lay_out_document(members, identity, files)
     write_target(plan([document]), directory / document.name)
 
 

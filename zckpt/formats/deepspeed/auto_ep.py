@@ -36,6 +36,8 @@ KEY = "ds_autoep_layers"
 FOLDING_KEY = "folding"
 """Of experts that are sliced over tensor-parallel ranks as well."""
 
+SLICED_AS_WELL = "experts of AutoEP that AutoTP slices as well"
+
 _WEIGHTS = ("w1", "w2", "w3")
 _INNER = ".deepspeed_experts."
 
@@ -75,7 +77,7 @@ def auto_layers(model: ModelShard) -> list[AutoLayer]:
         return []
     path = model.shard.path
     if model.content.get(FOLDING_KEY) is not None:
-        raise UnsupportedError("experts of AutoEP that AutoTP slices as well", path=path)
+        raise UnsupportedError(SLICED_AS_WELL, path=path)
     return [layer_from(entry, path) for entry in (listed if isinstance(listed, list) else [listed])]
 
 
@@ -333,7 +335,8 @@ def layers_for(
         if isinstance(entry.get("affine_maps"), dict):
             maps = {name: _map(one, count, degree) for name, one in entry["affine_maps"]["params"].items()}
             changed["affine_maps"] = {**entry["affine_maps"], "params": maps}
-        found.append({key: changed.get(key, value) for key, value in entry.items()})
+        more = changed if sharded else {}  # which DeepSpeed does not load without; some lists leave them out
+        found.append({key: changed.get(key, value) for key, value in {**entry, **more}.items()})
     return found
 
 
@@ -360,6 +363,14 @@ def common(model: ModelShard) -> Mapping[str, object]:
     if not model.content.get(KEY) or not isinstance(info, dict):
         return model.content
     return {**model.content, INFO_KEY: {key: value for key, value in info.items() if key != KEY}}
+
+
+def with_layers(model: ModelShard) -> Mapping[str, object]:
+    """Return what a model file holds, its layers listed in full: DeepSpeed's converter to universal shortens a list."""
+    info, listed = model.content.get(INFO_KEY), model.content.get(KEY)
+    if not listed or not isinstance(info, dict) or KEY not in info:
+        return model.content
+    return {**model.content, INFO_KEY: {**info, KEY: listed}}
 
 
 def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:

@@ -14,13 +14,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names, fused_name
+from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
+from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names, fused, inner_name
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
+from zckpt.formats.deepspeed.foreign_experts import of_experts
+from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, Span
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed import RecutOptions
@@ -32,8 +34,7 @@ GROUP_NUMEL = 178_956_971
 
 def check_in_order(origin: Origin, checkpoint: Checkpoint, options: RecutOptions) -> None:
     """Raise UnsupportedError for experts of AutoEP under ZeRO-1 and 2 that are to be in another order, or aligned."""
-    names = {name for files in origin.ranks for name in files.state.parameters} | checkpoint.parameters.keys()
-    if (options.round_robin or options.parameter_alignment) and any(fused_name(name) for name in names):
+    if (options.round_robin or options.parameter_alignment) and auto_layers(origin.model):
         raise UnsupportedError(
             "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
             path=checkpoint.source,
@@ -41,11 +42,15 @@ def check_in_order(origin: Origin, checkpoint: Checkpoint, options: RecutOptions
         )
 
 
-def check_sharded(origin: Origin, path: str, stage: int, world_size: int, degree: int | None) -> bool:
+def check_sharded(
+    origin: Origin, parameters: Mapping[str, Parameter], path: str, stage: int, world_size: int, degree: int | None
+) -> bool:
     """Tell whether a target of ZeRO-3 has experts of AutoEP.
 
     Parameters
     ----------
+    parameters : mapping of str to Parameter
+        Of the checkpoint.
     degree : int or None
         Ranks over which experts are to be spread; None: as they are.
 
@@ -54,20 +59,17 @@ def check_sharded(origin: Origin, path: str, stage: int, world_size: int, degree
     UsageError
         Experts cannot be spread over so many ranks.
     UnsupportedError
-        From or to another stage.
+        Experts are frozen.
     """
     layers = auto_layers(origin.model)
-    if not layers or 3 not in (stage, origin.members[0].stage):
+    if not layers or stage != 3:
         return False
-    if origin.members[0].stage != stage:
+    frozen = [n for layer in layers for n in expert_names(layer) if n in parameters and parameters[n].frozen]
+    if frozen:
         raise UnsupportedError(
-            "experts of AutoEP are files by themselves under ZeRO-1 and 2, and sub-groups under ZeRO-3: `reshard` does "
-            "not make one of the other",
-            path=path,
-            expected=f"stage {origin.members[0].stage}",
-            found=stage,
-            advice="`zckpt convert --to dcp`, and from there `--to deepspeed --stage`",
-        )
+            "frozen experts of AutoEP under ZeRO-3: what is frozen is cut over all ranks, and each has other experts",
+            path=path, expected="stage 1 or 2", found=listed(frozen, most=4),
+        )  # fmt: skip
     for layer in layers:
         wanted = layer.degree if degree is None else degree
         if layer.experts % wanted or world_size % wanted:
@@ -161,3 +163,57 @@ def partition_groups(target: Target, groups: Sequence[TargetGroup], rank: int) -
                 "group_names": [f"ep_size_{degree}" if sparse else "replicated"],
             })  # fmt: skip
     return found
+
+
+def restated(state: RankState, origin: Origin, stage: int) -> RankState:
+    """Return a state with AutoEP's experts as a stage has them: under ZeRO-3 one tensor for all, else one by one."""
+    layers = auto_layers(origin.model)
+    if not layers or (stage == 3) == (origin.members[0].stage == 3) or not origin.ranks:
+        return state
+    if stage == 3:
+        return fused(state)
+    parameters, groups = expert_by_expert(state.parameters, state.groups, layers)
+    path = origin.model.shard.path
+    groups = [replace(group, parameters=of_experts(group, path)) for group in groups]
+    return replace(state, parameters=parameters, groups=groups, degrees=[])
+
+
+def expert_by_expert(
+    known: Mapping[str, Parameter], known_groups: Sequence[ParamGroup], layers: Sequence[AutoLayer]
+) -> tuple[dict[str, Parameter], list[ParamGroup]]:
+    """Return parameters and groups in which each expert has parameters of its own."""
+    of = {name: layer for layer in layers for name in expert_names(layer)}
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in known.items():
+        layer = of.get(name)
+        if layer is None:
+            parameters[name] = parameter
+        else:
+            parameters |= {one.name: one for one in _parts(parameter, layer)}
+    groups = [
+        replace(group, parameters=[
+            one for name in group.parameters
+            for one in ([inner_name(name, n) for n in range(of[name].experts)] if name in of else [name])
+        ])
+        for group in known_groups
+    ]  # fmt: skip
+    return parameters, groups
+
+
+def _parts(parameter: Parameter, layer: AutoLayer) -> list[Parameter]:
+    found = []
+    for number in range(layer.experts):
+        one = local(parameter, layer, layer.experts, number)
+        slots = {key: _without_front(slot) if slot.shape else slot for key, slot in one.slots.items()}
+        found.append(replace(one, name=inner_name(parameter.name, number), shape=one.shape[1:], slots=slots))
+    return found
+
+
+def _without_front(slot: Slot) -> Slot:
+    """Return a slot without its first dimension, which is one."""
+    return replace(slot, shape=slot.shape[1:], spans=tuple(map(_flat, slot.spans)))
+
+
+def _flat(span: Span) -> Span:
+    extent = replace(span.extent, offsets=span.extent.offsets[1:], sizes=span.extent.sizes[1:])
+    return replace(span, extent=extent, strides=None if span.strides is None else span.strides[1:])

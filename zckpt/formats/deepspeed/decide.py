@@ -7,7 +7,8 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
-from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, shard_groups
+from zckpt.formats.deepspeed.auto_ep import auto_layers
+from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
 from zckpt.formats.deepspeed.codes import HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
@@ -68,7 +69,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint.topology.tp),
                     len(states), degree, dealt)  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
-        own = files.state
+        own = restated(files.state, origin, stage)
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
         groups = with_hyperparameters(own.groups, given)
         rank.groups.extend(shard_groups(target, groups, own.parameters, options) if sharded else ())
@@ -150,8 +151,9 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
     check_stage(checkpoint, origin, options, stage)
-    experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
-    if check_sharded(origin, path, stage, options.world_size, options.expert_parallel_size):
+    listed = bool(auto_layers(origin.model))
+    experts = listed or bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
+    if check_sharded(origin, checkpoint.parameters, path, stage, options.world_size, options.expert_parallel_size):
         return True
     if not experts:
         if options.expert_parallel_size is not None:

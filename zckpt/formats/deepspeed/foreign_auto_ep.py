@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, expert_names, inner_name, layer_from
-from zckpt.formats.deepspeed.auto_ep_target import local
+from zckpt.formats.deepspeed.auto_ep import KEY, expert_names, layer_from
+from zckpt.formats.deepspeed.auto_ep_target import expert_by_expert
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.state import Checkpoint, Parameter, Slot, Span
+from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
 
@@ -27,14 +27,12 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     UnsupportedError
         It has experts that AutoEP has as one tensor, and what it lists is not of them.
     """
-    info = checkpoint.metadata.get(INFO_KEY)
-    node = info.node if isinstance(info, FromFile) else info
-    listed = node.get(KEY) if isinstance(node, dict) else None
+    listed = _listed(checkpoint)
     if not listed:
         if of_auto_ep(checkpoint):
             raise _unknown(checkpoint, f"no {KEY} in {INFO_KEY}")
         return []
-    for entry in listed if isinstance(listed, list) else [listed]:
+    for entry in listed:
         layer = layer_from(entry, checkpoint.source)
         for name in expert_names(layer):
             parameter = checkpoint.parameters.get(name)
@@ -42,7 +40,22 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
                 raise _unknown(checkpoint, f"{name}: {None if parameter is None else parameter.shape}")
     if any(is_expert(name) for name in checkpoint.parameters):
         raise _unknown(checkpoint, "experts of DeepSpeed's own layer as well")
-    return list(listed)
+    return listed
+
+
+def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
+    info = checkpoint.metadata.get(INFO_KEY)
+    node = info.node if isinstance(info, FromFile) else info
+    listed = node.get(KEY) if isinstance(node, dict) else None
+    return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
+
+
+def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
+    layers = [layer_from(entry, checkpoint.source) for entry in _listed(checkpoint)]
+    counts = {name: layer.experts for layer in layers for name in expert_names(layer)}
+    shapes = {name: checkpoint.parameters[name].shape for name in counts if name in checkpoint.parameters}
+    return {name: counts[name] for name, shape in shapes.items() if len(shape) == 3 and shape[0] == counts[name]}
 
 
 def _unknown(checkpoint: Checkpoint, found: str) -> UnsupportedError:
@@ -58,38 +71,5 @@ def _unknown(checkpoint: Checkpoint, found: str) -> UnsupportedError:
 def parted(checkpoint: Checkpoint, entries: Sequence[Mapping[str, object]]) -> Checkpoint:
     """Return a checkpoint in which each expert has parameters of its own."""
     layers = [layer_from(entry, checkpoint.source) for entry in entries]
-    of = {name: layer for layer in layers for name in expert_names(layer)}
-    parameters: dict[str, Parameter] = {}
-    for name, parameter in checkpoint.parameters.items():
-        layer = of.get(name)
-        if layer is None:
-            parameters[name] = parameter
-        else:
-            parameters |= {one.name: one for one in _parts(parameter, layer)}
-    groups = [
-        replace(group, parameters=[
-            one for name in group.parameters
-            for one in ([inner_name(name, n) for n in range(of[name].experts)] if name in of else [name])
-        ])
-        for group in checkpoint.param_groups
-    ]  # fmt: skip
+    parameters, groups = expert_by_expert(checkpoint.parameters, checkpoint.param_groups, layers)
     return replace(checkpoint, parameters=parameters, param_groups=groups)
-
-
-def _parts(parameter: Parameter, layer: AutoLayer) -> list[Parameter]:
-    found = []
-    for number in range(layer.experts):
-        one = local(parameter, layer, layer.experts, number)
-        slots = {key: _without_front(slot) if slot.shape else slot for key, slot in one.slots.items()}
-        found.append(replace(one, name=inner_name(parameter.name, number), shape=one.shape[1:], slots=slots))
-    return found
-
-
-def _without_front(slot: Slot) -> Slot:
-    """Return a slot without its first dimension, which is one."""
-    return replace(slot, shape=slot.shape[1:], spans=tuple(map(_flat, slot.spans)))
-
-
-def _flat(span: Span) -> Span:
-    extent = replace(span.extent, offsets=span.extent.offsets[1:], sizes=span.extent.sizes[1:])
-    return replace(span, extent=extent, strides=None if span.strides is None else span.strides[1:])

@@ -43,6 +43,8 @@ class ExpertFile:
 
 def expert_files(target: Target) -> list[ExpertFile]:
     """Return the files of all experts, in the order of layers, experts and model-parallel ranks."""
+    if target.stage == 3:
+        return []  # AutoEP's, which are sub-groups
     if target.origin.experts:
         return list(_from_files(target))
     return [

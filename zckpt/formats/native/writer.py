@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.plan import check_covered
+from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.errors import UnsupportedError
 from zckpt.formats.native import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.node_writer import NodeWriter
@@ -15,7 +17,7 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, st
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
-from zckpt.state import Checkpoint, Extent, Parameter, Slot
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned, Storage
@@ -107,6 +109,84 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
             yield tuple((numbers[span.path], span.extent) for span in slot.spans)
 
     return _lay_out(checkpoint, len(paths), as_they_are)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRank:
+    """What ranks write who have the files of a checkpoint among them.
+
+    Parameters
+    ----------
+    members : dict
+        Of the document, without those that tell the files.
+    entries : list of list of Entry
+        What each rank has in its file, in no order.
+    """
+
+    members: dict[str, object]
+    entries: list[list[Entry]]
+
+
+def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: int) -> ByRank:
+    """Return what each rank writes of a checkpoint, which is what it has.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    rank_of : callable
+        Which rank has a file; storages of inert objects are for the first, whoever has them.
+    world_size : int
+        Ranks, each of which writes one file.
+
+    Raises
+    ------
+    LayoutError
+        Some element is nowhere, or twice.
+    UnsupportedError
+        A rank has elements of a slot that do not follow each other, or values are means over ranks; or something that
+        the format has no way to say.
+    """
+    about = describe(checkpoint)
+    stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]
+    held: dict[int, dict[int, Slot]] = {}
+
+    def as_ranks_have_them(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
+        for slot in slots:
+            check_covered(Hole(0, slot.name, slot, Extent.whole(slot.shape), slot.dtype))
+            pieces = _pieces_of_ranks(slot, rank_of)
+            held[id(slot)] = {rank: replace(slot, spans=spans) for rank, _, spans in pieces}
+            yield tuple((rank, extent) for rank, extent, _ in pieces)
+
+    placed = list(_place(checkpoint, as_ranks_have_them, stored))
+    entries: list[list[Entry]] = [[] for _ in range(world_size)]
+    entries[0].extend(stored)
+    for one in placed:
+        for rank, extent in one.pieces:
+            entries[rank].append(slot_entry(one.key, held[id(one.slot)][rank], extent))
+    return ByRank(members_of(checkpoint, about, placed), entries)
+
+
+def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[int, Extent, tuple[Span, ...]]]:
+    """Return which elements of a slot each rank has, and where; a file has one tensor of a slot."""
+    if slot.replicas:
+        raise UnsupportedError(f"{slot.name}: values that ranks have each of its own, and of which the mean is read")
+    found: list[tuple[int, Extent, tuple[Span, ...]]] = []
+    for span in slot.spans:
+        last = found[-1] if found else None
+        rank = rank_of(span.path) if span.path != ZEROS else 0 if last is None else last[0]
+        if last is not None and last[0] == rank and _follows(last[1], span.extent):
+            whole = replace(last[1], numel=last[1].numel + span.extent.numel)
+            found[-1] = (rank, whole, (*last[2], span))
+        else:
+            found.append((rank, span.extent, (span,)))
+    if len({rank for rank, _, _ in found}) < len(found):
+        raise UnsupportedError(f"{slot.name}: a rank has elements of it that do not follow each other")
+    return found
+
+
+def _follows(before: Extent, after: Extent) -> bool:
+    same_box = (before.offsets, before.sizes) == (after.offsets, after.sizes)
+    return same_box and before.start + before.numel == after.start
 
 
 def _lay_out(

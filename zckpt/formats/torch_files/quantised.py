@@ -5,8 +5,7 @@ bitsandbytes   {state1, state2: uint8; qmap1, qmap2: 256 values; absmax1, absmax
                float32 alone. Blocks have 256 elements, or 2048: a power of two, of which the number of scales leaves
                one, or none that matters. Two states are those of Adam, under its names; of a single one, Lion's,
                momentum and RMSprop's look alike, and it keeps its own name.
-torchao        classes of tensors: OptimState8bit (codes: uint8, scale, qmap: 256), OptimState4bit (codes: two in a
-               byte, scale, qmap: 16), OptimStateFp8 (codes: float8_e4m3fn, scale); blocks divide the tensor.
+torchao        see `torchao`
 
 Values are bit-equal to what the programs' own functions give (bitsandbytes 0.50, torchao 0.18). What is quantised in
 any other way is refused by name.
@@ -14,15 +13,16 @@ any other way is refused by name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from zckpt.engine.computed import Computed
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError
+from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.tensors import holds_tensors, slot_of
+from zckpt.formats.torch_files.torchao import other_sizes, unknown
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.torchfile import FromFile, MetaTensor, Tensor
+from zckpt.torchfile import FromFile, Tensor
 
 NESTED = "__bnb_optimizer_quant_state__"
 
@@ -31,9 +31,6 @@ ADAM = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 
 BLOCKS = tuple(1 << power for power in range(6, 13))
 """Elements of a block, of those that bitsandbytes' `quantize_blockwise` takes."""
-
-CLASSES = {"OptimState8bit": 256, "OptimState4bit": 16, "OptimStateFp8": 0}
-"""torchao's, and how many values their maps have."""
 
 
 def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:
@@ -51,10 +48,10 @@ def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:
         if isinstance(value, FromFile) and key == NESTED:
             where, pieces = pieces_of(value, parameter.name, path)
             slots |= _of_bitsandbytes(pieces, parameter, where)
-        elif isinstance(value, FromFile) and isinstance(value.node, MetaTensor):
-            slots[key] = _of_torchao(key, value.node, parameter, value.path)
+        elif torchao.is_quantised(value):
+            slots[key] = torchao.quantised(key, parameter, path).as_floats(key)
         elif holds_tensors(value):
-            raise _unknown(key, parameter.name, path)
+            raise unknown(key, parameter.name, path)
     beside = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
     if "absmax1" in beside or "max1" in beside:
         slots |= _of_bitsandbytes(beside, parameter, path)
@@ -67,18 +64,14 @@ def as_floats(parameter: Parameter, path: str) -> Parameter:
     if not slots:
         return parameter
     is_beside = any(key in parameter.slots for key in ("absmax1", "max1"))
-    kept = {key: slot for key, slot in parameter.slots.items() if not is_beside or key in (WEIGHT, MASTER)}
+    pieces = {piece for key in parameter.state for piece in torchao.slots_of(key, parameter)}
+    kept = {
+        key: slot
+        for key, slot in parameter.slots.items()
+        if key in (WEIGHT, MASTER) or not (is_beside or key in pieces)
+    }
     state = {key: value for key, value in parameter.state.items() if not holds_tensors(value)}
     return replace(parameter, slots={**kept, **slots}, state=state)
-
-
-def _unknown(what: str, name: str, path: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} of {name} is quantised in a way that is not known",
-        path=path,
-        expected=f"blocks of bitsandbytes, or torchao's {', '.join(CLASSES)}",
-        advice="load the model alone, or everything in the program that saved it",
-    )
 
 
 # --- bitsandbytes
@@ -87,11 +80,11 @@ def _unknown(what: str, name: str, path: str) -> UnsupportedError:
 def pieces_of(value: object, name: str, path: str) -> tuple[str, dict[str, Slot]]:
     """Return the file in which bitsandbytes' dict of tensors is, and those; raise UnsupportedError if it is none."""
     if not isinstance(value, FromFile) or not isinstance(value.node, dict):
-        raise _unknown(NESTED, name, path)
+        raise unknown(NESTED, name, path)
     found: dict[str, Slot] = {}
     for key, tensor in value.node.items():
         if not isinstance(tensor, Tensor):
-            raise _unknown(f"{NESTED}.{key}", name, value.path)
+            raise unknown(f"{NESTED}.{key}", name, value.path)
         found[str(key)] = slot_of(str(key), tensor, value.path)
     return value.path, found
 
@@ -107,7 +100,7 @@ def block_of(key: str, codes: Slot, scale: Slot | None, qmap: Slot | None, name:
         They do not belong together.
     """
     if scale is None or qmap is None or codes.dtype != "uint8":
-        raise _unknown(key, name, path)
+        raise unknown(key, name, path)
     _check_sizes(key, scale, qmap, 256, name, path)
     block = next((one for one in BLOCKS if -(-codes.numel // one) == scale.numel), None)
     if block is None:
@@ -123,7 +116,7 @@ def block_of(key: str, codes: Slot, scale: Slot | None, qmap: Slot | None, name:
 def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter, path: str) -> dict[str, Slot]:
     strange = [key for key in pieces if key.startswith(("max", "new_max"))]  # of whole tensors, not of blocks
     if strange:
-        raise _unknown(strange[0], parameter.name, path)
+        raise unknown(strange[0], parameter.name, path)
     states = [key for key in ADAM if key in pieces]
     names = ADAM if len(states) == len(ADAM) else {}
     used = {f"{kind}{key[-1]}" for key in states for kind in ("state", "qmap", "absmax")}
@@ -132,7 +125,7 @@ def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter, path: str
         number, name = key[-1], names.get(key, key)
         codes = pieces[key]
         if codes.shape != parameter.shape:  # AdEMAMix has two in one
-            raise _unknown(key, parameter.name, path)
+            raise unknown(key, parameter.name, path)
         if codes.dtype == "float32" and f"absmax{number}" not in pieces:
             found[name] = replace(codes, name=name)
             continue
@@ -143,38 +136,10 @@ def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter, path: str
     return found
 
 
-# --- torchao
-
-
-def _of_torchao(key: str, node: MetaTensor, parameter: Parameter, path: str) -> Slot:
-    own = None if node.subclass is None else node.subclass
-    if own is None or own.name not in CLASSES or not own.module.startswith("torchao."):
-        raise _unknown(key, parameter.name, path)
-    attributes = node.attributes or {}
-    tensors = {name: attributes.get(name) for name in ("codes", "scale", "qmap")}
-    pieces = {
-        name: slot_of(name, tensor, path) if isinstance(tensor, Tensor) else None for name, tensor in tensors.items()
-    }
-    codes, scale, qmap = pieces["codes"], pieces["scale"], pieces["qmap"]
-    is_packed, values = own.name == "OptimState4bit", CLASSES[own.name]
-    dtype = "uint8" if values else "float8_e4m3fn"
-    numel = math.prod(node.shape)
-    if codes is None or scale is None or codes.dtype != dtype or (qmap is None) != (not values):
-        raise _unknown(key, parameter.name, path)
-    if node.shape != parameter.shape or codes.numel * (2 if is_packed else 1) != numel:
-        raise _other_sizes(key, parameter.name, path, f"codes of {parameter.shape}", codes.shape)
-    if not scale.numel or numel % scale.numel or (is_packed and numel // scale.numel % 2):
-        raise _other_sizes(key, parameter.name, path, f"a number of scales that divides {numel}", scale.shape)
-    _check_sizes(key, scale, qmap, values, parameter.name, path)
-    return _computed(key, codes, scale, qmap, numel // scale.numel, parameter, is_packed=is_packed)
-
-
-def _computed(
-    name: str, codes: Slot, scale: Slot, qmap: Slot | None, block: int, parameter: Parameter, *, is_packed: bool = False
-) -> Computed:
+def _computed(name: str, codes: Slot, scale: Slot, qmap: Slot | None, block: int, parameter: Parameter) -> Computed:
     from zckpt.engine.blockwise import Blockwise
 
-    function = Blockwise(codes, scale, block, parameter.numel, qmap, is_packed)
+    function = Blockwise(codes, scale, block, parameter.numel, qmap)
     return Computed(name, "float32", parameter.shape, (), function=function)
 
 
@@ -182,13 +147,4 @@ def _check_sizes(key: str, scale: Slot, qmap: Slot | None, values: int, name: st
     """Raise DamagedFileError unless scales are flat, and a map has so many values; both in float32."""
     for one, shape in ((scale, scale.shape[:1]), (qmap, (values,))):
         if one is not None and (one.dtype, one.shape, len(one.shape)) != ("float32", shape, 1):
-            raise _other_sizes(key, name, path, f"float32 {shape or '(blocks,)'}", f"{one.dtype} {one.shape}")
-
-
-def _other_sizes(key: str, name: str, path: str, expected: object, found: object) -> DamagedFileError:
-    return DamagedFileError(
-        f"{key} of {name}: codes, scales and map do not belong together",
-        path=path,
-        expected=expected,
-        found=found,
-    )
+            raise other_sizes(key, name, path, f"float32 {shape or '(blocks,)'}", f"{one.dtype} {one.shape}")

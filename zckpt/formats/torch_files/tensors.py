@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
@@ -25,6 +25,9 @@ PLAIN_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torc
 
 QUANTISED = frozenset({"quint8", "qint8", "qint32", "quint4x2", "quint2x4"})
 """Element types that mean something with a scale and a zero point only."""
+
+TORCHAO = "torchao"
+"""The key by which what `zckpt.save` says of a slot that torchao has quantised is told from other values."""
 
 BITS = ("conj", "neg")
 """Of torch's lazy views, in a tensor's metadata."""
@@ -126,9 +129,16 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
 def holds_tensors(value: object) -> bool:
     """Tell whether a value that an optimizer keeps of a parameter is several tensors, or one of a class of its own.
 
-    Such are quantised states: codes and scales, which mean nothing one without the other.
+    Such are quantised states: codes and scales, which mean nothing one without the other, or what says of slots that
+    they are such.
     """
-    return isinstance(value, FromFile) or any(True for _ in walk_tensors(value))
+    return isinstance(value, FromFile) or description(value) is not None or any(True for _ in walk_tensors(value))
+
+
+def description(value: object) -> Mapping[str, Any] | None:
+    """Return what `zckpt.save` says of a slot that torchao has quantised, if that is what a parameter's value is."""
+    node = value.node if isinstance(value, FromFile) else value
+    return node if isinstance(node, Mapping) and TORCHAO in node else None
 
 
 def refuse_trees(checkpoint: Checkpoint, what: str, advice: str) -> None:

@@ -8,6 +8,7 @@ in the files:
   stops with an IndexError. All parameters of a group must have the same step. With `round_robin_gradients` they take
   parameters for one another, unless `parameter_alignment` is on, too.
 - Experts are looked up by their numbers on a rank: where they are spread over several, all get those of the first.
+  AutoEP's are one tensor, marked as such, of which each takes its own.
 - ZeRO-3 loads `exp_avg` and `exp_avg_sq` and no other slot, one step for all groups, and gives every group the
   hyperparameters of the first. So that no group gets wrong ones, only those that all groups have in common are
   written where it looks; the others stay as the training has set them. Its groups share one step: where that is a

@@ -15,19 +15,23 @@ training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are 
     param_n_sub_params    that many equal sub-parameters along it, each sliced
     sub_param_shape       sub-parameters of these sizes, each sliced
     vocab_tensor          rows of a vocabulary, padded again for the number of ranks
+    is_expert_param       AutoEP's experts, all of them, of which each rank takes its own;
+    ep_num_experts        how many they are
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
+from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL
+from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
@@ -38,10 +42,13 @@ from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import FromFile, Global, Object, Tensor, TorchFile, plain, read_torchfile
 
+EXPERT_KEY = "is_expert_param"
+COUNT_KEY = "ep_num_experts"
+
 _RULES = (
     *(
         Rule((key, "**"), IMPLIED, "how the tensor is sliced")
-        for key in ("cat_dim", "vocab_tensor", "is_expert_param", "sub_param_shape", "param_n_sub_params")
+        for key in ("cat_dim", "vocab_tensor", EXPERT_KEY, COUNT_KEY, "sub_param_shape", "param_n_sub_params")
     ),
     Rule((), STATE, "the step"),
     Rule(("param",), STATE, "the step"),
@@ -57,6 +64,7 @@ class Stored:
     path: str
     flat: bool
     padding_stripped: bool
+    experts: int | None = None
 
     def slot(self, name: str, shape: tuple[int, ...]) -> Slot:
         """Return the tensor as a slot of a parameter.
@@ -132,14 +140,25 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
         raise DamagedFileError("unexpected content", path=path, expected="a tensor, or a dict that has one as `param`",
                                found=type(root).__name__)  # fmt: skip
     content = root if isinstance(root, dict) else {}
-    if content.get("is_expert_param"):
-        raise UnsupportedError("experts placed by AutoEP", path=path,
-                               advice="take the DeepSpeed checkpoint that it was made from")  # fmt: skip
     if stem == STEP_STEM and tensor.shape == ():
         (found.values[stem],) = read_scalars(path, [tensor])
         return
     name = MASTER if stem == MASTER_STEM else stem
-    found.tensors[name] = Stored(tensor, path, flat, content.get("vocab_tensor") is True)
+    stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor, path)
+    found.tensors[name] = Stored(tensor, path, flat, stripped, experts)
+
+
+def _experts(content: Mapping[object, object], tensor: Tensor, path: str) -> int | None:
+    """Return how many experts a tensor has; None where it is no tensor of AutoEP's."""
+    if not content.get(EXPERT_KEY):
+        return None
+    if content.get(FOLDING_KEY) is not None:
+        raise UnsupportedError(SLICED_AS_WELL, path=path)
+    experts = content.get(COUNT_KEY)
+    if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+        raise LayoutError("is not of all experts", path=path, expected=f"{experts}, rows and columns",
+                          found=tensor.shape)  # fmt: skip
+    return tensor.shape[0]
 
 
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
@@ -295,9 +314,12 @@ class Slices:
         found = plain(info.node if isinstance(info, FromFile) else info)
         self.info = found if isinstance(found, dict) else {}
         self.rules = Rules(self.info, checkpoint.source)
+        self.experts = expert_counts(checkpoint)
 
     def keys(self, parameter: Parameter) -> dict[str, object]:
         """Return the values next to the tensor in each file of a parameter."""
+        if parameter.name in self.experts:
+            return {"cat_dim": 0, EXPERT_KEY: True, COUNT_KEY: self.experts[parameter.name]}
         keys = self._cut(parameter)
         if self.rules.is_vocabulary(parameter.name):
             keys["vocab_tensor"] = True

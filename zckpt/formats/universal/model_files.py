@@ -16,6 +16,8 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError
+from zckpt.formats.deepspeed.auto_ep import KEY
+from zckpt.formats.deepspeed.auto_ep_shards import router_names
 from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
 from zckpt.formats.deepspeed.groups import optimizer_order, tied_names
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
@@ -131,6 +133,8 @@ class ModelFiles:
         found: dict[str, str] = {}
         for models in self.ranks:
             known = tied_names(models, trained, listed, parameterwise=self.parameterwise)
+            if models[0].content.get(KEY):
+                known = {**router_names(models[0], parameterwise=self.parameterwise), **known}
             found |= {alias: owner for alias, owner in known.items() if alias in models[0].module}
         return found
 

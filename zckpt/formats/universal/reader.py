@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import DamagedFileError, ShardError, listed
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
+from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
+from zckpt.formats.deepspeed.auto_ep import common, with_layers
 from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import MODEL_KEYS
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.state_dicts import optimizer_rules
@@ -149,9 +152,20 @@ def _mark_filled(stored: StoredFolder, key: str) -> None:
 
 
 def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: tuple[int, ...]) -> Parameter:
-    """Return a trained parameter. Its shape is that of the model's file, unless that has a slice, or padding."""
+    """Return a trained parameter. Its shape is that of the model's file, unless that has a slice, or padding.
+
+    Of AutoEP's experts that has a rank's.
+    """
     master = stored.tensors[MASTER]
-    if not master.flat and (len(models.ranks) > 1 or master.padding_stripped):
+    if master.experts is not None:
+        whole = master.tensor.shape
+        if len(shape) != 3 or shape[1:] != whole[1:] or shape[0] < 1 or master.experts % shape[0]:
+            raise LayoutError(
+                f"{name} is not of the experts that the model file lists", path=master.path,
+                expected=f"{shape} on each rank", found=whole,
+            )  # fmt: skip
+        shape = whole
+    elif not master.flat and (len(models.ranks) > 1 or master.padding_stripped):
         shape = master.tensor.shape
     slots = {}
     weight = models.weight(name, shape, padded=master.padding_stripped)
@@ -203,7 +217,7 @@ def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:
                 copy = slot_of(WEIGHT, tensor, model.shard.path)
                 checkpoint.duplicates.append(Duplicate("buffer", name, name, copy, kept, model.shard.dp_rank))
     keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
-    own, rules = keep_others((first.file, first.content), [(m.file, m.content) for m in others], [*keys])
+    own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
     checkpoint.metadata |= own
     for file in checkpoint.files:
         file.rules = (*file.rules, *rules.get(file.path, ()))
@@ -246,9 +260,13 @@ def _carry(
     for one in checkpoint.files:
         one.rules = (*one.rules, *rules) if one.role == "model" else one.rules
     model = models.first
+    full = with_layers(model)
+    if full is not model.content:
+        described = next(one for one in checkpoint.files if one.path == model.file.path)
+        described.rules = (*described.rules, Rule((INFO_KEY, LAYERS_KEY, "**"), IMPLIED, "listed in full beside it"))
     checkpoint.metadata |= {
         key: carried(model.file, value)
-        for key, value in model.content.items()
+        for key, value in full.items()
         if key not in STRUCTURE and key not in filled_in and (rest or value is not None or key not in MODEL_KEYS)
     }
     checkpoint.optimizer_metadata |= {

@@ -20,7 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.remainder import KEY, remainder
@@ -49,7 +51,8 @@ UNIVERSAL_VERSION = 0.2
 STRUCTURE = frozenset(
     {
         "module", "model", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-        "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version", KEY,
+        "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
+        LAYERS_KEY, KEY,
     }
 )  # fmt: skip
 """Keys of a model file that describe the model or how it was cut, and are written for each checkpoint."""
@@ -121,9 +124,9 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
                      "over several, all get those of the first; load it with ep_size=1, or use "
                      "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
-    if of_auto_ep(checkpoint):
+    if of_auto_ep(checkpoint) and not expert_counts(checkpoint):
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
-                     "rank its own: use `zckpt reshard --expert-parallel-size E`")  # fmt: skip
+                     "rank its own: their layers are not listed under these names")  # fmt: skip
     config = checkpoint.metadata.get("ds_config")
     zero = plain(config.node if isinstance(config, FromFile) else config)
     zero = zero.get("zero_optimization") if isinstance(zero, dict) else None

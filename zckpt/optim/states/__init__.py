@@ -3,6 +3,7 @@
 by_parameter     torch's optimizers, and all with their interface
 flat_parameters  the same, of parameters in FullyShardedDataParallel
 zero             ZeroOptimizer
+torchao          torchao's, whose state is codes
 zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimizer
 expected         which state a class of optimizers wants, known before anything is changed
 several          optimizers that are saved or loaded together
@@ -286,6 +287,7 @@ STATES = {
     "zckpt.optim.zero_redundancy.optimizer.ZeroRedundancyOptimizer": "zero_redundancy.ZeroRedundancyState",
     "zckpt.optim.distributed.DistributedOptimizer": "zero_redundancy.WorkersState",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "zero_redundancy.TorchState",
+    "torchao.optim.adam._AdamBase": "torchao.TorchaoState",
     "torch.optim.optimizer.Optimizer": "by_parameter.ByParameter",
 }
 """The module and class of the state of each class of optimizers, and of those derived from it."""

@@ -31,6 +31,11 @@ class ByParameter:
     renamed: Callable[[str], str] | None = None
 
     def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
+        if not isinstance(getattr(optimizer, "state", None), Mapping):  # torchao's CPUOffloadOptimizer has none
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} has no `state` by parameter, as optimizers of torch have",
+                advice="save the model alone, and the optimizer's state_dict() with torch.save",
+            )
         self.optimizer = optimizer
         self.process_group: dist.ProcessGroup | None = getattr(optimizer, "process_group", None)
         self._names = group_names(optimizer.param_groups, known)
@@ -144,12 +149,16 @@ class ByParameterRestoring(Restoring):
         if owner is None:
             self.notes.append(f"no state of {self.names[parameter]}")
             return
-        values = parameter_values(self.source.checkpoint, owner)
+        values = self.values(owner)
         check_keys(self.local, group, owner.name, parameter.dim(), values, path=self.source.path)
         if not values and is_trained(parameter) and makes_state(self.local, group, parameter.dim()):
             self.without.append(owner.name)
         if values:
             self.state[number] = {key: self._value(key, value, parameter, owner) for key, value in values.items()}
+
+    def values(self, owner: Parameter) -> dict[str, object]:
+        """Return what the checkpoint has of a parameter's state."""
+        return parameter_values(self.source.checkpoint, owner)
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         if holds_tensors(value):

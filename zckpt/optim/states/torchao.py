@@ -1,0 +1,330 @@
+"""torchao's optimizers, whose state is codes: AdamW8bit, AdamW4bit, AdamWFp8, and those without decay.
+
+torchao quantises what a rank has of a parameter, if it has 4096 elements or more, in whole blocks. A rank's share is
+a range of the parameter, from a multiple of the block on; so blocks of all ranks are those of the whole parameter, and
+are cut for others: codes and scales as they are. Where a rank then has too few elements for torchao to quantise, it
+has the floats that they stand for; where it had floats, and has enough now, torchao quantises them.
+
+Source: torchao 0.18, `optim/adam.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.torch_files.tensors import TORCHAO
+from zckpt.formats.torch_files.torchao import CLASSES, PACKED, Quantised, is_quantised, quantised, slots_of
+from zckpt.operations.tensors import TensorRead
+from zckpt.optim.states import Restoring, Source, Values
+from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.tensors import Share, share_of
+from zckpt.state import Extent, Parameter, Slot
+
+LEAST_NUMEL = 4096
+"""Elements of a share that torchao quantises."""
+
+Range = tuple[int, int]
+"""First element of a parameter, flattened, and how many follow."""
+
+SIGNED = "exp_avg"
+"""The slot whose values have signs, for which maps are others."""
+
+ADVICE = "dequantize=True takes the floats that they stand for, of which torchao makes blocks anew"
+
+
+class TorchaoState(ByParameter):
+    """The state of one of torchao's optimizers."""
+
+    def slots(self, name: str) -> dict[str, Share]:
+        """Return what this rank has of each slot: of a quantised one, of its pieces."""
+        parameter = self._parameters[name]
+        found: dict[str, Share] = {}
+        for key, value in self._state().get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                continue
+            cut = self._cut(key, name)
+            if cut is None:
+                share = share_of(value, f"{key} of {name}")
+                if share is not None:
+                    found[key] = share
+            else:
+                found |= _pieces(key, cut, parameter, value)
+        return found
+
+    def values(self) -> Values:
+        """Return the state that is no tensor of elements, and what quantised slots are."""
+        found = ByParameter.values(self)
+        for parameter, state in self._state().items():
+            name = self._called[parameter]
+            for key, value in state.items():
+                cut = self._cut(key, name) if isinstance(value, torch.Tensor) and value.dim() else None
+                if cut is not None:
+                    found.parameters.setdefault(name, {})[key] = cut.description()
+        return found
+
+    def restore(self, source: Source) -> Restoring:
+        """Find out what the optimizer needs of a checkpoint."""
+        return TorchaoRestoring(source, self.optimizer, self._called, is_here=self._is_here, local=self._local())
+
+    def _cut(self, key: str, name: str) -> _Cut | None:
+        """Return how a slot is cut into blocks; None: it is floats on all ranks."""
+        parameter = self._parameters[name]
+        optimizer: Any = self.optimizer
+        own = _local(self._state()[parameter][key])
+        here = _is_codes(own)
+        block = own.block_size if here else optimizer.block_size
+        ranges = ranges_of(parameter)
+        if ranges is None or not any(_is_quantised(numel, block) for _, numel in ranges):
+            if here:
+                raise _not_cut(f"{key} of {name}", block)
+            return None
+        share = None if here else share_of(parameter, name)
+        if share is not None and _is_quantised(share.extent.numel, block):
+            return None  # as who has loaded floats has them, on all ranks
+        numel = parameter.numel()
+        if any(start % block for start, count in ranges if _is_quantised(count, block)):
+            raise _not_cut(f"{key} of {name}", block)
+        floats = [(start, count) for start, count in ranges if count and not _is_quantised(count, block)]
+        blank = own if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
+        return _Cut(type(blank).__name__, block, numel, tuple(_joined(floats)), getattr(blank, "qmap", None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a slot of a parameter is cut into blocks, on all ranks.
+
+    Parameters
+    ----------
+    cls : str
+        Of its tensors.
+    block, numel : int, elements
+        Of a block, and of the parameter.
+    floats : tuple of Range
+        That are not quantised.
+    qmap : Tensor or None
+    """
+
+    cls: str
+    block: int
+    numel: int
+    floats: tuple[Range, ...]
+    qmap: torch.Tensor | None
+
+    def description(self) -> dict[str, Any]:
+        """Return what a checkpoint says of it."""
+        return {TORCHAO: self.cls, "block": self.block, "floats": [list(one) for one in self.floats]}
+
+
+def _pieces(key: str, cut: _Cut, parameter: torch.Tensor, value: torch.Tensor) -> dict[str, Share]:
+    """Return what this rank has of the pieces of a quantised slot."""
+    local: Any = _local(value)
+    share = share_of(parameter, key)
+    found: dict[str, Share] = {}
+    if cut.qmap is not None:
+        whole = Extent.whole(tuple(cut.qmap.shape))
+        found[f"{key}.qmap"] = Share(whole.sizes, whole, cut.qmap, _first_of(parameter))
+    if share is None:
+        return found
+    start, numel = _flat(share)
+    end, ranks = start + numel, share.ranks
+    here = _is_codes(local)
+
+    def added(piece: str, shape: int, low: int, high: int, tensor: torch.Tensor) -> None:
+        found[f"{key}.{piece}"] = Share((shape,), Extent.flat((shape,), low, high - low), tensor, ranks)
+
+    if cut.cls == PACKED:
+        low, high = -(-start // 2), -(-end // 2)
+        codes = local.codes if here else torch.zeros(high - low, dtype=torch.uint8)
+        added("codes", -(-cut.numel // 2), low, high, codes)
+    else:
+        dtype = torch.float8_e4m3fn if cut.qmap is None else torch.uint8
+        codes = local.codes if here else torch.zeros(local.shape, dtype=dtype)
+        found[f"{key}.codes"] = Share(share.shape, share.extent, codes, ranks)
+    low, high = -(-start // cut.block), -(-end // cut.block)
+    added("scale", -(-cut.numel // cut.block), low, high, local.scale if here else torch.zeros(high - low))
+    if cut.floats:
+        count = sum(numel for _, numel in cut.floats)
+        at = sum(max(min(first + many, start) - first, 0) for first, many in cut.floats)
+        elements = torch.empty(0, dtype=parameter.dtype) if here else local
+        added("floats", count, at, at + elements.numel(), elements)
+    return found
+
+
+def _is_codes(local: object) -> bool:
+    """Tell whether what a rank has of a slot is quantised."""
+    return type(local).__name__ in CLASSES
+
+
+def _local(value: torch.Tensor) -> Any:
+    """Return what this rank has of a tensor, with what is in it."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _is_quantised(numel: int, block: int) -> bool:
+    """Tell whether torchao quantises a share."""
+    return numel >= LEAST_NUMEL and not numel % block
+
+
+def ranges_of(parameter: torch.Tensor) -> list[Range] | None:
+    """Return the ranges of a parameter that ranks have, flattened, in order; None if they have none.
+
+    Source: torch's `Shard`: rows are dealt in equal numbers, rounded up; last ranks have fewer, or none.
+    """
+    numel = parameter.numel()
+    if not isinstance(parameter, DTensor):
+        return [(0, numel)]
+    sharded = [dim for dim, one in enumerate(parameter.placements) if not one.is_replicate()]
+    if not sharded:
+        return [(0, numel)]
+    [first, *more] = sharded
+    placement: Any = parameter.placements[first]
+    if more or type(placement) is not Shard or placement.dim != 0 or not numel:
+        return None
+    rows, count = parameter.shape[0], parameter.device_mesh.size(first)
+    each = -(-rows // count)
+    bounds = [min(number * each, rows) * (numel // rows) for number in range(count + 1)]
+    return [(low, high - low) for low, high in pairwise(bounds)]
+
+
+def _flat(share: Share) -> Range:
+    """Return the range of the parameter that whole rows of it are."""
+    rows = share.extent.offsets[0] if share.shape else 0
+    return rows * math.prod(share.shape[1:]) + share.extent.start, share.extent.numel
+
+
+def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
+    """Yield ranges, those that follow each other as one."""
+    before: Range | None = None
+    for start, numel in ranges:
+        if before is not None and sum(before) == start:
+            before = before[0], before[1] + numel
+            continue
+        if before is not None:
+            yield before
+        before = start, numel
+    if before is not None:
+        yield before
+
+
+def _first_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the first rank that has some of a parameter; None: all have it whole."""
+    return (int(parameter.device_mesh.mesh.flatten()[0]),) if isinstance(parameter, DTensor) else None
+
+
+def _not_cut(what: str, block: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} is quantised in blocks that are not those of the whole parameter",
+        expected=f"shares of whole rows that begin at multiples of {block} elements",
+        advice="shard by rows only (Shard(0) along one dimension of the mesh), or use an optimizer that keeps floats",
+    )
+
+
+# --- on the way back
+
+
+@dataclass(slots=True)
+class _Anew:
+    """Floats that torchao is to quantise when they have been read: blocks of a share, from `block` on."""
+
+    state: Any
+    block: int
+    floats: torch.Tensor
+
+
+@dataclass(slots=True)
+class TorchaoRestoring(ByParameterRestoring):
+    """A checkpoint's state on its way into one of torchao's optimizers."""
+
+    anew: list[_Anew] = field(default_factory=list)
+    rounded: list[str] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Make room for the state."""
+        ByParameterRestoring.prepare(self)
+        if self.rounded:
+            self.notes.append(f"rounded into blocks, which the checkpoint has as floats: {listed(self.rounded)}")
+
+    def values(self, owner: Parameter) -> dict[str, object]:
+        """Return what the checkpoint has of a parameter, without the pieces of quantised slots."""
+        found = ByParameterRestoring.values(self, owner)
+        pieces = {piece for key in owner.state for piece in slots_of(key, owner)}
+        return {key: value for key, value in found.items() if key not in pieces}
+
+    def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
+        is_codes = is_quantised(value)
+        if not is_codes and (not isinstance(value, Slot) or not value.shape or value.shape != owner.shape):
+            return ByParameterRestoring._value(self, key, value, parameter, owner)
+        its = quantised(key, owner, self.source.path) if is_codes else None
+        floats = value if isinstance(value, Slot) else its.as_floats(key) if its is not None else None
+        if floats is None:  # neither, which the two lines above leave no room for
+            raise UnsupportedError(f"{key} of {owner.name} is not known", path=self.source.path)
+        optimizer: Any = self.optimizer
+        found = optimizer._new_buffer(parameter.detach(), key == SIGNED)
+        local, share = _local(found), share_of(parameter, owner.name)
+        if share is None:
+            return found
+        if not _is_codes(local):
+            self.reads.append(TensorRead(floats, share.extent, local))
+        elif ranges_of(parameter) is None:
+            raise _not_cut(f"{key} of {owner.name}", local.block_size)
+        elif its is None:
+            self._quantise(local, 0, floats, _flat(share), owner, key)
+        else:
+            self._fill(local, its, floats, _flat(share), owner, key)
+        return found
+
+    def _fill(self, local: Any, its: Quantised, floats: Slot, where: Range, owner: Parameter, key: str) -> None:
+        """Read blocks as they are, and the floats of those that were none."""
+        start, numel = where
+        block = local.block_size
+        if (its.cls, its.block) != (type(local).__name__, block) or start % block:
+            raise UnsupportedError(
+                f"{key} of {owner.name} is quantised in other blocks than the optimizer has on this rank",
+                path=self.source.path,
+                expected=f"{type(local).__name__}, blocks of {block}, from element {start} on",
+                found=f"{its.cls}, blocks of {its.block}",
+                advice=ADVICE,
+            )
+        per = 2 if its.cls == PACKED else 1
+        codes = Extent.flat(its.codes.shape, start // per, numel // per)
+        self.reads.append(TensorRead(its.codes, codes, local.codes))
+        self.reads.append(
+            TensorRead(its.scale, Extent.flat(its.scale.shape, start // block, numel // block), local.scale)
+        )
+        if its.qmap is not None:
+            self.reads.append(TensorRead(its.qmap, Extent.whole(its.qmap.shape), local.qmap))
+        for first, count in its.ranges:
+            low, high = max(first, start), min(first + count, start + numel)
+            if low < high:
+                self._quantise(local, (low - start) // block, floats, (low, high - low), owner, key)
+
+    def _quantise(self, local: Any, block: int, floats: Slot, where: Range, owner: Parameter, key: str) -> None:
+        """Read floats of which torchao is to make blocks, the first of which is so many blocks from the share's."""
+        start, numel = where
+        into = torch.empty(numel)
+        self.reads.append(TensorRead(floats, Extent.flat(owner.shape, start, numel), into))
+        self.anew.append(_Anew(local, block, into))
+        self.rounded.append(f"{key} of {owner.name}")
+
+    def read(self) -> None:
+        """Read state, and let torchao quantise what was floats."""
+        ByParameterRestoring.read(self)
+        optimizer: Any = self.optimizer
+        for one in self.anew:
+            size = one.state.block_size
+            count = one.floats.numel() // size
+            made = optimizer._subclass_zeros(one.floats, getattr(one.state, "signed", True), size)
+            made.copy_(one.floats)
+            per = 2 if type(one.state).__name__ == PACKED else 1
+            first, last = one.block * size // per, (one.block + count) * size // per
+            one.state.codes.view(-1)[first:last].copy_(made.codes.view(-1))
+            one.state.scale[one.block : one.block + count].copy_(made.scale)
+        self.anew.clear()
