@@ -27,12 +27,13 @@ from zckpt.formats.deepspeed.experts import (
     named_degree,
     spread_experts,
 )
+from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import REPLICATED
 from zckpt.state import Checkpoint, Parameter, ParamGroup
-from zckpt.torchfile import Digests
+from zckpt.torchfile import Digests, plain
 
 EXPERT_GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed begins another param group (0.4 to 0.19, `moe/utils.py`)."""
@@ -322,6 +323,8 @@ def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -
             expected=f"{REPLICATED_KEY}, be it empty",
             advice="give rules with --tp-rules FILE",
         )
+    if origin.rules_path is None and degree != len(ranks):
+        check_degree(origin.model.content, origin.rules, names, degree, path)
     return Rules(origin.rules, path)
 
 
@@ -370,7 +373,7 @@ def written_rules(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int
     if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, tp)):
         return None
     own = origin.model.content.get(INFO_KEY)
-    node = origin.rules if given or not isinstance(own, dict) else own
+    node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
     written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
         rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
