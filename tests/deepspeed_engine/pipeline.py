@@ -10,6 +10,8 @@
     layer 4   norm
     layer 5   the tied embedding again, as head
 
+`pipeline_megatron_KIND` is Megatron-DeepSpeed's model, see `gpt_pipe`.
+
 `pipeline_moe` has layers of DeepSpeed's experts: the embedding, experts, two linears, experts, norm, the embedding.
 In `pipeline_moe_megatron` the linears are a layer of `tensor_parallel`, and the embedding is sliced.
 
@@ -32,7 +34,11 @@ def build_pipeline(spec: Spec) -> Any:
     """Build this rank's stage; collective."""
     from deepspeed.pipe import PipelineModule
 
-    if spec.model == "pipeline_megatron":
+    if spec.model.startswith("pipeline_megatron_"):
+        from tests.deepspeed_engine import gpt_pipe
+
+        layers = gpt_pipe.layers(spec)
+    elif spec.model == "pipeline_megatron":
         layers = _megatron_layers(invariant=spec.invariant)
     elif spec.model == "pipeline_moe_megatron":
         layers = _sliced_expert_layers(spec)

@@ -30,9 +30,8 @@ class Spec:
     stage: int = 2
     dtype: str = "bf16"
     world_size: int = 2
-    # rich, matrices, moe, moe_layers, moe_megatron, megatron, pipeline, pipeline_megatron, pipeline_moe,
-    # pipeline_moe_megatron, or one of
-    # models.HUGGING_FACE
+    # rich, matrices, tiny, moe, moe_layers, moe_megatron, megatron, pipeline, pipeline_megatron, pipeline_moe,
+    # pipeline_moe_megatron, pipeline_megatron_ and one of gpt_pipe.KINDS, or one of models.HUGGING_FACE
     model: str = "rich"
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
