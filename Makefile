@@ -34,6 +34,7 @@ bench: $(VENV)/.development
 	-$(BIN)/python bench/copier.py
 	-$(BIN)/python bench/consolidate.py
 	-$(BIN)/python bench/reshard.py
+	-$(BIN)/python bench/pipeline.py
 	-$(BIN)/python bench/diff.py
 	-$(BIN)/python bench/zero_redundancy.py
 	-$(BIN)/python bench/zero_optimizer.py
