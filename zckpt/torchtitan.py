@@ -46,6 +46,9 @@ __all__ = ["CheckpointManager"]
 
 _STEP = re.compile(r"step-(\d+)")
 
+_LAST_FILES = (".metadata", "model.safetensors.index.json", "model.safetensors")
+"""What others write last, or at once."""
+
 
 class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is not there for mypy
     """torchtitan's, whose `step-N` are zckpt's: each is whole or not there, and loaded at any number of ranks.
@@ -107,6 +110,23 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
         load(state_dict, storage_reader=Reader(checkpoint_id))
         self.states[MODEL].load_state_dict(state_dict)
 
+    def _purge_stale_checkpoints(self) -> None:
+        """Remove what is older than the last `keep_latest_k` that are whole.
+
+        torchtitan counts all whose names have `step-N` in them: what a save is writing, and what killed ones have left.
+        """
+        place = place_of(self.folder)
+        if not isinstance(place, Path):
+            super()._purge_stale_checkpoints()
+            return
+        if not self._should_purge():
+            return
+        found = [(int(match[1]), path) for path in place.iterdir() if (match := _STEP.fullmatch(path.name))]
+        whole = sorted((step for step, path in found if _is_whole(path)), reverse=True)
+        if len(whole) > self.keep_latest_k:
+            for _, path in sorted(one for one in found if one[0] < whole[self.keep_latest_k - 1]):
+                self.purge_queue.put(str(path))
+
     def _find_load_step(self, folder: str = "") -> int:
         """Return the last step that is there, -1 for none."""
         own = -1
@@ -115,3 +135,8 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
             found = [(_STEP.fullmatch(path.name), path) for path in place.iterdir()]
             own = max((int(match[1]) for match, path in found if match and is_native(path)), default=-1)
         return max(own, int(super()._find_load_step(folder)))
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a directory is a checkpoint: zckpt's, DCP's, or Hugging Face's, which has an index or one file."""
+    return is_native(path) or any((path / name).is_file() for name in _LAST_FILES)

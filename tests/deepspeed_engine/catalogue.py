@@ -121,6 +121,12 @@ _OTHERS = [
     Spec("pp2_s0_fp32_dp2", stage=0, dtype="fp32", **_PIPELINE | {"world_size": 4}),
 ]
 
+_TINY: dict[str, Any] = {"model": "tiny", "groups": 2, "steps": 2, "steps_after": 2}
+_OF_VERSIONS = [
+    Spec("tiny_s2_bf16_dp2", **_TINY),
+    Spec("tiny_s3_fp32_dp2", stage=3, dtype="fp32", **_TINY),
+]
+
 LIGHTNING = Spec(
     "litsim_ds2", prefix="model", tag="checkpoint", run_folder="epoch=0-step=5.ckpt",
     client_state={
@@ -136,6 +142,7 @@ SPECS: dict[str, Spec] = {
         *map(_flat, _PLAIN),
         *(_flat(name, **changes) for name, changes in _SPECIAL.items()),
         *_OTHERS,
+        *_OF_VERSIONS,
         LIGHTNING,
     )
 }

@@ -26,6 +26,8 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
         model: nn.Module = Rich(empty=spec.empty, zero_dim=spec.zero_dim, tied=spec.tied)
     elif spec.model == "matrices":
         model = Matrices()
+    elif spec.model == "tiny":
+        model = Tiny()
     elif spec.model == "moe":
         model = MixtureOfExperts(spec.expert_parallel, spec.experts)
     elif spec.model == "moe_layers":
@@ -51,7 +53,7 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
 
 def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
     """Cut the trained parameters into `spec.groups` groups with their own hyperparameters."""
-    if spec.model in ("moe", "pipeline_moe"):
+    if spec.model in ("moe", "pipeline_moe", "pipeline_moe_megatron"):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         dense = {"params": list(model.parameters()), "name": "dense", "weight_decay": 0.1, "lr": 1e-2}
@@ -168,6 +170,22 @@ class Matrices(nn.Module):
         for up, down in zip(self.up, self.down, strict=True):
             x = x + down(functional.gelu(up(x)))
         return token_loss(self.lm_head(x), labels)
+
+
+class Tiny(nn.Module):
+    """Few elements: two groups, which two ranks cut within a parameter, a frozen matrix and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 3)
+        self.norm = nn.LayerNorm(3)
+        self.frozen = nn.Linear(3, 3, bias=False).requires_grad_(False)
+        self.head = nn.Linear(3, VOCABULARY)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids, labels):
+        self.seen += 1
+        return token_loss(self.head(self.frozen(self.norm(self.embed(ids)))), labels)
 
 
 class MixtureOfExperts(nn.Module):

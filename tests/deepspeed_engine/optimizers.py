@@ -180,6 +180,12 @@ def _cpu_adam(groups: Groups) -> torch.optim.Optimizer:
     return DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.95))
 
 
+def _prodigy(groups: Groups) -> torch.optim.Optimizer:
+    from prodigyopt import Prodigy
+
+    return Prodigy([{**group, "lr": 1.0} for group in groups], d0=1e-3)
+
+
 BY_CONFIGURATION = {"muon": {"type": "Muon", "params": {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.01}}}
 """Optimizers that DeepSpeed makes itself, as its configuration names them."""
 
@@ -196,5 +202,6 @@ KINDS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "blockwise": BlockwiseAdam,
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
     "adafactor": _adafactor,
+    "prodigy": _prodigy,
     "cpuadam": _cpu_adam,  # compiles a C++ extension on first use
 }

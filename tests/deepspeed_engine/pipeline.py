@@ -10,7 +10,10 @@
     layer 4   norm
     layer 5   the tied embedding again, as head
 
+`pipeline_megatron_KIND` is Megatron-DeepSpeed's model, see `gpt_pipe`.
+
 `pipeline_moe` has layers of DeepSpeed's experts: the embedding, experts, two linears, experts, norm, the embedding.
+In `pipeline_moe_megatron` the linears are a layer of `tensor_parallel`, and the embedding is sliced.
 
 Ranks: rank = (stage * data_parallel + dp) * tensor_parallel + tp.
 """
@@ -31,14 +34,26 @@ def build_pipeline(spec: Spec) -> Any:
     """Build this rank's stage; collective."""
     from deepspeed.pipe import PipelineModule
 
-    if spec.model == "pipeline_megatron":
+    if spec.model.startswith("pipeline_megatron_"):
+        from tests.deepspeed_engine import gpt_pipe
+
+        layers = gpt_pipe.layers(spec)
+    elif spec.model == "pipeline_megatron":
         layers = _megatron_layers(invariant=spec.invariant)
+    elif spec.model == "pipeline_moe_megatron":
+        layers = _sliced_expert_layers(spec)
     else:
         layers = _expert_layers(spec) if spec.model == "pipeline_moe" else _layers()
-    return PipelineModule(
+    module = PipelineModule(
         layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
         seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
     )  # fmt: skip
+    if spec.model == "pipeline_moe_megatron":
+        from tests.deepspeed_engine.tensor_parallel import gather_tokens_on_gloo, universal_info
+
+        gather_tokens_on_gloo()
+        module.universal_checkpoint_info = universal_info(spec)  # as in `MegatronOfExperts`
+    return module
 
 
 def _seed(seed: Any) -> None:
@@ -49,7 +64,7 @@ def _topology(spec: Spec) -> Any:
     """Return the grid of ranks; only one with a model axis puts `-model_MM` into the names of layer files."""
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-    if spec.model == "pipeline_megatron":
+    if "megatron" in spec.model:
         return PipeModelDataParallelTopology(
             num_pp=spec.pipeline_parallel, num_mp=spec.tensor_parallel, num_dp=spec.data_parallel
         )
@@ -96,6 +111,22 @@ def _megatron_layers(*, invariant: bool) -> list[Any]:
     ]
 
 
+def _sliced_expert_layers(spec: Spec) -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, logits_of
+
+    experts = LayerSpec(_Experts, spec.experts, spec.expert_parallel, sliced=spec.sliced_experts)
+    return [
+        TiedLayerSpec("embed", Embedding),
+        experts,
+        LayerSpec(Layer, invariant=True),
+        experts,
+        LayerSpec(nn.LayerNorm, HIDDEN),
+        TiedLayerSpec("embed", Embedding, forward_fn=logits_of),
+    ]
+
+
 def _head(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
     return functional.linear(x, embedding.weight)
 
@@ -125,14 +156,14 @@ class _FeedForward(nn.Module):
 class _Experts(nn.Module):
     """DeepSpeed's own experts; what balances them is left out of the loss."""
 
-    def __init__(self, experts: int, degree: int):
+    def __init__(self, experts: int, degree: int, *, sliced: bool = False):
         super().__init__()
         from deepspeed.moe.layer import MoE
 
         expert = nn.Sequential(nn.Linear(HIDDEN, 11), nn.ReLU(), nn.Linear(11, HIDDEN))
         self.moe = MoE(
             hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=degree, k=1,
-            min_capacity=0, capacity_factor=4.0, use_rts=False,
+            min_capacity=0, capacity_factor=4.0, use_rts=False, enable_expert_tensor_parallelism=sliced,
         )  # fmt: skip
 
     def forward(self, x):

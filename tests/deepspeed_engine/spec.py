@@ -30,8 +30,8 @@ class Spec:
     stage: int = 2
     dtype: str = "bf16"
     world_size: int = 2
-    # rich, matrices, moe, moe_layers, moe_megatron, megatron, pipeline, pipeline_megatron, pipeline_moe, or one of
-    # models.HUGGING_FACE
+    # rich, matrices, tiny, moe, moe_layers, moe_megatron, megatron, pipeline, pipeline_megatron, pipeline_moe,
+    # pipeline_moe_megatron, pipeline_megatron_ and one of gpt_pipe.KINDS, or one of models.HUGGING_FACE
     model: str = "rich"
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
@@ -61,7 +61,7 @@ class Spec:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     expert_parallel: int = 1
     experts: int = 4
-    sliced_experts: bool = False  # of moe_megatron: each tensor-parallel rank has all experts, for DeepSpeed slices
+    sliced_experts: bool = False  # of ..moe_megatron: each tensor-parallel rank has all experts, for DeepSpeed slices
     expert_layers: tuple[tuple[int, int, bool], ...] = ()  # of moe_layers: experts, expert parallel, residual
     tensor_parallel: int = 1
     auto_tp: bool = False  # DeepSpeed itself slices the model

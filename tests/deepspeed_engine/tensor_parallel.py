@@ -46,6 +46,8 @@ RULES = {
     r"alpha": "replicated",  # not in pipelines
     r"experts\.moe\.deepspeed_moe\.experts\.\w+.*": "replicated",  # only where DeepSpeed takes them for slices
     r"experts\.(fc\.(weight|bias)|moe\.deepspeed_moe\.gate\.wg\.weight)": "replicated",  # only with experts
+    r"\d+\.moe\.deepspeed_moe\.experts\.\w+.*": "replicated",  # the same in pipelines
+    r"\d+\.moe\.deepspeed_moe\.gate\.wg\.weight": "replicated",
     r"\d+\.(weight|bias)": "replicated",  # only in pipelines: the last norm
 }
 SUB_PARAMS = {"query_key_value": QKV, "two_sub_params": HALVES}  # rows of each
@@ -79,8 +81,9 @@ def universal_info(spec: Spec) -> dict[str, Any]:
         return [rf"{pattern}$" for pattern, its in RULES.items() if its == rule and pattern not in absent]
 
     absent = {r"alpha" if spec.is_pipeline else r"\d+\.(weight|bias)"}  # unused ones are refused
-    if spec.model != "moe_megatron":
-        absent |= {pattern for pattern in RULES if "experts" in pattern}
+    absent |= {pattern for pattern in RULES if pattern.startswith(r"experts" if spec.is_pipeline else r"\d+\.moe")}
+    if "moe" not in spec.model:
+        absent |= {pattern for pattern in RULES if "experts" in pattern or "moe" in pattern}
     elif not spec.sliced_experts:
         absent |= {pattern for pattern in RULES if "deepspeed_moe\\.experts" in pattern}
     tied = [r"tied_modules\.embed\.weight$"] if spec.is_pipeline else []
@@ -313,7 +316,7 @@ class MegatronOfExperts(nn.Module):
         self.layer = Layer(invariant=spec.invariant)
         self.experts = MixtureOfExperts(spec.expert_parallel, spec.experts, sliced=spec.sliced_experts)
         del self.experts.emb, self.experts.out
-        _gather_tokens_on_gloo()
+        gather_tokens_on_gloo()
         self.universal_checkpoint_info = universal_info(spec)  # of client state DeepSpeed does not take it here
 
     def forward(self, ids, labels):
@@ -323,7 +326,7 @@ class MegatronOfExperts(nn.Module):
         return token_loss(logits_of(self.embedding, x + y), labels) + 0.01 * balance
 
 
-def _gather_tokens_on_gloo() -> None:
+def gather_tokens_on_gloo() -> None:
     """Let DeepSpeed gather the tokens of tensor-parallel ranks: its flat buffer is none that gloo takes."""
     from deepspeed.moe import mappings
 

@@ -81,6 +81,8 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
         model_parameters=trained,
         lr_scheduler=_warmup if spec.scheduler else None,
     )  # fmt: skip
+    if spec.is_pipeline:
+        engine._take_model_step = torch.no_grad()(engine._take_model_step)  # as the steps of `train_step`
     return engine
 
 
@@ -122,15 +124,20 @@ def train_step(engine: Any, spec: Spec, step: int) -> list[float]:
         engine.backward(loss)
         with torch.no_grad():  # with it, 0.18 raises in gloo's all_gather_into_tensor
             engine.step()
-    losses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, float(loss.detach().float()))
-    return losses
+    mine = loss.detach().double().reshape(1)
+    losses = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, mine)
+    return [one.item() for one in losses]
 
 
 def save(engine: Any, spec: Spec, folder: Path, *, tag: str | None) -> None:
     """Save as a user of DeepSpeed does; collective."""
     client_state = dict(spec.client_state)
-    if spec.universal_info:
+    if spec.model.startswith("pipeline_megatron_"):
+        from tests.deepspeed_engine import gpt_pipe
+
+        client_state = gpt_pipe.client_state(spec) | client_state
+    elif spec.universal_info:
         client_state |= {"universal_checkpoint_info": _universal_info(spec), "iteration": spec.steps}
     engine.save_checkpoint(
         str(folder / spec.run_folder), tag=tag, client_state=client_state,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.errors import LayoutError, UnknownFormatError, UnsupportedError
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    ShardError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+)
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.cut import Cut, joined
 from zckpt.formats.megatron.grouped import transposed
@@ -21,6 +29,7 @@ from zckpt.state import Extent, Slot, Span
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 KINDS = {
     "mcore08_buckets_pp2": (1, 2, 1),
+    "mcore08_zarr_tp2": (2, 1, 1),
     "mcore09_gathered_pp2_ep2": (1, 2, 2),
     "mcore10_model_tp2": (2, 1, 1),
     "mcore11_gathered_fp16_dp2": (1, 1, 1),
@@ -78,6 +87,59 @@ def test_gathered_buffers_of_other_values_are_left_out(tmp_path: Path) -> None:
     assert all(list(one.slots) == ["weight"] for one in opened.parameters.values())
     with pytest.raises(zckpt.LeftOutError, match="would be lost"):
         zckpt.convert(run, tmp_path / "out", to="zckpt")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"compressor": null', '"compressor": {"id": "blosc"}', "compressor blosc.*as torch_dist"),
+        ('"order": "C"', '"order": "F"', "order F"),
+        ('"<f4"', '">f4"', "type that is not known.*>f4"),
+        ('"shape": [', '"shape": [ -1,', "does not describe an array"),
+        ("{", "", "expected JSON"),
+        ("        4,", "        2,", "chunks of an array are missing|not of the size"),
+    ],
+)
+def test_an_array_of_zarr_that_is_not_as_megatron_writes_it(old: str, new: str, message: str, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
+    array = run / "iter_0000002" / "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight" / ".zarray"
+    assert old in array.read_text()
+    array.write_text(array.read_text().replace(old, new, 1))
+    with pytest.raises(SourceError, match=message):
+        zckpt.open(run)
+
+
+def test_a_chunk_of_zarr_that_is_missing_or_short(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
+    chunk = run / "iter_0000002" / "embedding.word_embeddings.weight" / "1.0"
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[:-1])
+    with pytest.raises(DamagedFileError, match=r"1\.0: is not of the size of a chunk"):
+        zckpt.open(run)
+    chunk.rename(chunk.with_name("2.0"))
+    with pytest.raises(ShardError, match=r"file 1\.0 is missing"):
+        zckpt.open(run)
+    chunk.with_name("2.0").unlink()
+    with pytest.raises(ShardError, match="chunks of an array are missing"):
+        zckpt.open(run)
+
+
+def test_an_array_that_ends_within_a_chunk(tmp_path: Path) -> None:
+    """Its last chunk is as large as the others, and the rest of it is nothing."""
+    run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
+    folder = run / "iter_0000002" / "embedding.word_embeddings.weight"
+    about = json.loads((folder / ".zarray").read_text())
+    name, (rows, columns) = "embedding.word_embeddings.weight", about["shape"]
+    assert about["chunks"] == [rows // 2, columns]
+    before = zckpt.open(run).read(name, slot="weight")
+    about["chunks"] = [20, 5]
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        chunk = torch.full((20, 5), 7.0, dtype=before.dtype)
+        part = before[row * 20 : row * 20 + 20, column * 5 : column * 5 + 5]
+        chunk[: part.shape[0], : part.shape[1]] = part
+        (folder / f"{row}.{column}").write_bytes(chunk.view(torch.uint8).numpy().tobytes())
+    (folder / ".zarray").write_text(json.dumps(about))
+    assert torch.equal(zckpt.open(run).read(name, slot="weight"), before)
 
 
 def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:

@@ -98,6 +98,8 @@ def test_codes_that_can_be_cut_are_not_made_anew(run: tuple[Path, list[float]], 
     for mine, its in zip(states(tmp_path / "anew", 2), states(tmp_path / "cut", 2), strict=True):
         assert all(torch.equal(bits(mine[0][NESTED][key]), bits(value)) for key, value in its[0][NESTED].items())
     zckpt.reshard(run[0], tmp_path / "floats", world_size=2, dequantize=True)
+    with pytest.raises(zckpt.UsageError, match="not both"):
+        zckpt.reshard(run[0], tmp_path / "again", world_size=3, requantize=True, dequantize=True)
     with pytest.raises(zckpt.UsageError, match="no 8-bit state"):
         zckpt.reshard(tmp_path / "floats", tmp_path / "again", world_size=3, requantize=True)
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.truth import Truth, assert_same
 from zckpt.formats.deepspeed.stage_bounds import balanced, uniform
 
 pytestmark = pytest.mark.interop
@@ -70,6 +71,12 @@ def with_experts(stages: int, degree: int, **changes: Any) -> Spec:
                     **changes)  # fmt: skip
 
 
+def with_sliced_experts(dp: int, degree: int, **changes: Any) -> Spec:
+    name = "_".join(["pp2_tp2", f"dp{dp}", f"ep{degree}", *map(str, changes)])
+    return pipeline(name, 2, dp, model="pipeline_moe_megatron", tensor_parallel=2, expert_parallel=degree,
+                    invariant=True, **changes)  # fmt: skip
+
+
 TWO = pipeline("pp2", 2, 2)
 BY_WEIGHT = pipeline("pp2_parameters", 2, partition_method="parameters")
 BY_BIG_WEIGHT = sliced("pp2_tp1_parameters", 2, 1, partition_method="parameters")
@@ -107,6 +114,11 @@ MANY = [
     Case(with_experts(2, 2, dtype="bf16"), {"world_size": 3, "expert_parallel_size": 1}),
     Case(with_experts(2, 2, stage=0), {"world_size": 4}),
     to(with_experts(1, 2), 2, 2, pipeline_layers=EXPERT_LAYERS),
+    *(Case(with_sliced_experts(1, 2), {"world_size": 2, "expert_parallel_size": degree}) for degree in (1, 4)),
+    Case(with_sliced_experts(1, 2), {"world_size": 1, "pipeline_parallel_size": 1}),
+    Case(with_sliced_experts(2, 2), {"world_size": 1, "tensor_parallel_size": 1, "expert_parallel_size": 1}),
+    Case(with_sliced_experts(2, 2, sliced_experts=True), {
+        "world_size": 1, "expert_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}),
     to(sliced("pp1_tp4", 1, 4), 1, 2, tensor_parallel_size=2, pipeline_layers="Embedding=embed,Layer*2,LayerNorm,Embedding=embed"),  # noqa: E501
 ]  # fmt: skip
 
@@ -119,6 +131,21 @@ def test_deepspeed_resumes_pipelines(case: Case, made: Callable[[Spec], Path], t
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert len(verdict.losses) == 2
     assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sliced", [False, True])
+def test_experts_in_the_stages_of_a_sliced_pipeline_are_read(
+    sliced: bool, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Spread over the ranks of their stage, tensor-parallel ones included, or sliced with all else."""
+    folder = made(with_sliced_experts(2, 2, sliced_experts=True) if sliced else with_sliced_experts(1, 2))
+    checkpoint, truth = zckpt.open(folder), Truth(folder)
+    assert (checkpoint.topology.tp, checkpoint.topology.pp, checkpoint.topology.ep) == (2, 2, 2)
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        for name, value in expected.items():
+            assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
+    assert zckpt.verify(folder, deep=True).sound
 
 
 @pytest.mark.nightly

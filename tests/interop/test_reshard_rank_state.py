@@ -20,6 +20,7 @@ OWN = {
     "lamb": {"trust_ratio", "weight_norm", "adam_norm"},
     "adafactor": {"RMS"},
     "blockwise": {"__bnb_optimizer_quant_state__"},
+    "prodigy": {"d", "d_max", "d_numerator", "d_denom", "d_hat"},  # in its param groups
 }
 
 
@@ -37,6 +38,7 @@ NADAM = spec("nadam_s2", optimizer="nadam")
 
 CASES = [spec(f"{kind}_s{stage}", optimizer=kind, stage=stage, dtype="fp32", world_size=2)
          for kind, stage in (("lamb", 2), ("adafactor", 1), ("blockwise", 1), ("blockwise", 3))]  # fmt: skip
+CASES.append(spec("prodigy_s2", optimizer="prodigy", dtype="fp32", world_size=2, groups=2))
 each = pytest.mark.parametrize("source", CASES, ids=lambda one: one.name)
 
 

@@ -102,3 +102,33 @@ def test_torchtitan_goes_on_at_another_number_of_processes(mode: str, tmp_path: 
     for key, value in weights.items():
         assert torch.equal(loaded[key], value), key
     assert found == pytest.approx(losses[SAVED:], rel=1e-5)
+
+
+def purge(rank: int, _: int, folder: Path) -> list[str]:
+    """Let a manager that is to keep two remove what is old."""
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+    from zckpt.torchtitan import CheckpointManager
+
+    model = nn.Linear(2, 2)
+    of_adamw = default_adamw(lr=1e-2)
+    of_adamw.implementation = "foreach"
+    optimizer = of_adamw.build(model_parts=[model])
+    manager = CheckpointManager.Config(enable=True, folder=str(folder), keep_latest_k=2).build(
+        dataloader=Trainer(), model_parts=[model], optimizers=optimizer, states={}, sd_adapter=None, base_folder="",
+        lr_schedulers=LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizer, training_steps=4),
+    )  # fmt: skip
+    for step in (2, 4, 6):
+        zckpt.save(folder / f"step-{step}", model=model)
+    for name in ("step-1", "step-5", ".step-8.zckpt-partial"):  # killed saves, and one that is going on
+        (folder / name).mkdir()
+    manager._purge_stale_checkpoints()
+    manager.close()
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_only_whole_checkpoints_count_among_those_to_keep(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.components.checkpointer")
+    (tmp_path / "run").mkdir()
+    [left] = run(purge, 1, tmp_path / "run", fresh=True)
+    assert left == [".step-8.zckpt-partial", "step-4", "step-5", "step-6"]

@@ -421,3 +421,43 @@ def test_a_whole_checkpoint_becomes_a_torch_file(tmp_path: Path) -> None:
     assert [group["params"] for group in state["optimizer"]["param_groups"]] == truth.facts["order"]
     expected = [group["lr"] for group in truth.facts["param_groups"]]
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == expected
+
+
+class Fused(torch.nn.Linear):
+    """A weight that its state dict has in two parts, as torchtitan's attention has queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4, bias=False)
+        self.register_state_dict_post_hook(Fused._split)
+        self.register_load_state_dict_pre_hook(Fused._join)
+
+    @staticmethod
+    def _split(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}first"], state[f"{prefix}last"] = state.pop(f"{prefix}weight").split(2)
+
+    @staticmethod
+    def _join(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = torch.cat([state.pop(f"{prefix}first"), state.pop(f"{prefix}last")])
+
+
+def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not(tmp_path: Path) -> None:
+    def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        torch.manual_seed(steps)
+        model = torch.nn.Sequential(Fused(), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        names = [name for name, _ in model.named_parameters()]
+        state = optimizer.state_dict()["state"]
+        flat = {f"state.{names[n]}.{key}": one for n, its in state.items() for key, one in its.items()}
+        groups = {f"param_groups.{name}.lr": 0.1 for name in names}
+        return model, optimizer, {**model.state_dict(), "optimizer": {**flat, **groups}}
+
+    _, _, saved = trained(2)
+    dcp.save(saved, storage_writer=zckpt.dcp.Writer(tmp_path / "saved"), no_dist=True)
+    _, _, state = trained(1)
+    dcp.load(state, storage_reader=zckpt.dcp.Reader(tmp_path / "saved"), no_dist=True)
+    for key, one in saved["optimizer"].items():
+        assert state["optimizer"][key] == one if isinstance(one, float) else torch.equal(state["optimizer"][key], one)
+    assert all(torch.equal(state[key], one) for key, one in saved.items() if key != "optimizer")

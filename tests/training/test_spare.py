@@ -45,6 +45,8 @@ def train(
         for step in range(first, last):
             losses += training.train([step])
             checkpointer.step(step + 1, **everything(training), extra={"seen": step + 1})
+        assert checkpointer._spare is not None
+        checkpointer._spare.finish()
         held = sorted(path.name for path in within.rglob("*") if path.suffix in (".safetensors", ".json"))
         told.append({"first": first, "found": state, "losses": losses, "state": training.state(), "held": held,
                      "extra": restored.extra if restored else None})  # fmt: skip

@@ -237,6 +237,16 @@ def others(rank: int, _: int, folder: Path) -> None:
     for mine, one in zip(floats(eight), expected, strict=True):
         assert torch.allclose(mine["exp_avg"], one["exp_avg"], atol=1e-2 * float(one["exp_avg"].abs().max()))
 
+    zckpt.convert(folder / "run", folder / "dcp", to="dcp")
+    assert zckpt.diff(folder / "run", folder / "dcp").equal
+    net_dcp, optimizer = made("plain", "AdamW8bit", seed=1)
+    zckpt.load(folder / "dcp", model=net_dcp, optimizer=optimizer)
+    assert same(pieces(optimizer), expected) == []
+    for to in ("zero-redundancy", "consolidated"):
+        with pytest.raises(UnsupportedError, match="in pieces of ranks"):
+            zckpt.convert(folder / "run", folder / to, to=to)
+        zckpt.convert(folder / "run", folder / to, to=to, dequantize=True)
+
     half, optimizer = made("plain", "AdamW8bit", dtype=torch.bfloat16)
     train(half, optimizer, range(1))
     zckpt.save(folder / "half", model=half, optimizer=optimizer)

@@ -105,7 +105,7 @@ class Keys(dict[str, StorageEntry]):
         self._models = _prefixes(model, STATE_DICT_KEYS)
         self._optimizers = _prefixes(optimizer, OPTIMIZER_KEYS)
         self._is_usual = model is None and optimizer is None
-        self._names = frozenset(checkpoint.parameters)
+        self._names = frozenset([*checkpoint.parameters, *checkpoint.unnamed])
         self._bare = {short: one for one, short in bare_names(p.name for p in checkpoint.tensors()).items()}
         self._values: dict[str, dict[str, object]] = {}
         self._beside: dict[str, Meaning] = {}
@@ -190,9 +190,15 @@ class Keys(dict[str, StorageEntry]):
         return self._beside.get(key)
 
     def _tensor(self, name: str) -> Parameter | None:
-        """Return a parameter or buffer by a name that may have what wrappers add to it."""
+        """Return a parameter or buffer by a name that may have what wrappers add to it.
+
+        An optimizer may know one under a name that the model's state dict has not: a hook takes it apart there, as
+        torchtitan's does with fused weights.
+        """
         found = self._name(name)
-        return None if found is None else self.checkpoint.owner(found)
+        if found is None:
+            return None if name.isdecimal() else self.checkpoint.unnamed.get(name)
+        return self.checkpoint.owner(found)
 
     def _name(self, name: str) -> str | None:
         """Return what the checkpoint calls a tensor."""

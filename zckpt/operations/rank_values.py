@@ -34,7 +34,7 @@ def without_rank_values(
     gone = [value for value in checkpoint.per_rank if any(fnmatchcase(value.key, pattern) for pattern in drop)]
     if not gone:
         return checkpoint, (), tuple(drop)
-    moments = [value for value in gone if not value.is_single]
+    moments = [value for value in gone if not value.is_single or value.in_group]
     if moments:
         raise UnsupportedError(
             f"{keys_listed(moments)}: is the optimizer's state itself, and not dropped by itself",

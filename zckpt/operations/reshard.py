@@ -110,6 +110,8 @@ def reshard(
             path=named(source) if isinstance(source, Checkpoint) else source,
             advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks",
         )
+    if dequantize and options.get("requantize"):
+        raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
     for root in (str(origin), *checkpoint.roots):

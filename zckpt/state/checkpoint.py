@@ -110,6 +110,8 @@ class RankValue:
         The data- and the model-parallel rank.
     value : object
         A number, a Scalar, or a `torchfile.FromFile`: a tree and the file in which its tensors lie.
+    in_group : bool
+        Whether the rank's file has it in the param group itself, among the hyperparameters.
     """
 
     key: str
@@ -118,6 +120,7 @@ class RankValue:
     rank: int
     mp_rank: int
     value: object
+    in_group: bool = False
 
     @property
     def is_single(self) -> bool:
@@ -127,7 +130,7 @@ class RankValue:
 
 def how_to_drop(values: Sequence[RankValue]) -> str | None:
     """Return the options that leave such values out, for a message; None where they cannot be left out."""
-    if not all(value.is_single for value in values):
+    if not all(value.is_single and not value.in_group for value in values):
         return None
     keys = dict.fromkeys(value.key for value in values)
     return f"{' '.join(f'--drop {key}' for key in keys)} writes the rest without"

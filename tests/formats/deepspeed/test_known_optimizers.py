@@ -15,7 +15,7 @@ import torch
 
 from zckpt.formats.deepspeed.codes import KNOWN
 from zckpt.formats.deepspeed.flat import ZERO_WITHOUT_GRADIENTS
-from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, OF_ONE_RANK, quantised_keys
+from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, OF_ONE_RANK, OF_ONE_RANK_IN_GROUPS, quantised_keys
 from zckpt.formats.torch_files.quantised import NESTED
 
 NUMEL = 5122
@@ -63,6 +63,21 @@ def states(make: Make) -> list[dict[str, Any]]:
                 optimizer.step()
         found.append(optimizer.state_dict()["state"].get(0, {}))
     return found
+
+
+def test_estimates_of_prodigy_are_known() -> None:
+    """It keeps in its param groups what it has found out about the elements that it has."""
+    prodigyopt = pytest.importorskip("prodigyopt")
+    groups = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        optimizer = prodigyopt.Prodigy([parameter := torch.nn.Parameter(torch.randn(NUMEL))], d0=1e-3)
+        for _ in range(3):
+            parameter.grad = torch.randn(NUMEL) * (rank + 1)
+            optimizer.step()
+        groups.append(optimizer.state_dict()["param_groups"][0])
+    different = {key for key, value in groups[0].items() if value != groups[1][key]}
+    assert {"d_numerator", "d_denom"} <= different <= OF_ONE_RANK_IN_GROUPS
 
 
 @pytest.mark.parametrize("name", MAKES)

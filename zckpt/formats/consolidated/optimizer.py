@@ -17,12 +17,13 @@ from typing import Any
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import refuse_trees
+from zckpt.formats.torch_files.torchao import keys_in_pieces
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
@@ -193,14 +194,27 @@ def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> 
     return torch_writer.lay_out(name, tree)
 
 
-def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, Any]:
+def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: bool = False) -> dict[object, Any]:
     """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_files.writer`.
+
+    Parameters
+    ----------
+    in_pieces : bool
+        Whether it may have pieces of torchao's slots as `zckpt.save` writes them, which no optimizer takes as such.
 
     Raises
     ------
     UnsupportedError
-        State that no single parameter can hold.
+        State that no single parameter can hold, or only in pieces.
     """
+    pieces = [f"{key} of {one.name}" for one in _owners(checkpoint).values() for key in keys_in_pieces(one)]
+    if pieces and not in_pieces:
+        raise UnsupportedError(
+            "holds torchao's codes in pieces of ranks, which torchao does not load from such a file",
+            path=checkpoint.source,
+            found=listed(pieces),
+            advice="--dequantize writes floats; zckpt.load takes the codes, and torch.save writes its state dict",
+        )
     state: dict[object, object] = {}
     groups: list[object] = []
     number = 0

@@ -132,7 +132,7 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
     UnsupportedError
         State that no single parameter can hold, or more values than a file should have.
     """
-    tree: dict[object, Any] = optimizer_tree(checkpoint, slots)
+    tree: dict[object, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
     names = [name for group in checkpoint.param_groups for name in group.parameters]
     groups = [
         {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}

@@ -112,7 +112,7 @@ class DeepSpeed(Format):
          "as floats (`--dequantize`); LAMB and Adafactor where each rank keeps its elements, or without what `--drop` "
          "names; Muon is cut for any ranks; quantised frozen layers"),
         ("tensor and pipeline parallel", "by the rules or AutoTP's maps in `universal_checkpoint_info`; "
-         "layer files, tied layers"),
+         "layer files, tied layers; Megatron-DeepSpeed's models"),
     )  # fmt: skip
     writes = "a run directory that stock DeepSpeed loads"
     takes = frozenset({ROOTS, TAG, TP_RULES})

@@ -21,6 +21,15 @@ _SLICES = (
 _PLACES = (f"metadata.{INFO_KEY}.ds_autoep_layers", "metadata.ds_config.expert_parallel.autoep_size")
 """Which rank has which of AutoEP's experts."""
 
+_ARGUMENT = re.compile(r"metadata\.args\.(\w+)")
+_OF_A_RANK = re.compile(r"metadata\.(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.(args|rng_state)\b")
+"""Megatron-DeepSpeed's arguments, and what further ranks have of them and of random states."""
+
+OF_RANKS = frozenset({
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "transformer_pipeline_model_parallel_size",
+    "data_parallel_size", "world_size", "rank", "local_rank", "padded_vocab_size",
+})  # fmt: skip
+
 _GROUP_ORDER = re.compile(r"param_groups\[(\d+)\]\.params")
 _EXPERTS = re.compile(r"metadata\.(mp_rank_\d+_model_states\.)?num_experts\b")
 """Of each layer of experts that a stage of a pipeline has."""
@@ -45,6 +54,7 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
         or (key.startswith(_SLICES) and a.topology.tp != b.topology.tp)
         or key.startswith(_PLACES)
         or (_EXPERTS.match(key) and a.topology.pp != b.topology.pp)
+        or _is_of_gpt_ranks(key, values, a, b)
     ):
         return True
     if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
@@ -54,6 +64,18 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     if match := _GROUP_ORDER.fullmatch(key):
         return _are_of_experts(int(match[1]), a, b)
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
+
+
+def _is_of_gpt_ranks(key: str, values: tuple[object, object], a: Checkpoint, b: Checkpoint) -> bool:
+    """Tell whether Megatron-DeepSpeed's arguments, or the rules that it writes for slices only, differ by ranks."""
+    degrees = [(one.topology.tp, one.topology.pp) for one in (a, b)]
+    match = _ARGUMENT.match(key)
+    if match is not None and match[1] in OF_RANKS:
+        return degrees[0] != degrees[1] or a.topology.dp != b.topology.dp
+    if _OF_A_RANK.match(key):
+        return degrees[0] != degrees[1]
+    own = key.startswith(f"metadata.{INFO_KEY}") and "args" in a.metadata and "args" in b.metadata
+    return own and a.topology.tp != b.topology.tp and (None in values or not key.endswith("original_vocab_size"))
 
 
 def _are_of_experts(group: int, a: Checkpoint, b: Checkpoint) -> bool:

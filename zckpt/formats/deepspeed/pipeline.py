@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.directory import Shard
+from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -48,8 +49,6 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
     ------
     LayoutError
         They do not multiply to the number of model-parallel ranks.
-    UnsupportedError
-        Stages with experts and slices.
     """
     recorded, mp_ranks = models[0].content.get("checkpoint_parallel_dimensions"), len(models)
     if isinstance(recorded, dict) and type(recorded.get("tp_degree")) is int and recorded["tp_degree"] > 0:
@@ -62,13 +61,6 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
             path=models[0].shard.path,
             expected=f"a multiple of {tp} ranks and, for several stages, layer files or experts in each",
             found=mp_ranks,
-        )
-    if not layers and 1 < tp < mp_ranks:  # which of the stage's ranks has which experts was not seen
-        raise UnsupportedError(
-            "experts in the stages of a pipeline that is sliced as well",
-            path=models[0].shard.path,
-            expected="one tensor-parallel rank, or one stage",
-            found=f"tp={tp} pp={mp_ranks // tp}",
         )
     return mp_ranks // tp, tp
 
@@ -239,12 +231,12 @@ def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple
     return tied[0] if tied else name
 
 
-def _kept_by(name: str, parameter: Parameter, used: Parameter, mp_rank: int) -> Iterator[Duplicate]:
-    """Yield the copies that a later stage keeps of a tied layer."""
+def _kept_by(name: str, parameter: Parameter, used: Parameter, mp_rank: int, *, is_shared: bool) -> Iterator[Duplicate]:
+    """Yield the copies that a later stage keeps of a tied layer; what stages do not share is held against itself."""
     for key, slot in parameter.slots.items():
         first = used.slots.get(key)
         if first is not None and first.shape == slot.shape and first.spans != slot.spans:
-            yield Duplicate("parameter", name, name, slot, first, mp_rank)
+            yield Duplicate("parameter", name, name, slot, first if is_shared else slot, mp_rank)
 
 
 def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup | None]]:
@@ -302,6 +294,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
     if len(stages) == 1:
         return stages[0]
     joined = RankState(0, expert_parallel=max(stage.expert_parallel for stage in stages))
+    is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
     for stage in stages:
         tied = stage.tied
         twice = [n for n in stage.parameters if n in joined.parameters and not n.startswith(TIED) and n not in tied]
@@ -313,7 +306,9 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         joined.duplicates += stage.duplicates
         joined.per_rank += stage.per_rank
         for name in [name for name in stage.parameters if name in joined.parameters]:
-            joined.duplicates += _kept_by(name, stage.parameters[name], joined.parameters[name], stage.mp_rank)
+            shared = not is_of_gpt or shared_by_stages(name)
+            first = joined.parameters[name]
+            joined.duplicates += _kept_by(name, stage.parameters[name], first, stage.mp_rank, is_shared=shared)
         joined.warnings += stage.warnings
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)

@@ -36,7 +36,14 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.formats.deepspeed.values import own_keys, quantised_keys, rank_values
+from zckpt.formats.deepspeed.values import (
+    group_values,
+    hyperparameter,
+    own_hyperparameters,
+    own_keys,
+    quantised_keys,
+    rank_values,
+)
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
@@ -136,7 +143,7 @@ def _read_flat(
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
-        state.groups.append(_param_group(members, group.index, [group.index], names, own))
+        _add_group(state, members, group.index, [group.index], names, own)
     state.per_rank += rank_values(members, {index: index for index in read}, own, read)
 
 
@@ -207,7 +214,7 @@ def _read_parameterwise(
         names[index].append(name)
         trained[name] = (shape, slots[name], index)
     for index, its_subs in enumerate(subs):
-        state.groups.append(_param_group(members, index, its_subs, names[index], own))
+        _add_group(state, members, index, its_subs, names[index], own)
     state.per_rank += rank_values(members, group_of, own, {sub: read[sub] for sub in group_of})
     state.padding = _by_group(state.padding, group_of)
 
@@ -221,17 +228,26 @@ def _by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[
     return [Padding(rank, group, *counts) for (rank, group), counts in total.items()]
 
 
-def _param_group(
-    members: Sequence[OptimizerShard], index: int, partitions: Sequence[int], names: list[str], own: Collection[str]
-) -> ParamGroup:
-    """Return a group with its hyperparameters and the state that is one value for all its elements."""
-    groups = members[0].groups
-    hyperparameters = {k: v for k, v in groups[index].items() if k != "params"} if index < len(groups) else {}
+def _add_group(
+    state: RankState,
+    members: Sequence[OptimizerShard],
+    index: int,
+    partitions: Sequence[int],
+    names: list[str],
+    own: Collection[str],
+) -> None:
+    """Add a group with its hyperparameters and the state that is one value for all its elements."""
+    groups, hyperparameters = members[0].groups, {}
+    if index < len(groups):
+        apart = own_hyperparameters(members, index)
+        kept = {k: v for k, v in groups[index].items() if k != "params" and k not in apart}
+        hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
+        state.per_rank += group_values(members, index, min(partitions, default=index), apart)
     values: dict[str, object] = {}
     for member in members:
         for partition in partitions:
             values = {**{k: v for k, v in member.scalars[partition].items() if k not in own}, **values}
-    return ParamGroup(hyperparameters, names, values)
+    state.groups.append(ParamGroup(hyperparameters, names, values))
 
 
 def _place_parameters(

@@ -16,7 +16,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_W
 from zckpt.errors import DamagedFileError, ShardError, SourceError
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
-from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS
+from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Scalar, SourceFile
@@ -258,9 +258,17 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
             facts[f"{key} of group {index}"] = [
                 None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
             ]
-    facts[PARAM_GROUPS] = [repr(jsonables(m.groups)) if m.groups else None for m in members]
+    own = [own_hyperparameters(members, index) for index in range(len(members[0].groups))]
+    facts[PARAM_GROUPS] = [repr(jsonables(_shared(m.groups, own))) if m.groups else None for m in members]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts
+
+
+def _shared(groups: Sequence[dict[str, object]], own: Sequence[Collection[str]]) -> list[dict[str, object]]:
+    """Return param groups without what each rank has of its own."""
+    if len(groups) != len(own):
+        return list(groups)
+    return [{k: v for k, v in group.items() if k not in keys} for group, keys in zip(groups, own, strict=True)]
 
 
 def _short(text: str) -> str:

@@ -19,6 +19,7 @@ from zckpt.formats.deepspeed.directory import (
 )
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
 from zckpt.formats.deepspeed.experts import attach_experts, check_empty, is_expert
+from zckpt.formats.deepspeed.gpt_model import completed
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights, with_shapes
@@ -104,7 +105,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees([rank.models[0] for rank in ranks], directory.of(PIPELINE_LAYER))
-    info = _info(models[0]) if given is None else given
+    info = completed(models[0], _info(models[0]), states[::tp], sliced=tp > 1) if given is None else given
     rules = _rules(info, str(tp_rules or models[0].shard.path), tp)
     layers = bool(directory.of(PIPELINE_LAYER))
     attached: list[str] | None = None

@@ -15,6 +15,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import Options, RecutOptions
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
+from zckpt.formats.deepspeed.gpt_model import padded_rows
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
@@ -41,6 +42,8 @@ def stage_states(
         As `local_states` and `stages_of`.
     """
     rows = options.padded_vocab_size
+    if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
+        rows = padded_rows(origin.model.content, origin.rules, degree)
     if not is_staged(checkpoint, origin, options):
         given = {
             "pipeline-parallel size": options.pipeline_parallel_size,

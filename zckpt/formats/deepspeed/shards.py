@@ -321,7 +321,11 @@ def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, obje
     content = as_mapping(node, path, "the base optimizer's state")
     state = as_mapping(content.get("state"), path, "a dict of state")
     return (
-        {key: as_mapping(one, path, "a dict of state") for key, one in state.items()},
+        {
+            key: as_mapping(one, path, "a dict of state")
+            for key, one in state.items()
+            if type(key) is int or isinstance(one, dict)
+        },
         _param_groups(content.get("param_groups"), path),
     )
 

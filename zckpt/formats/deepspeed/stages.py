@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.gpt_model import Told, layers_told
 from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
 from zckpt.formats.deepspeed.stage_bounds import (
@@ -191,9 +192,7 @@ def stages_of(
         if len(seen.tied) > 1 and seen.tied.keys() != seen.first_use.keys():
             raise _unsure(path, "several tied layers without files, in an order that is not known")
         return Stages((0, max(seen.least, 1)), {key: tuple(seen.first_use.get(key, (0,))) for key in seen.tied})
-    layers = None if options.pipeline_layers is None else parse_layers(options.pipeline_layers)
-    if layers is not None:
-        _hold_against(layers, seen)
+    layers, method = _layers(origin, source, seen, options)
     if bounds is not None and bounds[-1] < seen.least:
         raise UsageError(
             "bounds of too few layers", path=path, expected=f"at least {seen.least} last", found=bounds[-1]
@@ -204,13 +203,13 @@ def stages_of(
     for number in [len(layers)] if layers is not None else unseen if bounds is None else [bounds[-1]]:
         cases = seen.cases(number) if layers is None else [_uses(layers)]
         for uses in cases:
-            for dealt in _dealt(seen, number, uses, layers, bounds, options.partition_method, count, after):
+            for dealt in _dealt(seen, number, uses, layers, bounds, method, count, after):
                 found.setdefault(_outcome(dealt, seen), dealt)
     if layers is None and count > 1:
         _check_uses(found.values(), seen, path)
     if len(found) != 1:
         several = " or ".join(sorted(_shown(one) for one in found.values())[:4])
-        methods = options.partition_method or f"{UNIFORM} or {PARAMETERS}"
+        methods = method or f"{UNIFORM} or {PARAMETERS}"
         raise _unsure(path, several or f"stages that are not by {methods}")
     (one,) = found.values()
     _check_trained(one, seen, path)
@@ -225,10 +224,36 @@ def _check(options: RecutOptions, count: int, path: str) -> None:
         raise UsageError("unknown partition method", expected=METHODS, found=method)
     if method is not None and options.stage_bounds is not None:
         raise UsageError("a partition method and the bounds that it would give", expected="one of both", found=method)
-    if method is not None and method.lower().startswith(TYPE) and options.pipeline_layers is None:
+
+
+def _layers(
+    origin: Origin, source: Sequence[RankState], seen: _Evidence, options: RecutOptions
+) -> tuple[Sequence[Layer] | None, str | None]:
+    """Return the layers and how they are dealt, as options say it or else the program's arguments."""
+    method = options.partition_method
+    layers: Sequence[Layer] | None = None
+    if options.pipeline_layers is not None:
+        layers = parse_layers(options.pipeline_layers)
+        _hold_against(layers, seen)
+    elif (told := _told(origin, source, seen)) is not None:
+        layers = told.layers
+        method = told.method if method is None and options.stage_bounds is None else method
+    if method is not None and method.lower().startswith(TYPE) and layers is None:
         raise UsageError(
             "the files do not say of which type a layer is", expected="--pipeline-layers with it", found=method
         )
+    return layers, method
+
+
+def _told(origin: Origin, source: Sequence[RankState], seen: _Evidence) -> Told | None:
+    """Return the layers of Megatron-DeepSpeed's models, where the source's stages are those that it gives them."""
+    names = [name for state in source for name in state.parameters]
+    told = layers_told(origin.model.content, names, seen.first_use)
+    if told is None or len(told.layers) < seen.least:
+        return None
+    uses = _uses(told.layers)
+    was = _by_method(told.method, len(told.layers), uses, told.layers, seen.stages, (seen.weights, seen.keys))
+    return told if seen.fits(Stages(was, uses)) else None
 
 
 def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Evidence:

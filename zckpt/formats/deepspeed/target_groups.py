@@ -27,12 +27,13 @@ from zckpt.formats.deepspeed.experts import (
     named_degree,
     spread_experts,
 )
+from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import REPLICATED
 from zckpt.state import Checkpoint, Parameter, ParamGroup
-from zckpt.torchfile import Digests
+from zckpt.torchfile import Digests, plain
 
 EXPERT_GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed begins another param group (0.4 to 0.19, `moe/utils.py`)."""
@@ -137,12 +138,8 @@ def _refuse_mixture(bundles: Sequence[Sequence[_Group]], path: str) -> None:
         own = frozenset(group.degree for group in bundle)
         known = own if None in own else degrees.setdefault(bundle[0].kind, own)
         if own != known and max(len(own), len(known)) > 1:
-            raise UnsupportedError(
-                "param groups with equal hyperparameters have experts that are spread over different numbers of ranks: "
-                "which of them make one group is not known",
-                path=path,
-                expected="--expert-parallel-size left out",
-            )
+            raise _refused("param groups with equal hyperparameters and experts over different numbers of "
+                           "ranks: which of them make one group is not known", path)  # fmt: skip
 
 
 def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int, lanes: int) -> None:
@@ -173,16 +170,22 @@ def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str
             spread[rank] += names
     if not by_size and len(bundle) > 1:
         if len({group.degree for group in bundle}) > 1:
-            raise UnsupportedError("groups of experts that DeepSpeed would not make are not joined", path=path)
+            raise _refused(
+                "groups of experts that are not as DeepSpeed makes them: what it would make is not known", path
+            )
         return [unit for group in bundle for unit in _expert_units([group], degree, parameters, path)]
     order = {layer: number for number, layer in enumerate(totals)}
     spread = [sorted(names, key=lambda name: order[layer_of(name)]) for names in spread]
     numels = [[parameters[name].numel for name in names] for names in spread]
     if any(one != numels[0] for one in numels):
-        raise UnsupportedError("experts of different sizes are not regrouped", path=path)
+        raise _refused("experts of different sizes, while DeepSpeed's ranks all have as many elements", path)
     cut = expert_groups(numels[0], indivisible(spread[0])) if by_size else [list(range(len(spread[0])))]
     values = _renamed(bundle[0], degree)
     return [Unit(values, [[names[i] for i in one] for names in spread], per_rank) for one in cut]
+
+
+def _refused(what: str, path: str) -> UnsupportedError:
+    return UnsupportedError(what, path=path, expected="--expert-parallel-size left out")
 
 
 def _joined(groups: Sequence[_Group], parameters: Mapping[str, Parameter]) -> tuple[list[list[str]], bool]:
@@ -320,6 +323,8 @@ def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -
             expected=f"{REPLICATED_KEY}, be it empty",
             advice="give rules with --tp-rules FILE",
         )
+    if origin.rules_path is None and degree != len(ranks):
+        check_degree(origin.model.content, origin.rules, names, degree, path)
     return Rules(origin.rules, path)
 
 
@@ -368,7 +373,7 @@ def written_rules(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int
     if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, tp)):
         return None
     own = origin.model.content.get(INFO_KEY)
-    node = origin.rules if given or not isinstance(own, dict) else own
+    node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
     written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
         rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)

@@ -8,6 +8,7 @@ optimizer sees a rank's partition as one parameter. What it computes over "the p
     Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
     bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
                     (older: the same keys without that dict around them); `codes` says where these can be cut
+    Prodigy         d_numerator, d_denom, d_hat, and from them d and d_max, in the param group; D-Adaptation alike
 
 Files do not say of which class an optimizer was; keys are what is known of it. Tests step the real classes (all of
 torch.optim, Adafactor of transformers, bitsandbytes' where it is installed) and hold their state against this.
@@ -69,10 +70,11 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
             else Rule((*where, "**"), COPY, "hyperparameters, found to be the first rank's")
             for where in groups
         ),
-        Rule((_Z, "base_optimizer_state", "state", "*", "*"), STATE, "single values of a group"),
+        *(Rule((*where, "*", key), STATE, "a value of each rank") for where in groups for key in OF_ONE_RANK_IN_GROUPS),
+        Rule((_Z, "base_optimizer_state", "state", "*", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state", "*", "*"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
-        Rule((_Z, "optimizer_state_dict", "state", "*", "*"), STATE, "single values of a group"),
+        Rule((_Z, "optimizer_state_dict", "state", "*", "*", "**"), STATE, "single values of a group"),
         *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
         Rule(("ds_version",), IMPLIED, "ranks and version of the run"),
         Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),
@@ -84,6 +86,13 @@ FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 
 OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
 """Single values that are each rank's own even where they happen to be equal."""
+
+OF_ONE_RANK_IN_GROUPS = frozenset({
+    "d", "d_max", "d_hat", "d_numerator", "d_denom", "d_de_nom", "numerator_weighted", "gsq_weighted", "sk_sq_weighted",
+    "sk_l1", "g0_norm",
+})  # fmt: skip
+"""Values in param groups that may be each rank's own: estimates of Prodigy and D-Adaptation (prodigyopt 1.1,
+pytorch_optimizer 4.1)."""
 
 _QUANTISED = frozenset(
     {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2"}
@@ -106,6 +115,51 @@ def own_keys(members: Sequence[OptimizerShard]) -> set[str]:
             if key not in FOLLOWS_FROM_STEPS and (key in OF_ONE_RANK or not _is_common(values)):
                 found.add(key)
     return found
+
+
+def own_hyperparameters(members: Sequence[OptimizerShard], index: int) -> frozenset[str]:
+    """Return the keys of what a param group has otherwise on some rank: known ones, and those of tensors."""
+    group = members[0].groups[index]
+    return frozenset(key for key, value in group.items() if _is_each_own(key, value, index, members))
+
+
+def _is_each_own(key: str, value: object, index: int, members: Sequence[OptimizerShard]) -> bool:
+    has_tensors = any(True for _ in walk_tensors(value))
+    if key not in OF_ONE_RANK_IN_GROUPS and not has_tensors:
+        return False
+    for member in members[1:]:
+        other = member.groups[index].get(key) if index < len(member.groups) else None
+        if other is value and not has_tensors:
+            continue
+        if type(other) is not type(value):
+            return True
+        if has_tensors and not is_same(FromFile.of(members[0].file, value), FromFile.of(member.file, other)):
+            return True
+        if not has_tensors and repr(_plain(other)) != repr(_plain(value)):
+            return True
+    return False
+
+
+def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: Collection[str]) -> Iterator[RankValue]:
+    """Yield what each rank has of its own in a param group.
+
+    Parameters
+    ----------
+    part : int
+        Of the group's partitions, the first.
+    own : collection of str
+        From `own_hyperparameters`.
+    """
+    for member in members:
+        for key, value in member.groups[group].items() if group < len(member.groups) else ():
+            if key in own:
+                kept = hyperparameter(member, value)
+                yield RankValue(key, group, part, member.rank, member.shard.mp_rank or 0, kept, in_group=True)
+
+
+def hyperparameter(member: OptimizerShard, value: object) -> object:
+    """Return a value of a param group as it is kept: with its file, if it has tensors."""
+    return FromFile.of(member.file, value) if any(True for _ in walk_tensors(value)) else value
 
 
 def _is_common(values: Sequence[object]) -> bool:

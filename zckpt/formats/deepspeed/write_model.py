@@ -9,6 +9,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import auto_layers, expert_names, fused_name, fused_shapes, listed_layers
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
+from zckpt.formats.deepspeed.gpt_model import ARGUMENTS, SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.nested import is_nested, renested
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -52,10 +53,27 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank if target.stage == 3 else None)
     content = {key: written[key] if key in written else FromFile.of(source.file, value)
                for key, value in source.content.items()}  # fmt: skip
+    if ARGUMENTS in content:
+        content[ARGUMENTS] = with_degrees(content[ARGUMENTS], _degrees(target, source))
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
     layers = _expert_ranks(target, mp, rank)
     return content | listed_layers(source, layers, target.world_size, sharded=target.stage == 3)
+
+
+def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
+    """Return what Megatron-DeepSpeed's arguments say of ranks, and of the rows of its vocabulary."""
+    words = f".{SHARED}"
+    rows = [p.shape[0] * target.tp for mp in target.ranks for p in mp.parameters.values() if p.name.endswith(words)]
+    apart = (arguments_in(source.content) or {}).get("ds_sequence_parallel_size") in (None, 1)
+    return {
+        "tensor_model_parallel_size": target.tp,
+        "pipeline_model_parallel_size": target.pp,
+        "transformer_pipeline_model_parallel_size": target.pp,
+        "data_parallel_size": target.world_size if apart else None,
+        "world_size": target.world_size * len(target.ranks),
+        "padded_vocab_size": rows[0] if rows else None,
+    }
 
 
 def is_filed(target: Target) -> bool:

@@ -11,7 +11,7 @@ from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY
 from zckpt.formats.deepspeed.auto_ep_target import partition_groups
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetRank, slot_keys
+from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
 from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
@@ -116,8 +116,19 @@ def _stage(target: Target) -> Object:
     return Object(_STAGE_ENUM, args=(target.stage,))
 
 
-def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, object]:
-    return {**{key: value_node(value) for key, value in group.hyperparameters.items()}, "params": params}
+def _hyperparameters(
+    target: Target, mp: TargetRank, rank: int, group: TargetGroup, params: list[int]
+) -> dict[object, object]:
+    """Return a param group with the numbers of its partitions, and what the rank has of its own in it."""
+    own = {
+        one.key: one.value
+        for one in target.checkpoint.per_rank
+        if one.in_group and (one.mp_rank, one.rank, one.group) == (mp.mp_rank, rank, group.index)
+    }
+    values = {**group.values.hyperparameters, **own}
+    groups = mp.members[0].groups if own else []
+    order = [*(groups[group.index] if group.index < len(groups) else ()), *values]
+    return {**{key: value_node(values[key]) for key in dict.fromkeys(order) if key in values}, "params": params}
 
 
 def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
@@ -129,7 +140,7 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
     return {
         one.key: value_node(one.value)
         for one in target.checkpoint.per_rank
-        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, partition)
+        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, partition) and not one.in_group
     }
 
 
@@ -189,7 +200,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         mappings.append(_mapping(parameters, shares))
     rigid = {
         "state": {index: state for index, state in enumerate(states) if state},
-        "param_groups": [_hyperparameters(group.values, [group.index]) for group in mp.groups],
+        "param_groups": [_hyperparameters(target, mp, rank, group, [group.index]) for group in mp.groups],
     }
     cut: dict[str, object] = {
         "base_optimizer_state": states if target.elastic else rigid,
@@ -280,7 +291,7 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
                 states[number] = state
             masters.append(master)
         held[group.index] = [*held.get(group.index, ()), *numbers]  # experts may be a part of a group
-        groups[group.index] = _hyperparameters(group.values, held[group.index])
+        groups[group.index] = _hyperparameters(target, mp, rank, group, held[group.index])
     apart = {GROUPS_KEY: partition_groups(target, mp.groups, rank)} if auto_layers(target.origin.model) else {}
     return {
         "zero_stage": _stage(target),

@@ -1,0 +1,253 @@
+"""Pipelines of Megatron-DeepSpeed's models: read as the live optimizer is, cut for other ranks, and resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file
+
+import zckpt
+from tests import gloo
+from tests.deepspeed_engine import Spec, resume
+from tests.deepspeed_engine.gpt_pipe import FRONT, HEADS, HIDDEN, METHOD, kind_of, padded
+from tests.deepspeed_engine.models import SEQUENCE, VOCABULARY
+from zckpt.errors import UnsupportedError, UsageError
+
+pytestmark = pytest.mark.interop
+
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
+SLOTS = {"fp32": "master", "module": "weight"}
+
+MakeIt = Callable[[Spec], Path]
+
+
+def spec(kind: str, stages: int, degree: int, dp: int = 1, **changes: Any) -> Spec:
+    """Describe a training of Megatron-DeepSpeed's."""
+    known = {"stage": 1, "dtype": "fp32", "groups": 2, "steps": 3, "steps_after": 2, "universal_info": True}
+    return Spec(
+        f"mds_{kind}_pp{stages}_tp{degree}", model=f"{FRONT}{kind}", pipeline_parallel=stages, tensor_parallel=degree,
+        world_size=stages * degree * dp, partition_method=METHOD, **{**known, **changes},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, and the stages, slices and data-parallel ranks of the target."""
+
+    source: Spec
+    target: tuple[int, int, int]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.source.name, self.source.dtype, *map(str, self.target)])
+
+
+LLAMA = spec("llama", 2, 2, dtype="bf16")
+FEW = [Case(LLAMA, (1, 1, 1)), Case(spec("gpt_joined", 1, 1), (1, 2, 1))]
+MANY = [
+    Case(LLAMA, (3, 1, 2)),
+    Case(spec("gpt", 2, 1, 2), (1, 2, 1)),
+    Case(spec("gpt_old", 1, 2), (2, 1, 1)),
+    Case(spec("gpt_swiglu", 1, 2), (2, 1, 1)),
+    Case(spec("gpt_untied", 2, 2), (4, 1, 1)),
+    Case(spec("bloom", 2, 2, universal_info=False), (1, 4, 1)),
+    Case(spec("bloom", 1, 1, universal_info=False, dtype="bf16"), (3, 2, 1)),
+    Case(spec("llama_joined", 1, 2), (2, 4, 1)),
+    Case(spec("llama_mha", 2, 1), (2, 2, 1)),
+]
+
+
+def assert_is(folder: Path) -> None:
+    """Hold every slot against the truth."""
+    checkpoint = zckpt.open(folder)
+    truth = load_file(folder / "truth.safetensors")
+    assert {key.partition("/")[2] for key in truth} == set(checkpoint.parameters)
+    for key, expected in truth.items():
+        slot, _, name = key.partition("/")
+        assert torch.equal(checkpoint.read(name, SLOTS.get(slot, slot)), expected), key
+
+
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.nightly) for case in MANY)], ids=str)
+def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(
+    case: Case, made: MakeIt, tmp_path: Path
+) -> None:
+    folder, (stages, degree, dp) = made(case.source), case.target
+    assert_is(folder)
+    assert not zckpt.verify(folder, deep=True).findings
+    zckpt.reshard(folder, tmp_path / "cut", world_size=dp, pipeline_parallel_size=stages, tensor_parallel_size=degree)
+    found = zckpt.diff(folder, tmp_path / "cut")
+    assert found.equal, found.settings
+    assert not zckpt.verify(tmp_path / "cut", deep=True).findings
+    at = case.source.at(stages * degree * dp, pipeline_parallel=stages, tensor_parallel=degree)
+    verdict = resume(tmp_path / "cut", at, folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
+    for file in (tmp_path / "cut").glob("*/mp_rank_*_model_states.pt"):
+        arguments = vars(torch.load(file, weights_only=False)["args"])
+        assert (arguments["pipeline_model_parallel_size"], arguments["tensor_model_parallel_size"]) == (stages, degree)
+        assert (arguments["data_parallel_size"], arguments["world_size"]) == (dp, stages * degree * dp)
+
+
+def edited(folder: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Return a copy whose model files have been changed."""
+    shutil.copytree(folder, target)
+    for file in target.glob("*/mp_rank_*_model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+    return target
+
+
+def test_what_only_the_arguments_tell_is_refused_without_them(made: MakeIt, tmp_path: Path) -> None:
+    bare = edited(made(LLAMA), tmp_path / "bare", lambda content: content.pop("args"))
+    with pytest.raises(UnsupportedError, match=r"in which order queries, keys and values .* --tp-rules FILE"):
+        zckpt.open(bare)
+    whole = edited(made(FEW[1].source), tmp_path / "whole", lambda content: content.pop("args"))
+    with pytest.raises(UnsupportedError, match=r"do not say which parameters every rank has whole"):
+        zckpt.reshard(whole, tmp_path / "out", world_size=1, tensor_parallel_size=2)
+    with pytest.raises((UnsupportedError, UsageError), match=r"partition-method|stage-bounds"):
+        zckpt.reshard(whole, tmp_path / "out", world_size=1, pipeline_parallel_size=2)
+
+    def old(content: dict[str, Any]) -> None:
+        del content["universal_checkpoint_info"]
+
+    own = zckpt.diff(made(LLAMA), edited(made(LLAMA), tmp_path / "old", old), parameters=["[2-5].*"])
+    assert own.equal_slots
+    assert not own.changed
+    with pytest.raises(UnsupportedError, match=r"heads of attention would be on two of 4"):
+        zckpt.reshard(made(LLAMA), tmp_path / "out", world_size=1, tensor_parallel_size=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_fewer_keys_than_heads_where_those_of_a_rank_are_end_to_end_are_refused(made: MakeIt, tmp_path: Path) -> None:
+    def newer(content: dict[str, Any]) -> None:
+        content["args"].ds_sequence_parallel_fpdt = False
+
+    with pytest.raises(UnsupportedError, match="in which order queries, keys and values"):
+        zckpt.open(edited(made(LLAMA), tmp_path / "newer", newer))
+
+
+def assert_same_state(a: Path, b: Path) -> None:
+    found = zckpt.diff(a, b)
+    assert found.equal_slots
+    assert [found.changed, found.only_in_a, found.only_in_b] == [[], [], []]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("to", ["universal", "consolidated", "zckpt", "dcp"])
+def test_state_goes_through_other_formats_and_back(to: str, made: MakeIt, tmp_path: Path) -> None:
+    folder = made(LLAMA)
+    zckpt.convert(folder, tmp_path / "between", to=to)
+    assert_same_state(folder, tmp_path / "between")
+    options = {"pipeline_parallel_size": 3, "stage_bounds": "0,3,4,7"}
+    layers = "f,EmbeddingPipe,ParallelTransformerLayerPipe*3,LayerNorm,LMHeadPipe"
+    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", world_size=1, stage=1,
+                  pipeline_layers=layers, **options)  # fmt: skip
+    assert_same_state(folder, tmp_path / "back")
+
+
+def model_of(source: Spec) -> type[hf.PreTrainedModel]:
+    """Return Hugging Face's class of a model."""
+    classes = {"llama": hf.LlamaForCausalLM, "gpt": hf.GPT2LMHeadModel, "bloom": hf.BloomForCausalLM}
+    return classes[source.model.removeprefix(FRONT).partition("_")[0]]
+
+
+def config_of(source: Spec) -> hf.PretrainedConfig:
+    """Return Hugging Face's configuration of a model."""
+    kind, its = kind_of(source), model_of(source)
+    common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": kind.tied}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    if its is hf.LlamaForCausalLM:
+        return hf.LlamaConfig(
+            hidden_size=HIDDEN, intermediate_size=kind.feed_forward, num_hidden_layers=kind.layers, rms_norm_eps=1e-5,
+            num_attention_heads=HEADS, num_key_value_heads=kind.groups, **common,
+        )  # fmt: skip
+    if its is hf.BloomForCausalLM:
+        return hf.BloomConfig(hidden_size=HIDDEN, n_layer=kind.layers, n_head=HEADS, **common)
+    return hf.GPT2Config(
+        n_embd=HIDDEN, n_inner=kind.feed_forward, n_layer=kind.layers, n_head=HEADS, n_positions=SEQUENCE + 3,
+        activation_function="gelu", **none, **common,
+    )  # fmt: skip
+
+
+IDS = torch.arange(2 * SEQUENCE).reshape(2, SEQUENCE) * 7 % VOCABULARY
+
+
+def logits(rank: int, world_size: int, source: Spec, run: Path) -> torch.Tensor:
+    """Return the logits of a checkpoint in DeepSpeed's engine."""
+    from tests.deepspeed_engine.training import build_engine
+
+    engine = build_engine(source, seed=99)
+    engine.load_checkpoint(str(run))
+    with torch.no_grad():
+        return engine.module(IDS).float()
+
+
+NEWER, OLDER = "gpt2-huggingface-megatron-deepspeed-joined", "gpt2-huggingface-megatron-deepspeed"
+LLAMAS = "llama-huggingface-megatron-deepspeed"
+MAPS = [
+    (spec("llama", 2, 2), LLAMAS),
+    (spec("llama_mha", 1, 1), LLAMAS),
+    (spec("llama_joined", 1, 2), f"{LLAMAS}-joined"),
+    (spec("gpt", 2, 1), OLDER),
+    (spec("gpt_old", 2, 2), f"{OLDER}-2023"),
+    (spec("gpt_untied", 2, 1), OLDER),
+    (spec("bloom", 2, 2), "bloom-huggingface-megatron-deepspeed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "map_"),
+    [(FEW[1].source, NEWER), *(pytest.param(*one, marks=pytest.mark.nightly) for one in MAPS)],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(
+    source: Spec, map_: str, made: MakeIt, tmp_path: Path
+) -> None:
+    folder, kind, alone = made(source), kind_of(source), source.at(1, pipeline_parallel=1, tensor_parallel=1)
+    run = folder
+    if source.world_size > 1:
+        run = tmp_path / "alone"
+        zckpt.reshard(folder, run, world_size=1, pipeline_parallel_size=1, tensor_parallel_size=1)
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(source).to_dict(), "padded_vocab_size": padded(1)}))
+    given = {"map": map_, "map_config": tmp_path / "config.json"}
+    zckpt.consolidate(folder, tmp_path / "hf", slots="all", tied="drop", **given)
+    config_of(source).save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        found = model_of(source).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()(IDS).logits
+    torch.testing.assert_close(found, gloo.run(logits, 1, alone, run)[0], rtol=0, atol=5e-6)
+    zckpt.consolidate(folder, tmp_path / "by_arguments", map=map_, tied="drop")
+    assert not zckpt.diff(tmp_path / "by_arguments", tmp_path / "hf", slots=["weight"], ignore_metadata=True).changed
+    words = "EmbeddingPipe=embed" if kind.tied else "EmbeddingPipe"
+    turn = "f," * (kind.first - 2)
+    layers = f"f,{words},{turn}ParallelTransformerLayerPipe*{kind.layers},{turn}LayerNorm,"
+    zckpt.convert(
+        tmp_path / "hf", tmp_path / "back", to="deepspeed", world_size=1, stage=1, partition_method=METHOD,
+        pipeline_parallel_size=2, pipeline_layers=layers + (words if kind.tied else "LMHeadPipe"), **given,
+    )  # fmt: skip
+    verdict = resume(tmp_path / "back", source.at(2, pipeline_parallel=2, tensor_parallel=1), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
+
+
+def test_a_map_of_another_order_or_another_age_is_refused(made: MakeIt, tmp_path: Path) -> None:
+    joined = made(FEW[1].source)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(FEW[1].source).to_dict()))
+    for config in (None, tmp_path / "config.json"):
+        with pytest.raises(UnsupportedError, match=r"not about models with this query_key_value: .* found end to end"):
+            zckpt.consolidate(joined, tmp_path / "out", map=OLDER, map_config=config)
+    with pytest.raises(UnsupportedError, match="not about models with this query_key_value"):
+        zckpt.consolidate(made(LLAMA), tmp_path / "out", map=f"{LLAMAS}-joined")
+    bare = edited(joined, tmp_path / "bare", lambda content: content.pop("args"))
+    with pytest.raises(UsageError, match=r"layers.* in them, which nothing tells.* --map-config FILE"):
+        zckpt.consolidate(bare, tmp_path / "out", map=NEWER)
+    with pytest.raises(UsageError, match="has no rule for"):
+        zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")

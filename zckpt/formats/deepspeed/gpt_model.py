@@ -1,0 +1,296 @@
+"""Megatron-DeepSpeed's GPT models, by their names, shapes and the program's arguments in a checkpoint. Pure.
+
+    0    a function                           input_layernorm, post_attention_layernorm   every rank has the whole
+    1    [tied_modules.embed.]word_embeddings self_attention.query_key_value              rows over ranks
+    2    a function, until July 2023          self_attention.dense, mlp.dense_4h_to_h     columns over ranks
+    ...  blocks                               mlp.dense_h_to_4h                           rows; with a gate, each half
+    then a function where layer 2 is one      word_embeddings, lm_head, output_layer      rows over ranks
+    N    the final norm                       everything else                             every rank has the whole
+    N+1  lm_head, or the tied embedding; where training is in 16 bits, a function
+
+`universal_checkpoint_info`, which says how slices make up parameters, came in October 2023, and says of a training
+without slices only what its vocabulary is. What it does not say of these names is known: whether there is a gate,
+shapes tell (`dense_h_to_4h` has twice the rows that `dense_4h_to_h` has columns). Not so the order of queries, keys
+and values: by heads or by groups of heads, or, from December 2024 on, all queries of a rank, then its keys, then its
+values. That version is known by an argument that came with it; without arguments it is not known.
+
+Source: GPTModelPipe, ParallelAttention, UniversalCheckpointInfo of microsoft/Megatron-DeepSpeed, 2022 to 2025 (#265,
+#287, #291, #441); GPTModelPipe of bigscience-workshop/Megatron-DeepSpeed, 2023 (BLOOM).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.stage_bounds import Layer
+from zckpt.formats.deepspeed.tp_rules import REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.torchfile import FromFile, Object
+from zckpt.torchfile.nodes import Namespace
+
+ARGUMENTS = "args"
+
+JOINED = "ds_sequence_parallel_fpdt"
+"""The argument that came with queries, keys and values of a rank end to end (#441)."""
+
+_BLOCK = r"(\d+|language_model\.encoder\.layers\.\d+)\."
+_EMBED = r"(\d+|tied_modules\.embed|language_model\.embedding)\."
+_UP, _DOWN = "mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"
+_ATTENTION = rf"{_BLOCK}self_attention\.query_key_value\.(weight|bias)$"
+_GATED = rf"{_BLOCK}mlp\.dense_h_to_4h\.(weight|bias)$"
+_VOCABULARY = (rf"{_EMBED}word_embeddings\.weight$", r"(\d+\.lm_head|language_model\.output_layer)\.weight$")
+_BY_ROWS = rf"{_BLOCK}self_attention\.(query|key_value)\.(weight|bias)$"
+_BY_COLUMNS = (rf"{_BLOCK}self_attention\.dense\.weight$", rf"{_BLOCK}mlp\.dense_4h_to_h\.weight$")
+_WHOLE = (
+    rf"{_BLOCK}(input|post_attention)_layernorm\.(weight|bias)$",
+    rf"{_BLOCK}self_attention\.dense\.bias$",
+    rf"{_BLOCK}mlp\.dense_4h_to_h\.bias$",
+    r"(\d+|language_model\.encoder\.final_layernorm)\.(weight|bias)$",
+    rf"{_EMBED}(position|tokentype)_embeddings\.weight$",
+    rf"{_EMBED}word_embeddings\.norm\.(weight|bias)$",
+)
+_HEADS = re.compile(rf"{_BLOCK}self_attention\.(query_key_value|query)\.weight$")
+_WIDE = re.compile(rf"{_BLOCK}mlp\.dense_h_to_4h\.weight$")
+
+METHOD = "type:transformer"
+_BLOCK_KIND = "ParallelTransformerLayerPipe"
+
+_TIED = "tied_modules.embed."
+
+SHARED = "word_embeddings.weight"
+"""What of a tied embedding all its stages train (`tied_weight_attr`); nothing uses the rest of its later uses."""
+
+
+def is_gpt(names: Iterable[str]) -> bool:
+    """Tell whether parameters have the names of these models."""
+    every = list(names)
+    return any(map(_HEADS.match, every)) and any(map(_WIDE.match, every))
+
+
+def shared_by_stages(name: str) -> bool:
+    """Tell whether a parameter of a tied layer is trained by all stages that use it."""
+    return not name.startswith(_TIED) or name.endswith(f".{SHARED}")
+
+
+def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | None:
+    """Return the program's arguments in a model file; None where it has none, or another program's."""
+    value = content.get(ARGUMENTS)
+    node = value.node if isinstance(value, FromFile) else value
+    node = node.state if isinstance(node, Object) else node
+    return node if isinstance(node, dict) and "num_attention_heads" in node and "hidden_size" in node else None
+
+
+def completed(
+    model: ModelShard, info: Mapping[str, object] | None, stages: Iterable[RankState], *, sliced: bool
+) -> Mapping[str, object] | None:
+    """Return the rules for slices, completed by what is known of these models; as they are for other models.
+
+    Parameters
+    ----------
+    info : mapping or None
+        `universal_checkpoint_info`.
+    stages : iterable of RankState
+        Of each stage the state of one tensor-parallel rank.
+    sliced : bool
+        Whether there are several of these.
+
+    Raises
+    ------
+    UnsupportedError
+        There are slices, and how queries, keys and values lie in them is not known.
+    """
+    arguments, path = arguments_in(model.content), model.shard.path
+    shapes = {name: parameter.shape for state in stages for name, parameter in state.parameters.items()}
+    if not is_gpt(shapes) or (arguments is None and info is None):
+        return info
+    said = Rules(info or {}, path)
+    free = [name for name in shapes if said.matching(name) is None]
+    if info is None and not all(_is_known(name) for name in free):
+        return None
+    if arguments is None:
+        if sliced:
+            _refuse_unknown_order(free, path)
+        return info
+    found: dict[str, object] = dict(info or {})
+    if info is None:
+        rows = arguments.get("padded_vocab_size")
+        found = {"universal_checkpoint_version": 0.2, "parameter_with_2_sub_params_cat_dim_0": []}
+        found |= {key: rows for key in ("original_vocab_size", "padded_vocab_size") if type(rows) is int}
+    halves = [_GATED] if _is_gated(shapes) else []
+    joined = [{"patterns": [_ATTENTION], "shape": (3,), "partition_dim": 0}] if JOINED in arguments else []
+    if joined and _has_fewer_keys(arguments):
+        joined = []
+        if sliced:
+            _refuse_unknown_order(free, path)
+    for key, patterns in (
+        (REPLICATED_KEY, _WHOLE),
+        ("parameter_with_row_parallelism_patterns", _BY_COLUMNS),
+        ("parameter_with_2_sub_params_cat_dim_0", halves),
+        (VOCABULARY_KEYS[0], _VOCABULARY),
+    ):
+        more = [one for one in patterns if any(re.match(one, name) for name in free)]
+        found[key] = [*_listed(found.get(key)), *more]
+    if joined and any(re.match(_ATTENTION, name) for name in free):
+        found["parameter_with_sub_params"] = [*_listed(found.get("parameter_with_sub_params")), *joined]
+    return found
+
+
+def _listed(value: object) -> list[object]:
+    return list(value) if isinstance(value, (list, tuple)) else []
+
+
+def _is_known(name: str) -> bool:
+    every = (*_WHOLE, *_BY_COLUMNS, *_VOCABULARY, _ATTENTION, _GATED, _BY_ROWS)
+    return any(re.match(one, name) for one in every)
+
+
+def _has_fewer_keys(arguments: Mapping[object, object]) -> bool:
+    """Tell whether several heads share a key: that version of the program cuts such a tensor in three all the same."""
+    heads = arguments.get("num_attention_heads")
+    return arguments.get("num_key_value_heads", heads) not in (None, heads)
+
+
+def _is_gated(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell by the shapes whether feed-forward layers have a gate, which is the first half of a rank's rows."""
+    found = set()
+    for name, shape in shapes.items():
+        down = shapes.get(name.removesuffix(_UP) + _DOWN) if name.endswith(_UP) else None
+        if down is not None and len(shape) == len(down) == 2 and down[1]:
+            found.add(shape[0] / down[1])
+    return found == {2.0}
+
+
+def _refuse_unknown_order(names: Iterable[str], path: str) -> None:
+    first = next((name for name in names if re.match(_ATTENTION, name)), None)
+    if first is not None:
+        raise UnsupportedError(
+            f"in which order queries, keys and values lie in the slices of {first} is not known",
+            path=path,
+            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file, of one of its versions",
+            advice="say it with --tp-rules FILE: parameter_with_sub_params, where those of a rank are end to end",
+        )
+
+
+def check_degree(
+    arguments: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], degree: int, path: str
+) -> None:
+    """Raise where attention cannot be cut for a number of tensor-parallel ranks, or how is not known.
+
+    Parameters
+    ----------
+    arguments : mapping
+        The content of a model file.
+    info : mapping or None
+        The rules that are cut by.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not known, or a head would be on two ranks.
+    """
+    every = list(names)
+    if not is_gpt(every):
+        return
+    known = arguments_in(arguments)
+    said = Rules(info or {}, path)
+    free = [name for name in every if said.matching(name) is None]
+    if known is None or (JOINED in known and _has_fewer_keys(known)):
+        _refuse_unknown_order(free, path)
+        return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        heads = known.get(key)
+        if type(heads) is int and heads % degree:
+            raise UnsupportedError(
+                f"heads of attention would be on two of {degree} tensor-parallel ranks",
+                path=path, expected=f"a number that divides {key}", found=heads,
+            )  # fmt: skip
+
+
+def padded_rows(content: Mapping[str, object], info: Mapping[str, object] | None, degree: int) -> int | None:
+    """Return how many rows the program gives a vocabulary at a number of tensor-parallel ranks; None if not known.
+
+    Where the rules do not know how many rows are padding, and none is taken off, at least as many as there are.
+    """
+    arguments = arguments_in(content)
+    size = (info or {}).get("original_vocab_size")
+    multiple = None if arguments is None else arguments.get("make_vocab_size_divisible_by")
+    if type(size) is not int or type(multiple) is not int or multiple < 1:
+        return None
+    return -(-size // (multiple * degree)) * multiple * degree
+
+
+def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
+    """Return the program's arguments with sizes that are others now; those that it has not are left out."""
+    node = value.node if isinstance(value, FromFile) else value
+    attributes = node.state if isinstance(node, Object) else node
+    if arguments_in({ARGUMENTS: value}) is None or not isinstance(attributes, dict):
+        return value
+    known = {key: size for key, size in degrees.items()
+             if size is not None and key in attributes and attributes[key] != size}  # fmt: skip
+    if not known:
+        return value
+    changed = {**attributes, **known}
+    inner: object = changed
+    if isinstance(node, Object):
+        inner = replace(node, state=changed)
+    elif isinstance(node, Namespace):
+        inner = Namespace(changed)
+    return replace(value, node=inner) if isinstance(value, FromFile) else inner
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The layers of a training's PipelineModule, and how it deals them to stages."""
+
+    layers: list[Layer]
+    method: str
+
+
+def layers_told(
+    content: Mapping[str, object], names: Sequence[str], first_use: Mapping[str, Sequence[int]]
+) -> Told | None:
+    """Return the layers of a pipeline of these models; None where it is another, or there are no arguments.
+
+    Parameters
+    ----------
+    content : mapping
+        Of a model file.
+    names : sequence of str
+        Of the parameters of all stages.
+    first_use : mapping of str to sequence of int
+        The layers whose files have a tied layer, by its key.
+    """
+    arguments = arguments_in(content)
+    if arguments is None or not is_gpt(names):
+        return None
+    of: dict[int, str] = {}
+    for name in names:
+        number, _, rest = name.partition(".")
+        if number.isdecimal():
+            of.setdefault(int(number), rest)
+            of[int(number)] = _BLOCK_KIND if ".self_attention." in name else of[int(number)]
+    blocks = [number for number, kind in of.items() if kind == _BLOCK_KIND]
+    norms = [number for number, kind in of.items() if kind in ("weight", "bias")]
+    tied = any(name.startswith(_TIED) for name in names)
+    embeds = first_use.get("embed", ()) if tied else [n for n, kind in of.items() if "_embeddings" in kind]
+    heads = [number for number, kind in of.items() if kind == "lm_head.weight"]
+    if len(embeds) != 1 or len(norms) != 1 or (not tied and heads != [norms[0] + 1]):
+        return None
+    if (
+        sorted(blocks) != list(range(min(blocks), max(blocks) + 1))
+        or not embeds[0] < min(blocks) <= max(blocks) < norms[0]
+    ):
+        return None
+    function = Layer("function")
+    embed = Layer("EmbeddingPipe", "embed" if tied else None)
+    layers = [*[function] * norms[0], Layer("LayerNorm"), embed if tied else Layer("LMHeadPipe")]
+    layers[embeds[0]] = embed
+    layers[min(blocks) : max(blocks) + 1] = [Layer(_BLOCK_KIND)] * len(blocks)
+    if arguments.get("fp16") is True or arguments.get("bf16") is True:
+        layers.append(function)
+    method = arguments.get("pp_partition_method")
+    return Told(layers, method if isinstance(method, str) else METHOD)
