@@ -131,7 +131,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
     if checkpoint.topology.pp > 1 and layers and not staged:
         raise UnsupportedError("a pipeline's layers, without the stages that they are for", path=path,
                                found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}", advice="say which: "
-                               "--pipeline-parallel-size, --pipeline-layers; or one model: --rename, --map")  # fmt: skip
+                               "--pipeline-parallel-size, --pipeline-layers; one model: --rename, --map")  # fmt: skip
 
 
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
