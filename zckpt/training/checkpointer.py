@@ -372,7 +372,8 @@ class Checkpointer:
             checkpoint = Saved(f"step-{found.about.step:08d}", found.about.identity)
             if checkpoint.name != latest.partition(" ")[0]:
                 _, overwrite = self._ranks.of_first(lambda: self._begun(checkpoint))
-                spare.copy(found, self._place.checkpoint(checkpoint.name), overwrite=overwrite)
+                path = self._place.checkpoint(checkpoint.name)
+                spare.copy(found, path, overwrite=overwrite, fingerprint=self.fingerprint)
                 self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
         spare.forget()
 

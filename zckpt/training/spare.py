@@ -44,7 +44,7 @@ from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import read_whole
-from zckpt.training.directory import Prepared, new_identity, write_document, write_rank
+from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_document, write_rank
 from zckpt.training.run_place import RunPlace
 from zckpt.training.saving import prepared_of
 from zckpt.training.spare_memory import (
@@ -232,8 +232,10 @@ class Spare:
                 whole.append(Found(about, by))
         return max(whole, key=lambda found: found.about.made, default=None)
 
-    def copy(self, found: Found, path: Place, *, overwrite: bool) -> None:
+    def copy(self, found: Found, path: Place, *, overwrite: bool, fingerprint: bool) -> None:
         """Copy a spare to where a checkpoint is to be; each file by one of the ranks that have it.
+
+        With `fingerprint`, it gets one, as a save does: a step that is kept in memory does not wait for it.
 
         Raises
         ------
@@ -259,6 +261,8 @@ class Spare:
         with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
             ranks.do(lambda: written(partial))
             ranks.of_first(lambda: finished(partial))
+            if fingerprint:
+                record_fingerprint(ranks, partial)
 
     def forget(self) -> None:
         """Remove every spare: none is gone on with any more."""
