@@ -47,7 +47,8 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
     parts = {(one.group, one.part) for one in checkpoint.per_rank}
     if others or len(parts) > len({group for group, _ in parts}):
         raise UnsupportedError(
-            "8-bit state of model-parallel ranks, or of several sub-groups, is not made floats",
+            "8-bit state of model-parallel ranks, or of several sub-groups: which elements its blocks are of, the "
+            "files do not say",
             path=path,
             found=keys_listed(others) if others else f"{len(parts)} sub-groups",
             advice="resume in the program that saved it, or `zckpt consolidate` the model",
