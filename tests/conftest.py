@@ -33,10 +33,16 @@ def _synced(descriptor: int) -> None:
 os.fsync = os.fdatasync = _synced
 
 
+def pytest_configure() -> None:
+    """Collect no garbage while test modules are imported: what they make stays, and there is ever more of it."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Let no collection of garbage during the tests look at what every test module imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

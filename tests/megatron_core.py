@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from tests.megatron_families import layers as family_layers
+from tests.megatron_families import settings
+
 VOCABULARY, LENGTH = 64, 8
 
 
@@ -39,6 +42,13 @@ class Spec:
     llama: bool = True
     moe_layers: tuple[int, ...] | None = None
     width: int = 24
+    family: str = ""
+    bf16: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.bfloat16 if self.bf16 else torch.float32
 
     def alone(self, **changes: Any) -> Spec:
         """The same model on one rank."""
@@ -62,23 +72,23 @@ class Live:
         self.model = self._model()
         cut = DistributedDataParallelConfig(use_distributed_optimizer=spec.distributed, grad_reduce_in_fp32=True)
         self.ddp = DistributedDataParallel(self.model.config, cut, self.model)
-        options = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=True, clip_grad=0.0,
-                                  params_dtype=torch.bfloat16, use_distributed_optimizer=spec.distributed)  # fmt: skip
+        options = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=spec.bf16, clip_grad=0.0,
+                                  params_dtype=spec.dtype, use_distributed_optimizer=spec.distributed)  # fmt: skip
         self.optimizer = get_megatron_optimizer(options, [self.ddp])
         self._step(lambda _: None)  # makes the state that is loaded into
 
     def _model(self) -> Any:
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-        from megatron.core.transformer.transformer_config import TransformerConfig
+        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         spec = self.spec
         about: dict[str, Any] = {
             "num_layers": spec.layers, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": spec.groups,
             "ffn_hidden_size": spec.width, "tensor_model_parallel_size": spec.tp,
             "pipeline_model_parallel_size": spec.pp, "expert_model_parallel_size": spec.ep,
-            "use_cpu_initialization": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16,
-            "bf16": True, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+            "use_cpu_initialization": True, "params_dtype": spec.dtype, "pipeline_dtype": spec.dtype,
+            "bf16": spec.bf16, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
             "bias_activation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
             "persist_layer_norm": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
             "add_bias_linear": not spec.llama, "gated_linear_unit": spec.llama,
@@ -90,16 +100,21 @@ class Live:
                       "moe_token_dispatcher_type": "allgather", "moe_router_score_function": "sigmoid",
                       "moe_router_enable_expert_bias": True,
                       "moe_layer_freq": list(spec.moe_layers) if spec.moe_layers else 1}  # fmt: skip
-        config = TransformerConfig(**about)
+        about |= settings(spec.family) if spec.family else {}
+        latent = about.get("multi_latent_attention")
+        config = (MLATransformerConfig if latent else TransformerConfig)(**about)
         norm = about["normalization"]
-        if spec.moe_layers:
+        if spec.family:
+            layers = family_layers(config)
+        elif spec.moe_layers:
             layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
         else:
             layers = get_gpt_layer_local_spec(spec.experts or None, moe_grouped_gemm=False, normalization=norm)
         model = GPTModel(config, layers, VOCABULARY, LENGTH, pre_process=self.state.is_pipeline_first_stage(),
                          post_process=self.state.is_pipeline_last_stage(),
                          share_embeddings_and_output_weights=not spec.llama,
-                         position_embedding_type="rope" if spec.llama else "learned_absolute").bfloat16()  # fmt: skip
+                         position_embedding_type="rope" if spec.llama else "learned_absolute")  # fmt: skip
+        model = model.to(spec.dtype)
         for name, buffer in model.named_buffers():
             if "expert_bias" in name or "local_tokens" in name:
                 buffer.data = buffer.data.float()
@@ -138,6 +153,17 @@ class Live:
         found = load(self._sharded(loading=True), str(folder))
         self.model.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])
+        self._part_steps()
+
+    def _part_steps(self) -> None:
+        """Give each parameter a step of its own: where it finds neither Apex nor Transformer Engine, one tensor is that
+        of all, to which torch's Adam adds one for every parameter that the rank has. How many these are depends on
+        the numbers of ranks, and so would what is learned.
+        """
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in one.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
 
     def legacy_folder(self, iteration: Path) -> Path:
         """Return this rank's directory, named as Megatron-LM does."""
@@ -177,6 +203,7 @@ class Live:
         self.optimizer.load_state_dict(content["optimizer"])
         if self.spec.distributed:
             self.optimizer.load_parameter_state(str(folder / "distrib_optim.pt"))
+        self._part_steps()
 
     def train_at_random(self, steps: int) -> None:
         """Step with gradients of noise, for which no stage needs another."""
@@ -194,12 +221,12 @@ class Live:
         self.ddp.finish_grad_sync()
         self.optimizer.step()
 
-    def train(self, steps: int) -> list[float]:
+    def train(self, steps: int, rows: int = VOCABULARY) -> list[float]:
         """Train on the same tokens on every rank; return the losses. Without pipeline stages."""
         tokens = torch.Generator().manual_seed(11)
         losses = []
         for _ in range(steps):
-            drawn = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=tokens)
+            drawn = torch.randint(0, rows, (2, LENGTH + 1), generator=tokens)
             self.ddp.zero_grad_buffer()
             mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
             places = torch.arange(LENGTH).expand(2, LENGTH)

@@ -40,11 +40,15 @@ class State:
         self.environment = dict(os.environ)
         self.directory = Path.cwd()
         self.settings: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
 
     def learn(self) -> None:
         """Take in what was imported since, before a test."""
         self.settings = _settings()
         for name, module in list(sys.modules.items()):
+            if self._known.get(name) is module:
+                continue
+            self._known[name] = module
             if not isinstance(module, ModuleType) or module in self.variables or module in self.kept:
                 continue
             if name.startswith(WATCHED):
@@ -66,10 +70,9 @@ class State:
 
     def _put_back(self) -> None:
         for owner, variables in self.kept.items():
-            now = vars(owner)
-            for name, value in variables.items():
-                if now.get(name) is not value:
-                    setattr(owner, name, value)
+            now = vars(owner).get
+            for name, value in [item for item in variables.items() if now(item[0]) is not item[1]]:
+                setattr(owner, name, value)
         for value, before in self.contents.values():
             if isinstance(value, list):
                 value[:] = before

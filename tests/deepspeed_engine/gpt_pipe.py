@@ -29,7 +29,7 @@ from tests.deepspeed_engine.models import SEQUENCE, VOCABULARY
 from tests.deepspeed_engine.spec import Spec
 
 FRONT = "pipeline_megatron_"
-HIDDEN, HEADS, HEAD_DIM, FEED_FORWARD = 16, 4, 4, 12
+HIDDEN, HEADS, HEAD_DIM = 16, 4, 4
 MULTIPLE = 20  # `--make-vocab-size-divisible-by`
 METHOD = "type:transformer"
 
@@ -48,6 +48,10 @@ class Kind:
     joined: bool = False  # since December 2024 queries, keys and values of a rank lie end to end
     transposed: bool = False  # until July 2023
     bloom: bool = False
+
+    @property
+    def feed_forward(self) -> int:
+        return 4 * HIDDEN if self.bloom else 12
 
     @property
     def first(self) -> int:
@@ -99,6 +103,13 @@ class LayerNorm(nn.LayerNorm):
         nn.init.normal_(self.bias, 0, 0.1)
 
 
+def share(values: torch.Tensor, **how: Any) -> nn.Parameter:
+    """Return this rank's share of a whole, marked as the program marks it: DeepSpeed's gradient norms count by that."""
+    parameter = nn.Parameter(tp._mine(values, **how).clone())
+    parameter.tensor_model_parallel = True
+    return parameter
+
+
 def norm(kind: Kind) -> nn.Module:
     return RMSNorm() if kind.rms else LayerNorm()
 
@@ -111,8 +122,10 @@ class Linear(nn.Module):
         subs = (outputs // parts,) * parts
         weight, own = torch.randn(outputs, inputs) / math.sqrt(inputs), torch.randn(outputs) * 0.1
         self.row = row
-        self.weight = nn.Parameter((tp._mine(weight, dim=1) if row else tp._mine(weight, sub_params=subs)).clone())
-        self.bias = nn.Parameter((own if row else tp._mine(own, sub_params=subs)).clone()) if bias else None
+        self.weight = share(weight, dim=1) if row else share(weight, sub_params=subs)
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(own) if row else share(own, sub_params=subs)
 
     def forward(self, x):
         if not self.row:
@@ -126,7 +139,7 @@ class Words(nn.Module):
 
     def __init__(self, *, normed: bool):
         super().__init__()
-        self.weight = nn.Parameter(tp._mine(torch.randn(padded(ranks()), HIDDEN)).clone())
+        self.weight = share(torch.randn(padded(ranks()), HIDDEN))
         if normed:
             self.norm = LayerNorm()
 
@@ -217,8 +230,8 @@ class MLP(nn.Module):
     def __init__(self, kind: Kind):
         super().__init__()
         self.swiglu, double = kind.swiglu, 2 if kind.swiglu else 1
-        self.dense_h_to_4h = Linear(HIDDEN, FEED_FORWARD * double, bias=kind.bias, parts=double)
-        self.dense_4h_to_h = Linear(FEED_FORWARD, HIDDEN, bias=kind.bias, row=True)
+        self.dense_h_to_4h = Linear(HIDDEN, kind.feed_forward * double, bias=kind.bias, parts=double)
+        self.dense_4h_to_h = Linear(kind.feed_forward, HIDDEN, bias=kind.bias, row=True)
         self.approximate = "tanh" if kind.bloom else "none"
 
     def forward(self, x):
@@ -276,7 +289,7 @@ def arguments(spec: Spec) -> argparse.Namespace:
     degree = spec.tensor_parallel
     found: dict[str, Any] = {
         "deepspeed": True, "num_layers": kind.layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
-        "kv_channels": HEAD_DIM, "ffn_hidden_size": FEED_FORWARD, "max_position_embeddings": SEQUENCE + 3,
+        "kv_channels": HEAD_DIM, "ffn_hidden_size": kind.feed_forward, "max_position_embeddings": SEQUENCE + 3,
         "padded_vocab_size": padded(degree), "make_vocab_size_divisible_by": MULTIPLE, "world_size": spec.world_size,
         "data_parallel_size": spec.data_parallel, "tensor_model_parallel_size": degree,
         "pipeline_model_parallel_size": spec.pipeline_parallel, "rank": torch.distributed.get_rank(),

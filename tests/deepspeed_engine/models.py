@@ -42,6 +42,10 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
         from tests.deepspeed_engine.tensor_parallel import Megatron
 
         model = Megatron(invariant=spec.invariant)
+    elif spec.model == "unstaged":
+        from tests.deepspeed_engine.pipeline import Unstaged
+
+        model = Unstaged()
     elif spec.is_pipeline:
         from tests.deepspeed_engine.pipeline import build_pipeline
 

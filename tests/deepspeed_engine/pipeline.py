@@ -153,6 +153,19 @@ class _FeedForward(nn.Module):
         return x + self.down(functional.gelu(self.up(x)))
 
 
+class Unstaged(nn.Module):
+    """What `pipeline` computes, as one model with names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.feed = nn.Embedding(VOCABULARY, HIDDEN), _Block(), _FeedForward()
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, ids, labels):
+        x = self.norm(self.feed(torch.relu(self.block(self.embed(ids)))))
+        return token_loss(_head(self.embed, x), labels)
+
+
 class _Experts(nn.Module):
     """DeepSpeed's own experts; what balances them is left out of the loss."""
 

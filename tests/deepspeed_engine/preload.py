@@ -12,6 +12,8 @@ import logging
 import os
 import sys
 
+from zckpt.formats.registry import BUILT_IN
+
 os.environ |= {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -53,6 +55,7 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "torch._functorch.compilers",
     "torch._inductor.sizevars",
     "torch.distributed.tensor.experimental._attention",
+    "torch.export._trace",
     "transformers.integrations.deepspeed",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
@@ -62,7 +65,10 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "zckpt.operations.consolidate",
     "zckpt.operations.convert",
     "zckpt.operations.reshard",
+    "zckpt.optim.states.zero",
+    "zckpt.optim.states.zero_redundancy",
     "zckpt.training",
+    *BUILT_IN.values(),
 )
 gc.disable()  # nothing of what is imported is garbage
 for _name in _SLOW_IMPORTS:

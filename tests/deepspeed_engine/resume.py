@@ -68,19 +68,21 @@ def _resume(
     from zckpt.deepspeed import any_world_size
 
     about = json.loads((folder / "truth.json").read_text())
-    truth = load_file(folder / "truth.safetensors")
     engine = build_engine(spec, seed=models.MODEL_SEED + 1)
     with any_world_size(engine) if in_place else nullcontext():
         path, _ = engine.load_checkpoint(str(run), tag=tag)
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint in {run}")
     live = read_live(engine, spec)
-    verdict = Verdict(
-        slots=_compare_slots(live.slots, truth),
-        weights=[n for n, v in live.weights.items() if not _same(v, truth.get(f"module/{n}"))],
-        hyperparameters=_compare_groups(*_alike(engine.optimizer.param_groups, about["param_groups"])),
-        steps=_compare_steps(*_alike(live.scalars, about["scalar_state_per_group"])),
-    )
+    verdict = Verdict()
+    if rank == 0:  # whose verdict counts
+        truth = load_file(folder / "truth.safetensors")
+        verdict = Verdict(
+            slots=_compare_slots(live.slots, truth),
+            weights=[n for n, v in live.weights.items() if not _same(v, truth.get(f"module/{n}"))],
+            hyperparameters=_compare_groups(*_alike(engine.optimizer.param_groups, about["param_groups"])),
+            steps=_compare_steps(*_alike(live.scalars, about["scalar_state_per_group"])),
+        )
     steps = range(spec.steps + 1, spec.steps + len(about["mean_losses_next"]) + 1)
     for step in steps:
         per_rank = train_step(engine, spec, step)

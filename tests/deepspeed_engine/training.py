@@ -124,9 +124,10 @@ def train_step(engine: Any, spec: Spec, step: int) -> list[float]:
         engine.backward(loss)
         with torch.no_grad():  # with it, 0.18 raises in gloo's all_gather_into_tensor
             engine.step()
-    losses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, float(loss.detach().float()))
-    return losses
+    mine = loss.detach().double().reshape(1)
+    losses = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, mine)
+    return [one.item() for one in losses]
 
 
 def save(engine: Any, spec: Spec, folder: Path, *, tag: str | None) -> None:

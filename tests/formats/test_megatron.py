@@ -338,12 +338,12 @@ def _say(**values: Any) -> Any:
         (_drop("common.pt"), ShardError, "file common.pt is missing"),
         (_drop(".metadata"), ShardError, "file .metadata is missing"),
         (_drop("__0_0.distcp"), ShardError, "file __0_0.distcp is missing"),
-        (_say(sharded_backend="zarr"), UnsupportedError, "format zarr 1"),
+        (_say(sharded_backend="other"), UnsupportedError, "format other 1"),
         (_say(sharded_backend_version=2), UnsupportedError, "format torch_dist 2"),
         (lambda at: (at / "metadata.json").write_text('{"sharded_backend": '), zckpt.SourceError, "cannot be read"),
         (lambda at: torch.save([1], at / "common.pt"), zckpt.SourceError, "unexpected content"),
     ],
-    ids=["common", "metadata", "items", "zarr", "version", "json", "list"],
+    ids=["common", "metadata", "items", "other", "version", "json", "list"],
 )
 def test_missing_and_unknown_files_are_named(damage: Any, error: type[Exception], said: str, tmp_path: Path) -> None:
     source = write(tmp_path / "d", {FC2: counted(2, 3, 4)})

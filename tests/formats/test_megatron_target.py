@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 import zckpt
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
-from zckpt.formats.megatron.keys import Placed, filed_names, placed
+from zckpt.formats.megatron.keys import Placed, placed
+from zckpt.formats.megatron.norms import filed_names, keyed_names
 from zckpt.torchfile import read_torchfile
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -275,3 +276,20 @@ def test_a_step_is_needed_to_go_on(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(UsageError, match="--iteration N"):
         zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names)
+
+
+def test_norms_have_the_keys_that_their_implementation_asks_for() -> None:
+    front, dense = "decoder.layers.0", ["self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"]
+    experts = [f"{front}.{name}" for name in ("input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight",
+                                               dense[0])]  # fmt: skip
+    keys = keyed_names(experts, "local")
+    assert keys[experts[0]] == f"{front}.self_attention.linear_qkv.layer_norm_weight"
+    assert keys[experts[1]] == f"{front}.mlp.linear_fc1.layer_norm_weight"
+    back = keyed_names(keys.values(), "transformer_engine")
+    assert back[keys[experts[1]]] == experts[1]
+    assert keyed_names(experts, "transformer_engine") == keyed_names(experts, None)
+    latent = [f"{front}.{name}" for name in ("self_attention.linear_kv_up_proj.layer_norm_weight", dense[1],
+              "mlp.linear_fc1.layer_norm_weight", "self_attention.linear_kv_down_proj.weight")]  # fmt: skip
+    keys = keyed_names(latent, "local")
+    assert keys[latent[0]] == f"{front}.self_attention.kv_layernorm.weight"
+    assert keys[latent[2]] == f"{front}.pre_mlp_layernorm.weight"

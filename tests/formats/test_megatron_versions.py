@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,17 +11,25 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.errors import LayoutError, UnknownFormatError, UnsupportedError
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    ShardError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+)
 from zckpt.formats.account import take_inventory
-from zckpt.formats.megatron.cut import Cut, joined
+from zckpt.formats.megatron.cut import Cut, cut_of, joined
 from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.lines import between
-from zckpt.formats.megatron.order import orders
+from zckpt.formats.megatron.order import order_of, orders
 from zckpt.state import Extent, Slot, Span
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 KINDS = {
     "mcore08_buckets_pp2": (1, 2, 1),
+    "mcore08_zarr_tp2": (2, 1, 1),
     "mcore09_gathered_pp2_ep2": (1, 2, 2),
     "mcore10_model_tp2": (2, 1, 1),
     "mcore11_gathered_fp16_dp2": (1, 1, 1),
@@ -80,6 +89,59 @@ def test_gathered_buffers_of_other_values_are_left_out(tmp_path: Path) -> None:
         zckpt.convert(run, tmp_path / "out", to="zckpt")
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"compressor": null', '"compressor": {"id": "blosc"}', "compressor blosc.*as torch_dist"),
+        ('"order": "C"', '"order": "F"', "order F"),
+        ('"<f4"', '">f4"', "type that is not known.*>f4"),
+        ('"shape": [', '"shape": [ -1,', "does not describe an array"),
+        ("{", "", "expected JSON"),
+        ("        4,", "        2,", "chunks of an array are missing|not of the size"),
+    ],
+)
+def test_an_array_of_zarr_that_is_not_as_megatron_writes_it(old: str, new: str, message: str, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
+    array = run / "iter_0000002" / "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight" / ".zarray"
+    assert old in array.read_text()
+    array.write_text(array.read_text().replace(old, new, 1))
+    with pytest.raises(SourceError, match=message):
+        zckpt.open(run)
+
+
+def test_a_chunk_of_zarr_that_is_missing_or_short(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
+    chunk = run / "iter_0000002" / "embedding.word_embeddings.weight" / "1.0"
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[:-1])
+    with pytest.raises(DamagedFileError, match=r"1\.0: is not of the size of a chunk"):
+        zckpt.open(run)
+    chunk.rename(chunk.with_name("2.0"))
+    with pytest.raises(ShardError, match=r"file 1\.0 is missing"):
+        zckpt.open(run)
+    chunk.with_name("2.0").unlink()
+    with pytest.raises(ShardError, match="chunks of an array are missing"):
+        zckpt.open(run)
+
+
+def test_an_array_that_ends_within_a_chunk(tmp_path: Path) -> None:
+    """Its last chunk is as large as the others, and the rest of it is nothing."""
+    run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
+    folder = run / "iter_0000002" / "embedding.word_embeddings.weight"
+    about = json.loads((folder / ".zarray").read_text())
+    name, (rows, columns) = "embedding.word_embeddings.weight", about["shape"]
+    assert about["chunks"] == [rows // 2, columns]
+    before = zckpt.open(run).read(name, slot="weight")
+    about["chunks"] = [20, 5]
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        chunk = torch.full((20, 5), 7.0, dtype=before.dtype)
+        part = before[row * 20 : row * 20 + 20, column * 5 : column * 5 + 5]
+        chunk[: part.shape[0], : part.shape[1]] = part
+        (folder / f"{row}.{column}").write_bytes(chunk.view(torch.uint8).numpy().tobytes())
+    (folder / ".zarray").write_text(json.dumps(about))
+    assert torch.equal(zckpt.open(run).read(name, slot="weight"), before)
+
+
 def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:
     """Rows 0 to 2 and 3 of a rank's four, the first two of which are gates: of the whole they are 0, 1, 4 and 5."""
     boxes = [Span(Extent((0, 0), (3, 5), 0, 15), "f", 100, "float32", (1, 4)),
@@ -98,6 +160,19 @@ def test_experts_that_are_one_parameter_in_memory_are_among_the_orders() -> None
     grouped = [names[0], names[2], names[1], names[3]]
     assert [(one.layers[0], one.fused) for one in orders(names)] == [(names, False), (grouped, False), (grouped, True)]
     assert not any(one.fused for one in orders([*names, names[0].replace("weight", "bias")]))
+
+
+def test_layers_that_predict_further_tokens_are_before_the_output_layer() -> None:
+    inner = ["transformer_layer.input_layernorm.weight", "transformer_layer.self_attention.linear_qkv.weight",
+             "transformer_layer.mlp.linear_fc2.weight"]  # fmt: skip
+    own = ["enorm.weight", "hnorm.weight", "eh_proj.weight", *inner, "final_layernorm.weight"]
+    further = [f"mtp.layers.{n}.{name}" for n in range(2) for name in own]
+    names = ["decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight", *further,
+             "output_layer.weight"]  # fmt: skip
+    assert order_of(reversed(names), engine=False) == names
+    assert order_of([*names, "mtp.layers.0.other.weight"], engine=False) is None
+    assert orders([*names, "mtp.layers.0.transformer_layer.other.weight"]) == []
+    assert cut_of("mtp.layers.0.eh_proj.weight", (8, 32), "f", gated=None) == Cut(0)
 
 
 def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Path) -> None:

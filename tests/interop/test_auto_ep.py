@@ -13,6 +13,7 @@ import torch
 import zckpt
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.universal import resume_universal
+from tests.gloo import WorkerError
 from tests.interop.test_universal import converted_by_deepspeed
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.formats.deepspeed.auto_ep import layers_for
@@ -59,6 +60,18 @@ def test_deepspeed_resumes_experts_over_other_ranks(
     verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
+
+
+@pytest.mark.nightly
+def test_engines_load_in_place_what_spreads_experts_as_they_do(made: Callable[[Spec], Path]) -> None:
+    """DeepSpeed by itself loads the moments of other experts without a word where the degree alone is another."""
+    folder = made(TWO)
+    verdict = resume(folder, TWO, folder, in_place=True)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference == 0
+    for world_size, degree in ((2, 1), (4, 2)):
+        with pytest.raises(WorkerError, match=f"of {world_size}, experts over {degree}, found deepspeed of 2"):
+            resume(folder, TWO.at(world_size, config=spread(degree)), folder, in_place=True)
 
 
 def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ def save(rank: int, world_size: int, spec: Spec, directory: Path) -> list[list[s
         training.save(stock, spec, directory / "stock3", tag=None)
         training.save(engine, spec, directory / "async3", tag=None)
         assert len(saves.saved) == 1
+        if rank == 0:  # as of a save that was killed long ago
+            left = directory / "async3" / ".gone.zckpt-partial"
+            left.mkdir(parents=True)
+            os.utime(left, (0, 0))
         path, _ = engine.load_checkpoint(str(directory / "async3"))
         assert path is not None
         assert len(saves.saved) == 2
@@ -112,6 +116,7 @@ def test_files_are_those_that_deepspeed_writes(name: str, tmp_path: Path) -> Non
     written = [f"sync2/{two}", f"async2/{two}", f"async3/{three}", "async2/again"]
     assert all(synced + asynced == [str(tmp_path / one) for one in written] for synced, asynced, _ in told)
     assert_same_files(tmp_path / "sync2", tmp_path / "stock2")
+    assert not (tmp_path / "async3" / ".gone.zckpt-partial").exists()
     assert_same_files(tmp_path / "async3", tmp_path / "stock3")
     assert (tmp_path / "async2" / "latest").read_text() == "again"
     assert_same_files(tmp_path / "async2" / two, tmp_path / "stock2" / two)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 
 import zckpt
+from tests import gloo
 from tests.deepspeed_engine import Spec, resume
-from tests.deepspeed_engine.gpt_pipe import FRONT, METHOD
+from tests.deepspeed_engine.gpt_pipe import FRONT, HEADS, HIDDEN, METHOD, kind_of, padded
+from tests.deepspeed_engine.models import SEQUENCE, VOCABULARY
 from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
@@ -58,6 +62,8 @@ MANY = [
     Case(spec("bloom", 1, 1, universal_info=False, dtype="bf16"), (3, 2, 1)),
     Case(spec("llama_joined", 1, 2), (2, 4, 1)),
     Case(spec("llama_mha", 2, 1), (2, 2, 1)),
+    Case(spec("llama", 3, 1, 2, clip=1.0, scheduler=True), (2, 2, 1)),
+    Case(spec("llama", 2, 2, dtype="bf16", bf16_optimizer=True), (3, 1, 1)),
 ]
 
 
@@ -148,3 +154,102 @@ def test_state_goes_through_other_formats_and_back(to: str, made: MakeIt, tmp_pa
     zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", world_size=1, stage=1,
                   pipeline_layers=layers, **options)  # fmt: skip
     assert_same_state(folder, tmp_path / "back")
+
+
+def model_of(source: Spec) -> type[hf.PreTrainedModel]:
+    """Return Hugging Face's class of a model."""
+    classes = {"llama": hf.LlamaForCausalLM, "gpt": hf.GPT2LMHeadModel, "bloom": hf.BloomForCausalLM}
+    return classes[source.model.removeprefix(FRONT).partition("_")[0]]
+
+
+def config_of(source: Spec) -> hf.PretrainedConfig:
+    """Return Hugging Face's configuration of a model."""
+    kind, its = kind_of(source), model_of(source)
+    common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": kind.tied}
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    if its is hf.LlamaForCausalLM:
+        return hf.LlamaConfig(
+            hidden_size=HIDDEN, intermediate_size=kind.feed_forward, num_hidden_layers=kind.layers, rms_norm_eps=1e-5,
+            num_attention_heads=HEADS, num_key_value_heads=kind.groups, **common,
+        )  # fmt: skip
+    if its is hf.BloomForCausalLM:
+        return hf.BloomConfig(hidden_size=HIDDEN, n_layer=kind.layers, n_head=HEADS, **common)
+    return hf.GPT2Config(
+        n_embd=HIDDEN, n_inner=kind.feed_forward, n_layer=kind.layers, n_head=HEADS, n_positions=SEQUENCE + 3,
+        activation_function="gelu", **none, **common,
+    )  # fmt: skip
+
+
+IDS = torch.arange(2 * SEQUENCE).reshape(2, SEQUENCE) * 7 % VOCABULARY
+
+
+def logits(rank: int, world_size: int, source: Spec, run: Path) -> torch.Tensor:
+    """Return the logits of a checkpoint in DeepSpeed's engine."""
+    from tests.deepspeed_engine.training import build_engine
+
+    engine = build_engine(source, seed=99)
+    engine.load_checkpoint(str(run))
+    with torch.no_grad():
+        return engine.module(IDS).float()
+
+
+NEWER, OLDER = "gpt2-huggingface-megatron-deepspeed-joined", "gpt2-huggingface-megatron-deepspeed"
+LLAMAS = "llama-huggingface-megatron-deepspeed"
+MAPS = [
+    (spec("llama", 2, 2), LLAMAS),
+    (spec("llama_mha", 1, 1), LLAMAS),
+    (spec("llama_joined", 1, 2), f"{LLAMAS}-joined"),
+    (spec("gpt", 2, 1), OLDER),
+    (spec("gpt_old", 2, 2), f"{OLDER}-2023"),
+    (spec("gpt_untied", 2, 1), OLDER),
+    (spec("bloom", 2, 2), "bloom-huggingface-megatron-deepspeed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "map_"),
+    [(FEW[1].source, NEWER), *(pytest.param(*one, marks=pytest.mark.nightly) for one in MAPS)],
+    ids=lambda one: getattr(one, "name", one),
+)
+def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(
+    source: Spec, map_: str, made: MakeIt, tmp_path: Path
+) -> None:
+    folder, kind, alone = made(source), kind_of(source), source.at(1, pipeline_parallel=1, tensor_parallel=1)
+    run = folder
+    if source.world_size > 1:
+        run = tmp_path / "alone"
+        zckpt.reshard(folder, run, world_size=1, pipeline_parallel_size=1, tensor_parallel_size=1)
+    (tmp_path / "config.json").write_text(json.dumps({**config_of(source).to_dict(), "padded_vocab_size": padded(1)}))
+    given = {"map": map_, "map_config": tmp_path / "config.json"}
+    zckpt.consolidate(folder, tmp_path / "hf", slots="all", tied="drop", **given)
+    config_of(source).save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        found = model_of(source).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()(IDS).logits
+    torch.testing.assert_close(found, gloo.run(logits, 1, alone, run)[0], rtol=0, atol=5e-6)
+    zckpt.consolidate(folder, tmp_path / "by_arguments", map=map_, tied="drop")
+    assert not zckpt.diff(tmp_path / "by_arguments", tmp_path / "hf", slots=["weight"], ignore_metadata=True).changed
+    words = "EmbeddingPipe=embed" if kind.tied else "EmbeddingPipe"
+    turn = "f," * (kind.first - 2)
+    layers = f"f,{words},{turn}ParallelTransformerLayerPipe*{kind.layers},{turn}LayerNorm,"
+    zckpt.convert(
+        tmp_path / "hf", tmp_path / "back", to="deepspeed", world_size=1, stage=1, partition_method=METHOD,
+        pipeline_parallel_size=2, pipeline_layers=layers + (words if kind.tied else "LMHeadPipe"), **given,
+    )  # fmt: skip
+    verdict = resume(tmp_path / "back", source.at(2, pipeline_parallel=2, tensor_parallel=1), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
+
+
+def test_a_map_of_another_order_or_another_age_is_refused(made: MakeIt, tmp_path: Path) -> None:
+    joined = made(FEW[1].source)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(FEW[1].source).to_dict()))
+    for config in (None, tmp_path / "config.json"):
+        with pytest.raises(UnsupportedError, match=r"not about models with this query_key_value: .* found end to end"):
+            zckpt.consolidate(joined, tmp_path / "out", map=OLDER, map_config=config)
+    with pytest.raises(UnsupportedError, match="not about models with this query_key_value"):
+        zckpt.consolidate(made(LLAMA), tmp_path / "out", map=f"{LLAMAS}-joined")
+    bare = edited(joined, tmp_path / "bare", lambda content: content.pop("args"))
+    with pytest.raises(UsageError, match=r"layers.* in them, which nothing tells.* --map-config FILE"):
+        zckpt.consolidate(bare, tmp_path / "out", map=NEWER)
+    with pytest.raises(UsageError, match="has no rule for"):
+        zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")

@@ -74,6 +74,7 @@ def test_experts_of_two_ranks_are_loaded_by_one(moe_layers: tuple[int, ...] | No
     folders = [tmp_path / "run" / STEP, tmp_path / "2" / STEP]
     for [(_, before), (_, after)] in gloo.run(loaded, 2, [(spec, one) for one in folders], fresh=True):
         assert before == after
+        assert losses == pytest.approx(before, rel=1e-6)
 
 
 @pytest.mark.nightly

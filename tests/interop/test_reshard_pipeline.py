@@ -5,6 +5,7 @@ Compared as in `test_reshard_parallel`. And the bounds of stages against DeepSpe
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
@@ -161,6 +163,38 @@ def test_deepspeed_resumes_pipelines_of_another_format(
     verdict = resume(tmp_path / "back", TWO.at(stages, pipeline_parallel=stages), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference <= TOLERANCE[TWO.dtype], verdict.losses
+
+
+UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.nightly)])
+def test_deepspeed_resumes_one_model_from_a_pipeline(
+    stage: int, ranks: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(TWO)
+    with pytest.raises(zckpt.UnsupportedError, match="--rename, --map"):
+        zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED[1:])
+    zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED, verify=True)
+    assert zckpt.open(tmp_path / "one").topology.pp == 1
+    truth = renamed_truth(folder, tmp_path / "truth")
+    verdict = resume(tmp_path / "one", TWO.at(ranks, model="unstaged", stage=stage, pipeline_parallel=1), truth)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE[TWO.dtype], verdict.losses
+
+
+def renamed_truth(folder: Path, target: Path) -> Path:
+    """Write the truth about a pipeline under the names that one model has."""
+    target.mkdir()
+    shutil.copy(folder / "truth.json", target)
+    patterns = [(old.removesuffix("*"), new.removesuffix("*")) for old, new in UNSTAGED]
+    tensors = {}
+    for key, value in load_file(folder / "truth.safetensors").items():
+        kind, _, name = key.partition("/")
+        name = next((new + name.removeprefix(old) for old, new in patterns if name.startswith(old)), name)
+        tensors[f"{kind}/{name}"] = value
+    save_file(tensors, target / "truth.safetensors")
+    return target
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=14),

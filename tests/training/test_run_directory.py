@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -260,6 +261,21 @@ def test_a_directory_that_waited_while_its_successor_was_named_is_resumed_from(t
     saved(tmp_path, 1, 2)
     (tmp_path / name_of(2)).rename(tmp_path / f".{name_of(2)}.zckpt-old")
     assert resumed(tmp_path) == 2
+
+
+def test_what_a_killed_save_has_left_is_gone_when_a_run_resumes_unless_it_may_be_alive(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    left, others = (tmp_path / f".{name_of(step)}.zckpt-partial" for step in (3, 4))
+    for one, name in ((left, "rank-00000-of-00001.safetensors"), (others, "notes.txt")):
+        one.mkdir()
+        (one / name).write_text("")
+    assert resumed(tmp_path) == 2
+    assert left.is_dir()  # somebody wrote into it just now
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (0, 0))
+    assert resumed(tmp_path) == 2
+    assert not left.exists()
+    assert others.is_dir()
 
 
 # --- save

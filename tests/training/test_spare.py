@@ -12,6 +12,7 @@ import pytest
 import zckpt
 from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences
+from zckpt.compare.digests import read_digests
 from zckpt.errors import TargetError, UsageError
 from zckpt.training import spare
 from zckpt.training.spare import neighbours
@@ -44,6 +45,8 @@ def train(
         for step in range(first, last):
             losses += training.train([step])
             checkpointer.step(step + 1, **everything(training), extra={"seen": step + 1})
+        assert checkpointer._spare is not None
+        checkpointer._spare.finish()
         held = sorted(path.name for path in within.rglob("*") if path.suffix in (".safetensors", ".json"))
         told.append({"first": first, "found": state, "losses": losses, "state": training.state(), "held": held,
                      "extra": restored.extra if restored else None})  # fmt: skip
@@ -63,7 +66,7 @@ def test_each_rank_sends_to_the_next_node() -> None:
 
 @pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_no_step_is_lost_with_a_node(fsdp: bool, tmp_path: Path) -> None:
-    options = {"every": 2, "fsdp": fsdp}
+    options = {"every": 2, "fsdp": fsdp, "fingerprint": True}
     [before, again] = run(train, 3, tmp_path, ["a", "b", "b"], [3, 5], options)[1]
     assert (before["first"], again["first"]) == (0, 3)
     assert differences(again["found"], before["state"]) == []
@@ -78,6 +81,8 @@ def test_no_step_is_lost_with_a_node(fsdp: bool, tmp_path: Path) -> None:
     assert differences(last["found"], again["state"]) == []
     expected = run(unbroken, 1, 7, fsdp)[0]
     assert before["losses"] + again["losses"] + last["losses"] == pytest.approx(expected, rel=2e-6)
+    copied = tmp_path / "run" / "step-00000005"  # from memory, as nothing was saved then
+    assert read_digests(copied / "fingerprint.json") == zckpt.fingerprint(copied)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "checkpointer.json", "latest", "spare.json", "step-00000004", "step-00000005", "step-00000006",
     ]  # fmt: skip

@@ -23,6 +23,9 @@ ENGINE = "deepspeed.runtime.engine"
 _MEMORY = "/dev/shm"  # noqa: S108  # folders in it get names of their own
 """A file system in memory, on Linux."""
 
+_EXPERTS = "ep_size_"
+"""How the name of a group of expert-parallel ranks begins; the rest is their number."""
+
 _replaced: list[str] = []
 """Methods of single engines that are replaced now."""
 
@@ -100,6 +103,18 @@ def has_cores() -> bool:
 def stages(engine: Any) -> int:
     """Return how many stages of a pipeline an engine is of."""
     return int(getattr(engine, "num_stages", 1))
+
+
+def experts_over(engine: Any) -> int | None:
+    """Return over how many ranks an engine spreads experts; None where it has none, or their groups do not say.
+
+    Notes
+    -----
+    Source: DeepSpeed 0.14.5 to 0.19.8: `group_name` of experts' parameters, AutoEP's included.
+    """
+    names = {str(getattr(one, "group_name", "")) for one in engine.module.parameters()}
+    sizes = [int(name.removeprefix(_EXPERTS)) for name in names if name.removeprefix(_EXPERTS).isdecimal()]
+    return max(sizes, default=None)
 
 
 def kind_that_keeps(engine: Any) -> str | None:

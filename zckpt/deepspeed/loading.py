@@ -21,6 +21,7 @@ import torch
 
 from zckpt.deepspeed.engine import (
     ENGINE,
+    experts_over,
     has_cores,
     kind_that_keeps,
     names_folder,
@@ -124,7 +125,8 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
     module_only = arguments["load_module_only"]
     wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
     wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
-    served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer, scheduler=wants_scheduler))
+    checkpoint = ranks.of_first(lambda: _opened(engine, path))  # which costs more than to send it
+    served = ranks.do(lambda: _served(engine, checkpoint, optimizer=wants_optimizer, scheduler=wants_scheduler))
     if served is None:
         return call(**arguments)
     loading.notes += served.notes
@@ -145,19 +147,28 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
     return (None if found is None else str(path)), client_state
 
 
-def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Served | None:
-    """Return a checkpoint cut for an engine; None where the engine can load it as it is."""
+def _opened(engine: Any, path: Path) -> Checkpoint:
+    """Open a checkpoint; if it has names and is one to be cut for the engine, nothing in it would be lost."""
     checkpoint = open_checkpoint(path)
+    if kind_that_keeps(engine) is None and not checkpoint.unnamed and not is_as_it_is(checkpoint, training_of(engine)):
+        _check_nothing_lost(checkpoint)
+    return checkpoint
+
+
+def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: bool) -> Served | None:
+    """Return a checkpoint that `_opened` has opened cut for an engine; None where the engine can load it as it is."""
+    path = checkpoint.opened or checkpoint.source
     kind = kind_that_keeps(engine)
     if kind is not None:
-        topology = checkpoint.topology
-        if checkpoint.format == "deepspeed" and topology.dp == engine.dp_world_size and topology.pp == stages(engine):
+        topology, over = checkpoint.topology, experts_over(engine)
+        has_same = (topology.dp, topology.pp) == (engine.dp_world_size, stages(engine))
+        if checkpoint.format == "deepspeed" and has_same and over in (None, topology.ep):
             return None
         raise UnsupportedError(
             f"an engine with {kind} loads only what one like it has saved",
             path=path,
-            found=f"{checkpoint.format} of {topology.dp} data-parallel ranks",
-            expected=f"DeepSpeed's, of {engine.dp_world_size}",
+            found=f"{checkpoint.format} of {topology.dp} data-parallel ranks{_over(topology.ep, over)}",
+            expected=f"DeepSpeed's, of {engine.dp_world_size}{_over(over, over)}",
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
         )
     training = training_of(engine)
@@ -166,7 +177,7 @@ def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Ser
     if checkpoint.unnamed:  # its optimizer has numbers, which the engine's order gives names
         live = [name for names in training.names for name in names]
         checkpoint = open_for(path, live, [list(names) for names in training.numbered])
-    _check_nothing_lost(checkpoint)
+        _check_nothing_lost(checkpoint)
     served = serve(checkpoint, training, optimizer=optimizer)
     wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
     if optimizer and training.stage:
@@ -180,6 +191,10 @@ def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Ser
             advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
         )
     return served
+
+
+def _over(ranks: int | None, experts: int | None) -> str:
+    return "" if experts is None else f", experts over {ranks}"
 
 
 def _own_layers(served: Served) -> list[Shard]:

@@ -141,8 +141,10 @@ def durable_saves(
 
 
 def _load(saves: Saves, _engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Load when what is being written is there."""
+    """Load when what is being written is there, and what killed saves have left is gone."""
     saves.wait()
+    if Ranks().rank == 0 and arguments["load_dir"]:
+        _remove_leftovers(Path(arguments["load_dir"]))
     return call(**arguments)
 
 
@@ -256,7 +258,7 @@ def write(
 ) -> None:
     """Write a checkpoint together with the other ranks; given the parameters' names, in zckpt's format."""
     if ranks.rank == 0:
-        remove_leftovers(directory, OWNED if names is None else OWNED_NATIVE)
+        _remove_leftovers(directory)
     if names is None:
         _write_as_given(ranks, directory, tag, found)
     else:
@@ -264,6 +266,12 @@ def write(
         native.write(ranks, directory / tag, ranks.do(found.laid_out), list(found.others), names)
     if save_latest:
         ranks.of_first(lambda: _write_latest(directory, tag))
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves have left, in whichever form."""
+    for owned in (OWNED, OWNED_NATIVE):
+        remove_leftovers(directory, owned)
 
 
 def _write_as_given(ranks: Ranks, directory: Path, tag: str, found: Collected) -> None:

@@ -147,11 +147,14 @@ class Naming:
     def _mapped(self, checkpoint: Checkpoint, side: int | None) -> Mapped:
         from zckpt.naming.apply import mapped
         from zckpt.naming.document import read_map
-        from zckpt.naming.sizes import check_settings, numbers_of, read_config
+        from zckpt.naming.numbered import numbered
+        from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
 
         config, where = read_config(self.map_config, checkpoint)
         found = read_map(self.map or {})
-        check_settings(found, config, checkpoint.opened or checkpoint.source)
+        for said in (config, arguments_of(checkpoint)):
+            check_settings(found, said, checkpoint.opened or checkpoint.source)
+        found = numbered(found, numbers_of(config))
         done = mapped(checkpoint, found, numbers_of(config), side)
         if where is not None and found.sizes and done.notes:
             done.notes.append(f"the numbers of the model are those of {where}")

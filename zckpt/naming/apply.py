@@ -68,10 +68,11 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         Parts of one tensor have state that contradicts itself.
     """
     path = checkpoint.opened or checkpoint.source
+    whole, checkpoint = checkpoint, _without_implied(checkpoint, map_)
     shapes = {parameter.name: parameter.shape for parameter in checkpoint.tensors()}
     found = fit(map_, shapes, path)
     if found.source == to:
-        return Mapped(checkpoint, [], to, {name: name for name in shapes})
+        return Mapped(whole, [], to, {parameter.name: parameter.name for parameter in whole.tensors()})
     taken = taken_apart(checkpoint, map_, found, config)
     gone = {one.source for one in taken}
     checkpoint = replace(
@@ -84,6 +85,13 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     for one in taken:
         work.give(one)
     return work.result()
+
+
+def _without_implied(checkpoint: Checkpoint, map_: Map) -> Checkpoint:
+    """Return a checkpoint without further names of tensors that the other side has not."""
+    names = frozenset().union(*map_.implied)
+    kept = {name: one for name, one in checkpoint.parameters.items() if name not in names or one.tied_to is None}
+    return replace(checkpoint, parameters=kept)
 
 
 def _refuse(checkpoint: Checkpoint, map_: Map) -> None:

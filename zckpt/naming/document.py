@@ -11,7 +11,8 @@
  "refused": {"meta": {"layers.{l}.router.bias": "it chooses experts, for which Hugging Face has no place"}},
  "optimizer": {"meta": [{"huggingface": {"model.layers.{l}.self_attn.q_proj.weight": "(groups members[:q] d) in", ...},
                          "meta": {"layers.{l}.attention.wqkv.weight": "(groups members d) in"}}]},
- "settings": {"layernorm_zero_centered_gamma": false}}
+ "settings": {"layernorm_zero_centered_gamma": false},
+ "implied": {"huggingface": ["lm_head.weight"]}}
 
 or what another map is but for some keys: {"like": "llama-huggingface-meta", "about": ..., "settings": {...}}
 """
@@ -32,13 +33,14 @@ from zckpt.naming.axes import Axes, parse_axes
 
 One = TypeVar("One")
 
-_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}))?\}")
+NUMBER = re.compile(r"\{=([^{}]*)\}")
 
 MAXIMUM_NBYTES = 1 << 22
 """Of a map, or a configuration."""
 
 KEYS = frozenset({
-    "about", "sides", "sizes", "rules", "tied", "order", "ignored", "refused", "optimizer", "settings",
+    "about", "sides", "sizes", "rules", "tied", "order", "ignored", "refused", "optimizer", "settings", "implied",
 })  # fmt: skip
 LIKE = "like"
 
@@ -57,6 +59,8 @@ class Template:
     text: str
     axes: Axes | None
     pattern: re.Pattern[str] = field(compare=False, repr=False)
+    first: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Where the number in the name is not 0 for a letter's first value."""
 
     @property
     def indices(self) -> tuple[str, ...]:
@@ -65,7 +69,15 @@ class Template:
 
     def name(self, indices: Mapping[str, int]) -> str:
         """Return the name with numbers for its letters."""
-        return _INDEX.sub(lambda match: str(indices[match[1]]), self.text)
+        return _INDEX.sub(lambda match: str(indices[match[1]] + self.first.get(match[1], 0)), self.text)
+
+    def numbers(self, name: str) -> dict[str, int] | None:
+        """Return the values of the letters in a name; None if it is not such a name."""
+        match = self.pattern.fullmatch(name)
+        if match is None:
+            return None
+        found = {letter: int(value) - self.first.get(letter, 0) for letter, value in match.groupdict().items()}
+        return found if all(value >= 0 for value in found.values()) else None
 
     def letters(self) -> set[str]:
         """Return the letters of the name and of the axes."""
@@ -121,6 +133,8 @@ class Map:
         optimizer: rules of the optimizer's own tensors.
     settings : dict of str to object
         What the configuration must say, where it says it: values that make other weights of the same arrangement.
+    implied : pair of set of str
+        Names of a side that the other has not where they are other names of a tensor.
     """
 
     name: str
@@ -134,6 +148,7 @@ class Map:
     refused: tuple[tuple[tuple[Template, str], ...], tuple[tuple[Template, str], ...]]
     optimizer: tuple[tuple[Rule, ...], tuple[Rule, ...]]
     settings: dict[str, object]
+    implied: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
 
 
 def shipped() -> list[str]:
@@ -227,7 +242,7 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
     return Map(
         name, str(document.get("about", "")), (first, second), sizes, parsed, pair("tied", _aliases),
         pair("order", _templates), pair("ignored", _templates), pair("refused", _reasons),
-        optimizer, settings,
+        optimizer, settings, pair("implied", _names),
     )  # fmt: skip
 
 
@@ -251,6 +266,13 @@ def _aliases(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
         _refuse(where, "unusable tied", "names by names")
     return value
+
+
+def _names(value: object, where: str) -> frozenset[str]:
+    value = [] if value is None else value
+    if not _is_texts(value):
+        _refuse(where, "unusable implied", "a list of names")
+    return frozenset(value)
 
 
 def _templates(value: object, where: str) -> tuple[Template, ...]:
@@ -287,16 +309,20 @@ def _sizes(value: object, where: str) -> tuple[str, ...]:
 def template(text: str, axes: str | None, where: str) -> Template:
     """Return a template; errors are those of `read_map`."""
     seen: set[str] = set()
+    first: dict[str, int] = {}
     pattern, end = "", 0
     for match in _INDEX.finditer(text):
         again = match[1] in seen
         pattern += re.escape(text[end : match.start()]) + (
             rf"(?P={match[1]})" if again else f"(?P<{match[1]}>0|[1-9][0-9]*)"
         )
+        if first.setdefault(match[1], int(match[2] or 0)) != int(match[2] or 0):
+            _refuse(where, f"{text} counts {match[1]} in two ways", "one")
         seen.add(match[1])
         end = match.end()
     pattern += re.escape(text[end:])
-    return Template(text, None if axes is None else parse_axes(axes, f"{where}: {text}"), re.compile(pattern))
+    arranged = None if axes is None else parse_axes(axes, f"{where}: {text}")
+    return Template(text, arranged, re.compile(pattern), {letter: number for letter, number in first.items() if number})
 
 
 def _rule(value: object, names: tuple[str, str], where: str) -> Rule:

@@ -125,9 +125,8 @@ def of_rule(
     met: dict[tuple[int, ...], list[Tensor]] = {}
     for template in templates:
         for name in names:
-            match = template.pattern.fullmatch(name)
-            if match is not None:
-                indices = {key: int(value) for key, value in match.groupdict().items()}
+            indices = template.numbers(name)
+            if indices is not None:
                 key = tuple(indices[one] for one in shared)
                 met.setdefault(key, []).append(Tensor(template, indices, name, shapes[name]))
     return [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.deepspeed.gpt_model import JOINED
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint
@@ -46,16 +47,28 @@ def read_config(
         for name in FILES:
             if (folder / name).is_file():
                 return read_json(folder / name), str(folder / name)
+    found = arguments_of(checkpoint)
+    return found, "the arguments in it" if found else None
+
+
+ORDER = "query_key_value"
+"""What Megatron-DeepSpeed's arguments say by one of their names: how queries, keys and values lie in one tensor."""
+
+
+def arguments_of(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the arguments of Megatron-LM, or Megatron-DeepSpeed, in a checkpoint; empty where it has none."""
     arguments = checkpoint.metadata.get("args")
     node = arguments.node if isinstance(arguments, FromFile) else arguments
     if isinstance(node, Object) and isinstance(node.state, dict):
         node = node.state
     if not isinstance(node, dict):
-        return {}, None
+        return {}
     found = {str(key): value for key, value in node.items()}
     if found.get("group_query_attention") is False:
         found.pop("num_query_groups", None)  # Megatron-LM has 1 there for what is not used
-    return found, "the arguments in it"
+    if "deepspeed" in found:  # and not Megatron-LM, whose order is always the first
+        found[ORDER] = "end to end" if JOINED in found else "by heads"
+    return found
 
 
 def numbers_of(config: Mapping[str, object]) -> dict[str, int]:

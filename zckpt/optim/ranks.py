@@ -156,6 +156,8 @@ class Ranks:
         """Send all ranks the failure of this one, and return that of each; who is gone is told nothing."""
         if isinstance(error, WorkerError):
             raise error
+        if not self.any(error is not None):  # hardly ever is there one, and a number is cheaper to send
+            return []
         return self.gather_all(_packed(error))
 
 

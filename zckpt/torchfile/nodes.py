@@ -48,7 +48,8 @@ class Global:
 
 
 _NOTHING: list[Any] = []
-"""What objects have that nothing is appended to or set in, as hardly anything is: one list for all, never changed."""
+"""What objects have that nothing is appended to or set in, as hardly anything is: one list for all, never changed,
+in whatever process an object comes to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,12 +103,12 @@ class Object:
 
     def extend(self, items: Iterable[object]) -> None:
         """Append to it, as to a list."""
-        self.items = self.items if self.items is not _NOTHING else []
+        self.items = self.items or []
         self.items.extend(items)
 
     def update(self, entries: Iterable[tuple[object, object]]) -> None:
         """Set keys in it, as in a dict."""
-        self.entries = self.entries if self.entries is not _NOTHING else []
+        self.entries = self.entries or []
         self.entries.extend(entries)
 
     def __repr__(self) -> str:

@@ -75,8 +75,7 @@ class Checkpointer:
         Keep what a save would write in memory after each step that is not saved, so that workers that are killed lose
         no step: in /dev/shm, which outlives them, and where there are several nodes, also in that of the next node.
         `resume` makes a checkpoint of it. Each node needs memory for what its ranks and those of the node before it
-        save, twice while a step is kept, and 16 MiB for each rank that sends or gets; `close` gives it back, unless
-        there is an error.
+        save, twice while a step is kept and sent; `close` gives it back, unless there is an error.
     replicate_every : int
         Steps between that.
     replicate_in : path-like, optional
@@ -334,6 +333,7 @@ class Checkpointer:
         self._finish()
         passed: list[str] = []
         if self._spare is not None:
+            self._spare.finish()
             self._save_spare(self._spare)
         for name in self._ranks.of_first(self._candidates):
             path = self._place.checkpoint(name)
@@ -372,7 +372,8 @@ class Checkpointer:
             checkpoint = Saved(f"step-{found.about.step:08d}", found.about.identity)
             if checkpoint.name != latest.partition(" ")[0]:
                 _, overwrite = self._ranks.of_first(lambda: self._begun(checkpoint))
-                spare.copy(found, self._place.checkpoint(checkpoint.name), overwrite=overwrite)
+                path = self._place.checkpoint(checkpoint.name)
+                spare.copy(found, path, overwrite=overwrite, fingerprint=self.fingerprint)
                 self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
         spare.forget()
 

@@ -80,7 +80,7 @@ def write(
         every = ranks.gather(done.own)
         ranks.of_first(lambda: write_document(done.state, every, agreed, partial))
         if fingerprint:
-            _record_fingerprint(ranks, partial)
+            record_fingerprint(ranks, partial)
 
 
 def new_identity() -> str:
@@ -103,8 +103,8 @@ def write_rank(directory: Path, rank: int, count: int, entries: Sequence[Entry],
     return listed(file)
 
 
-def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
-    """Digest what has been written, each rank some of it; the first writes it down."""
+def record_fingerprint(ranks: Ranks, directory: Path) -> None:
+    """Digest what has been written into a directory that has no name yet, each rank some of it; the first notes it."""
     from zckpt.compare.digests import digest_share, put_together
 
     def digested() -> Entries:

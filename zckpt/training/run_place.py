@@ -14,6 +14,7 @@ from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.durable import recover, target_of_old
+from zckpt.storage.leftovers import remove_leftovers
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.run_record import LATEST, NAME, RECORD, Record, Saved
@@ -67,11 +68,12 @@ class RunPlace:
         recover(self.directory / saving.name)
 
     def settle_all(self) -> None:
-        """Give checkpoints their names back that a kill has left without."""
+        """Give checkpoints their names back that a kill has left without, and remove what it has left unfinished."""
         for left in self.directory.iterdir():
             target = target_of_old(left)
             if target is not None and NAME.fullmatch(target.name):
                 recover(target)
+        remove_leftovers(self.directory, OWNED)
 
     def sweep(self) -> None:
         """Remove what a removal has left that was killed."""

@@ -7,7 +7,10 @@ which outlives them. On each node:
 /dev/shm/zckpt-UID/RUN/ID/rank-00000-of-00004.safetensors   a checkpoint in zckpt's format: the files of its ranks,
 /dev/shm/zckpt-UID/RUN/ID/rank-00003-of-00004.safetensors   and of those of the node before it
 /dev/shm/zckpt-UID/RUN/ID/checkpoint.json                   the document, on the first node and the next one
-/dev/shm/zckpt-UID/RUN/ID/spare.json                        written when all ranks have written and sent theirs
+/dev/shm/zckpt-UID/RUN/ID/spare.json                        written when all ranks have written theirs
+
+Files are sent to the next node while training goes on; when all have arrived, what was kept before is removed. So there
+is always one that is whole without any one node.
 
 RUN is in the run's directory (`spare.json` there): who removes that, and begins anew, meets no spare of before.
 A spare is of use only if it was kept after what `latest` names, which it says (`follows`). It is not loaded from
@@ -16,9 +19,13 @@ memory: its files are copied into the run's directory, by ranks that have them, 
 
 from __future__ import annotations
 
+import mmap
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +39,12 @@ from zckpt.errors import SourceError, UsageError, WorkerError, ZckptError
 from zckpt.formats.native import DOCUMENT_NAME, OWNED, rank_name
 from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
-from zckpt.operations.tensors import memory_of
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import read_whole
-from zckpt.training.directory import Prepared, new_identity, write_document, write_rank
+from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_document, write_rank
 from zckpt.training.run_place import RunPlace
 from zckpt.training.saving import prepared_of
 from zckpt.training.spare_memory import (
@@ -55,8 +61,11 @@ from zckpt.training.spare_memory import (
     unwritten,
 )  # fmt: skip
 
-PIECE_NBYTES = 16 << 20
-"""Sent at once: what a rank needs besides what it keeps, for itself and for each rank that sends to it."""
+PIECE_NBYTES = 64 << 20
+"""Sent at once: what fails is told, at the latest, after so many bytes."""
+
+SENDING = "spare"
+"""What ranks are for that talk in the thread that sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +102,15 @@ class Spare:
         nodes = ranks.gather_all(ranks.do(lambda: node_of(self.directory)))
         self._is_first_of_node = nodes.index(nodes[ranks.rank]) == ranks.rank
         self._receivers = neighbours(nodes)
+        self._sending: Future[None] | None = None
+        if any(receiver is not None for receiver in self._receivers):
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="zckpt-spare")
+            self._senders: Ranks | None = Ranks(ranks.given, purpose=SENDING)
+        else:
+            self._senders = None
 
     def keep(self, model: Model, optimizer: Given, given: Mapping[str, Any], follows: Sequence[str]) -> None:
-        """Keep what this rank has, here and on the next node; when all have, forget what was kept before.
+        """Keep what this rank has here, and let a thread send it to the next node; then forget what was kept before.
 
         Parameters
         ----------
@@ -109,8 +124,10 @@ class Spare:
         UsageError
             An optimizer of RPC workers, or of other ranks.
         TargetError
-            There is no room: what was kept before is still there.
+            There is no room, or there was none for the one before on the next node: what was kept before that is still
+            there.
         """
+        self.finish()
         ranks = self._ranks
         _check(ranks, optimizer)
         prepared = prepared_of(ranks, model, optimizer, given)
@@ -121,33 +138,50 @@ class Spare:
             done = ranks.do(lambda: _write_own(ranks, directory, about.identity, prepared))
             every = ranks.gather(done.own)
             ranks.of_first(lambda: write_document(done.state, every, about.identity, directory))
-            for name in (rank_name(ranks.rank, ranks.world_size), DOCUMENT_NAME):
-                self._send(directory, name)
         except WorkerError:  # others may have what is to be gone on with
             raise
         except ZckptError:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        ranks.do(lambda: self._settle(directory, about))
+        ranks.do(lambda: self._tell(directory, about))
+        if self._senders is not None:
+            self._sending = self._pool.submit(self._send_all, self._senders, directory)
 
-    def _settle(self, directory: Path, about: About) -> None:
-        """Say that the spare is whole, and remove every other."""
+    def _tell(self, directory: Path, about: About) -> None:
+        """Say that the spare is whole, as long as all nodes are there; of a single node, remove those before."""
         if self._is_first_of_node:
             write_text(directory / SPARE, text_of(about))
-            self._remove(but=directory)
+            if self._senders is None:
+                self._remove(but=directory)
+
+    def finish(self) -> None:
+        """Wait until what was kept last has been sent. Raises as `keep`, on all ranks."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+
+    def _send_all(self, ranks: Ranks, directory: Path) -> None:
+        """Send this rank's files to the next node, and forget what was kept before."""
+        try:
+            for name in (rank_name(ranks.rank, ranks.world_size), DOCUMENT_NAME):
+                self._send(ranks, directory, name)
+        except WorkerError:
+            raise
+        except ZckptError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        ranks.do(lambda: self._remove(but=directory))
 
     def _remove(self, *, but: Path | None = None) -> None:
         for one in spares(self.directory) if self._is_first_of_node else []:
             if one != but:
                 shutil.rmtree(one, ignore_errors=True)
 
-    def _send(self, directory: Path, name: str) -> None:
+    def _send(self, ranks: Ranks, directory: Path, name: str) -> None:
         """Send a file of this rank, if it has it, to the next node, and write those that come from the one before."""
-        ranks, receivers = self._ranks, self._receivers
+        receivers = self._receivers
         own = directory / name
         mine = own.stat().st_size if receivers[ranks.rank] is not None and own.exists() else None
-        if all(receiver is None for receiver in receivers):
-            return
         if name == DOCUMENT_NAME and ranks.rank:
             mine = None
         sizes: list[tuple[str, int | None]] = ranks.gather_all((name, mine))
@@ -161,15 +195,13 @@ class Spare:
         for start in range(0, most, PIECE_NBYTES):
             piece = going.piece(start) if going is not None and start < going.nbytes else None
             with answering():
-                work = [dist.irecv(one.room(start), src=ranks.members[one.sender], group=ranks.group)
+                work = [dist.irecv(one.piece(start), src=ranks.members[one.sender], group=ranks.group)
                         for one in coming if start < one.nbytes]  # fmt: skip
                 if piece is not None:
                     work.append(dist.isend(piece, dst=ranks.members[receivers[ranks.rank] or 0], group=ranks.group))
                 for one in work:
                     if one is not None:
                         one.wait()
-            for its in coming:
-                its.write(start)
         errors = [one.end() for one in coming] + ([] if going is None else [going.end()])
         ranks.agree(next((error for error in errors if error is not None), None))
 
@@ -200,8 +232,10 @@ class Spare:
                 whole.append(Found(about, by))
         return max(whole, key=lambda found: found.about.made, default=None)
 
-    def copy(self, found: Found, path: Place, *, overwrite: bool) -> None:
+    def copy(self, found: Found, path: Place, *, overwrite: bool, fingerprint: bool) -> None:
         """Copy a spare to where a checkpoint is to be; each file by one of the ranks that have it.
+
+        With `fingerprint`, it gets one, as a save does: a step that is kept in memory does not wait for it.
 
         Raises
         ------
@@ -227,13 +261,17 @@ class Spare:
         with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
             ranks.do(lambda: written(partial))
             ranks.of_first(lambda: finished(partial))
+            if fingerprint:
+                record_fingerprint(ranks, partial)
 
     def forget(self) -> None:
         """Remove every spare: none is gone on with any more."""
         self._ranks.do(self._remove)
 
     def close(self) -> None:
-        """Give the memory of this node back, without waiting for other ranks."""
+        """Give the memory of this node back, once nothing is sent any more."""
+        with suppress(Exception):  # of what is removed now
+            self.finish()
         if self._is_first_of_node:
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -256,52 +294,53 @@ def neighbours(nodes: Sequence[str]) -> list[int | None]:
     return [on[following[node]][on[node].index(rank) % len(on[following[node]])] for rank, node in enumerate(nodes)]
 
 
-class _Going:
-    """A file that is sent."""
+class _Mapped:
+    """A file that is sent or comes, as memory; what fails is told at the end, so that no rank is left waiting."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._error: Exception | None = None
         self._path = path
+        self._error: Exception | None = None
+        self._memory: torch.Tensor | None = None
+
+    def _map(self, descriptor: int) -> None:
+        self._memory = torch.frombuffer(mmap.mmap(descriptor, self.nbytes), dtype=torch.uint8)
 
     def piece(self, start: int) -> torch.Tensor:
-        """Return bytes from `start` on; if they cannot be read, others, of which `end` tells."""
-        into = torch.empty(min(PIECE_NBYTES, self.nbytes - start), dtype=torch.uint8)
+        """Return the memory of bytes from `start` on; some other, if there is none."""
+        count = min(PIECE_NBYTES, self.nbytes - start)
+        if self._memory is None:
+            return torch.zeros(count, dtype=torch.uint8)
+        return self._memory[start : start + count]
+
+
+class _Going(_Mapped):
+    """A file that is sent."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        super().__init__(path, nbytes)
         try:
-            with self._path.open("rb") as file:
-                file.seek(start)
-                count = file.readinto(memory_of(into))
-            if count != into.numel():
-                self._error = SourceError("is shorter than it was", path=self._path, expected=f"{self.nbytes} bytes")
-        except OSError as error:
-            self._error = SourceError("cannot be read", path=self._path, found=error.strerror)
-        return into
+            with path.open("r+b") as file:
+                self._map(file.fileno())
+        except (OSError, ValueError) as error:  # ValueError: it is shorter
+            self._error = SourceError("cannot be read", path=path, expected=f"{nbytes} bytes", found=str(error))
 
     def end(self) -> Exception | None:
         """Return what has failed."""
         return self._error
 
 
-class _Coming:
-    """A file that comes from another rank; what fails is told at the end, so that the sender is not left waiting."""
+class _Coming(_Mapped):
+    """A file that comes from another rank."""
 
     def __init__(self, sender: int, path: Path, nbytes: int) -> None:
-        self.sender, self.nbytes = sender, nbytes
-        self._path, self._partial = path, path.with_name(f".{path.name}.zckpt-partial")
-        self._error: Exception | None = None
-        self._memory = torch.empty(min(PIECE_NBYTES, nbytes), dtype=torch.uint8)
-
-    def room(self, start: int) -> torch.Tensor:
-        """Return memory for the bytes from `start` on."""
-        return self._memory[: min(PIECE_NBYTES, self.nbytes - start)]
-
-    def write(self, start: int) -> None:
-        """Write the bytes that have come."""
-        if start >= self.nbytes or self._error is not None:
-            return
+        super().__init__(path, nbytes)
+        self.sender = sender
+        self._partial = path.with_name(f".{path.name}.zckpt-partial")
         try:
-            with self._partial.open("ab" if start else "wb") as file:
-                file.write(memory_of(self.room(start)))
+            with self._partial.open("w+b") as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # memory without room would end the process
+                self._map(file.fileno())
         except OSError as error:
             self._error = unwritten(self._partial, error)
 

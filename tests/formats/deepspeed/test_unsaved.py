@@ -12,7 +12,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.shards import FIXTURES, edit
 from tests.truth import assert_same
-from zckpt.errors import ShardError
+from zckpt.errors import ShardError, UnsupportedError
 
 NAME = "ds0176_s0_bf16_dp2"
 
@@ -27,6 +27,18 @@ def test_weights_are_read_and_the_rest_is_said_not_to_be_there() -> None:
     assert [name for name, p in found.parameters.items() if p.frozen] == [n for n in weights if "frozen" in n]
     assert any("DeepSpeed 0.17.6 saved no optimizer" in warning for warning in found.warnings)
     assert zckpt.verify(FIXTURES / NAME, deep=True).sound
+
+
+def _summed_in_floats(content: dict[str, Any]) -> None:
+    content["ds_config"]["zero_optimization"]["stage"] = 1
+    content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
+
+
+def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
+    edit(next(folder.rglob("mp_rank*")), _summed_in_floats)
+    with pytest.raises(UnsupportedError, match=r"holds no optimizer.*0\.17\.6.*consolidate"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=4)
 
 
 def _older(content: dict[str, Any]) -> None:

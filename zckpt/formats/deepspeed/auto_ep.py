@@ -36,7 +36,7 @@ KEY = "ds_autoep_layers"
 FOLDING_KEY = "folding"
 """Of experts that are sliced over tensor-parallel ranks as well."""
 
-SLICED_AS_WELL = "experts of AutoEP that AutoTP slices as well"
+SLICED_AS_WELL = "experts of AutoEP that AutoTP slices as well, which DeepSpeed's own converter refuses, too"
 
 _WEIGHTS = ("w1", "w2", "w3")
 _INNER = ".deepspeed_experts."
@@ -205,10 +205,15 @@ def check_kind(model: ModelShard, optimizers: Sequence[OptimizerShard], mp: int)
     """Raise UnsupportedError for what is not read of AutoEP."""
     path = model.shard.path
     if mp > 1:
-        raise UnsupportedError("experts of AutoEP on several model-parallel ranks", path=path)
+        raise UnsupportedError(
+            f"experts of AutoEP on {mp} ranks of a model, and nothing says how they are sliced", path=path
+        )
     reordered = zero_option(model, "round_robin_gradients")
     if reordered or any(any(pads) for shard in optimizers[:1] for pads in shard.alignment_paddings or []):
-        raise UnsupportedError("experts of AutoEP with round_robin_gradients or parameter_alignment", path=path)
+        raise UnsupportedError(
+            "round_robin_gradients or parameter_alignment, which place AutoEP's experts as one tensor of each rank",
+            path=path, advice="load it in DeepSpeed, switch both off, and save it again",
+        )  # fmt: skip
 
 
 def split_names(content: Mapping[str, object], layers: Sequence[AutoLayer]) -> dict[str, object]:

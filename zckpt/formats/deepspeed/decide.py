@@ -48,6 +48,13 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """
     origin = origin_of(checkpoint)
     check_world_size(options.world_size)
+    if origin is not None and not origin.members and not checkpoint.param_groups:
+        raise UnsupportedError(
+            "holds no optimizer, whose state is what `reshard` cuts for other ranks: all have the same weights",
+            path=checkpoint.source,
+            found=f"DeepSpeed {checkpoint.format_version}, ZeRO stage {checkpoint.zero_stage}",
+            advice="`zckpt consolidate` writes the model, with which a training on any ranks begins",
+        )
     if origin is None or not origin.members:
         raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
                                path=checkpoint.source, found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
@@ -125,7 +132,11 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
     if origin.members[0].bf16_optimizer and (
         stage != 1 or elastic or options.round_robin or options.parameter_alignment
     ):
-        raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
+        raise UnsupportedError(
+            "a checkpoint of BF16_Optimizer stays one, whose loader takes no other form: stage 1, rigid, in order",
+            path=path,
+            advice="`zckpt convert --to dcp`, and from there `--to deepspeed --stage`, writes it for ZeRO's optimizers",
+        )
     if is_bare(origin.members[0]) and options.hyperparameters is None and (stage == 3 or not elastic):
         needs = "ZeRO-3" if stage == 3 else "the rigid form"
         raise UnsupportedError(
@@ -161,9 +172,14 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
         return False
     if origin.layers:  # DeepSpeed writes none
-        raise UnsupportedError("experts next to files of a pipeline's layers", path=path)
+        raise UnsupportedError(
+            "experts next to files of a pipeline's layers, which DeepSpeed writes in pipelines without experts only: "
+            "which of both has a stage's weights is not known",
+            path=path,
+        )
     if stage == 3:
-        raise UnsupportedError("experts are not cut for ZeRO-3", path=path, expected="stage 1 or 2")
+        raise UnsupportedError("DeepSpeed's own layer of experts does not run under ZeRO-3: it saves none of it there",
+                               path=path, expected="stage 1 or 2")  # fmt: skip
     check_in_order(origin, checkpoint, options)
     return False
 

@@ -31,6 +31,10 @@ from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import TorchFile
 
+FLAT_EXPERTS = (
+    "flat masters, which have no names, of a rank's experts and all else: where an expert is in them, no file says"
+)
+
 _EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)", re.DOTALL)
 
 _NAMED = re.compile(r"ep_size_(\d{1,6})")
@@ -133,7 +137,12 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
                 found=degree,
             )
     if assigned(len(names)) != [list(one) for one in names]:
-        raise UnsupportedError("experts in an order that is not the model's are not regrouped", path=path)
+        raise UnsupportedError(
+            "the optimizer has its experts neither layer by layer nor expert by expert: their order over other ranks "
+            "is not known",
+            path=path,
+            expected="--expert-parallel-size left out",
+        )
     return assigned(degree)
 
 
@@ -242,7 +251,7 @@ class _Rank:
     ) -> None:
         self.checkpoint, self.rank, self.content, self.file = checkpoint, rank, content, file
         if FLAT_KEY in content:
-            raise UnsupportedError("flat masters without names and experts", path=file.path)
+            raise UnsupportedError(FLAT_EXPERTS, path=file.path)
         optimizer = of_content(content, file.path)
         self.of_experts = [i for i, group in enumerate(optimizer.groups) if group.get("moe") is True]
         self._check_degree(optimizer, degree)

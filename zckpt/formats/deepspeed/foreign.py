@@ -24,6 +24,7 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirect
 from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
@@ -126,10 +127,11 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             expected="a source that is not elastic",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
         )
-    if checkpoint.topology.pp > 1 and not staged:
+    layers = [name for name in checkpoint.parameters if is_of_layer(name)]
+    if checkpoint.topology.pp > 1 and layers and not staged:
         raise UnsupportedError("a pipeline's layers, without the stages that they are for", path=path,
-                               found=f"pp={checkpoint.topology.pp}",
-                               advice="say which: --pipeline-parallel-size, --pipeline-layers")  # fmt: skip
+                               found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}", advice="say which: "
+                               "--pipeline-parallel-size, --pipeline-layers; one model: --rename, --map")  # fmt: skip
 
 
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:

@@ -248,8 +248,10 @@ def _check_partition_groups(members: Sequence[OptimizerShard]) -> None:
         )
         if counts - {len(members), None}:
             raise UnsupportedError(
-                "sub-groups that are cut over different numbers of ranks",
+                "sub-groups that are cut over other numbers of ranks than there are, and no list of layers of experts, "
+                "which are what DeepSpeed cuts so: whose elements they are is not known",
                 path=member.path,
+                expected=f"{len(members)} ranks",
                 found=sorted(map(str, counts)),
             )
 

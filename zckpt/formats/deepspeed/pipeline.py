@@ -34,6 +34,11 @@ Copy = tuple[int, str, str, Tensor]
 """Model-parallel rank, parameter name, file and tensor."""
 
 
+def is_of_layer(name: str) -> bool:
+    """Tell whether a parameter has a name that only a pipeline has for it."""
+    return name.startswith(TIED) or name.partition(".")[0].isdecimal()
+
+
 def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int, int]:
     """Return (pipeline, tensor) parallel degrees.
 

@@ -80,7 +80,7 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
     others = [one for one in checkpoint.per_rank if not is_quantised(one) or one.mp_rank]
     if others:
         raise UnsupportedError(
-            "quantised state of model-parallel ranks, or beside other state of ranks, is not made floats",
+            "quantised state of model-parallel ranks, whose blocks are of slices, or beside other state of ranks' own",
             path=path,
             found=keys_listed(others),
             advice="resume in the program that saved it, or `zckpt consolidate` the model",

@@ -49,7 +49,13 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     if degree < 1:
         raise UsageError("unusable tensor-parallel size", expected="at least 1", found=degree)
     if origin.experts or origin.expert_optimizers or any(is_expert(name) for name in checkpoint.parameters):
-        raise UnsupportedError("experts of stage 0 keep their tensor-parallel ranks and stages", path=path)
+        raise UnsupportedError(
+            "at stage 0 each expert rank's optimizer numbers the experts of one tensor-parallel rank and stage: how "
+            "another would number them is not known",
+            path=path,
+            expected="the tensor-parallel ranks and stages of SOURCE",
+            advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
+        )
     ranks = _ranks(checkpoint, origin, options)
     if degree != checkpoint.topology.tp:
         _check_slots(ranks, path)

@@ -18,7 +18,7 @@ from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.experts import content_of, is_expert
+from zckpt.formats.deepspeed.experts import FLAT_EXPERTS, content_of, is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY
@@ -128,7 +128,7 @@ def _rank(
     names: Sequence[str] | None,
 ) -> _Rank:
     if FLAT_KEY in content:
-        raise UnsupportedError("flat masters without names and experts", path=file.path)
+        raise UnsupportedError(FLAT_EXPERTS, path=file.path)
     optimizer = of_content(content, file.path)
     own = Checkpoint(checkpoint.source, checkpoint.format)
     own.parameters = _parameters(checkpoint, layers, rank)

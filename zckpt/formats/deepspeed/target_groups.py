@@ -138,12 +138,8 @@ def _refuse_mixture(bundles: Sequence[Sequence[_Group]], path: str) -> None:
         own = frozenset(group.degree for group in bundle)
         known = own if None in own else degrees.setdefault(bundle[0].kind, own)
         if own != known and max(len(own), len(known)) > 1:
-            raise UnsupportedError(
-                "param groups with equal hyperparameters have experts that are spread over different numbers of ranks: "
-                "which of them make one group is not known",
-                path=path,
-                expected="--expert-parallel-size left out",
-            )
+            raise _refused("param groups with equal hyperparameters and experts over different numbers of "
+                           "ranks: which of them make one group is not known", path)  # fmt: skip
 
 
 def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int, lanes: int) -> None:
@@ -174,16 +170,22 @@ def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str
             spread[rank] += names
     if not by_size and len(bundle) > 1:
         if len({group.degree for group in bundle}) > 1:
-            raise UnsupportedError("groups of experts that DeepSpeed would not make are not joined", path=path)
+            raise _refused(
+                "groups of experts that are not as DeepSpeed makes them: what it would make is not known", path
+            )
         return [unit for group in bundle for unit in _expert_units([group], degree, parameters, path)]
     order = {layer: number for number, layer in enumerate(totals)}
     spread = [sorted(names, key=lambda name: order[layer_of(name)]) for names in spread]
     numels = [[parameters[name].numel for name in names] for names in spread]
     if any(one != numels[0] for one in numels):
-        raise UnsupportedError("experts of different sizes are not regrouped", path=path)
+        raise _refused("experts of different sizes, while DeepSpeed's ranks all have as many elements", path)
     cut = expert_groups(numels[0], indivisible(spread[0])) if by_size else [list(range(len(spread[0])))]
     values = _renamed(bundle[0], degree)
     return [Unit(values, [[names[i] for i in one] for names in spread], per_rank) for one in cut]
+
+
+def _refused(what: str, path: str) -> UnsupportedError:
+    return UnsupportedError(what, path=path, expected="--expert-parallel-size left out")
 
 
 def _joined(groups: Sequence[_Group], parameters: Mapping[str, Parameter]) -> tuple[list[list[str]], bool]:

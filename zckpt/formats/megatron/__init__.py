@@ -2,6 +2,7 @@
 
 RUN/latest_checkpointed_iteration.txt      "4": the directory that was saved last; or "release"
 RUN/iter_0000004/                          `torch_dist`: metadata.json, .metadata, __R_N.distcp, common.pt
+RUN/iter_0000004/metadata.json, <key>/     `zarr`, of up to 0.9: an array for each tensor
 NAME/weights/, NAME/context/               NeMo 2: the same in `weights`
 NAME/model_weights/, model_config.yaml     NeMo 1, unpacked
 RUN/iter_0000004/.metadata, __R_N.distcp   `fsdp_dtensor`: of torch's DCP, with names, and no metadata.json
@@ -12,6 +13,7 @@ names         what the tensors on disk are of the model that they were cut from
 stacked       the spans of one layer, or expert, of a tensor that holds all of them
 grouped       the flattened state of experts that are one tensor in memory
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
+zarr          the tensors and objects of such a directory in arrays
 optimizer     its slots and param groups
 objects       values that are no tensors
 flat          the distributed optimizer's flat buffers as slots of parameters
@@ -31,6 +33,7 @@ writer        a run's directory with one `torch_dist` checkpoint
 legacy_writer one with legacy files: legacy_target, legacy_state, stages, slices
 write_common  what both have
 keys          under which key, and where in it, such a directory has each tensor
+norms         under which name each implementation of layers has its norms
 write_groups  param groups as Megatron-Core has them
 own           what a directory that zckpt wrote has besides
 """
@@ -42,7 +45,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.megatron.directory import FSDP_DTENSOR, LEGACY, find_place, is_written, names_own
+from zckpt.formats.megatron.directory import FSDP_DTENSOR, LEGACY, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
 from zckpt.storage.ownership import Owned
 
@@ -143,7 +146,7 @@ class Megatron(Format):
             "Megatron-Core, NeMo 2",
             "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
             "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, proven by the weights, "
-            "`dp_reshardable` and `dp_zero_gather_scatter`; Megatron-FSDP's `fsdp_dtensor`",
+            "`dp_reshardable` and `dp_zero_gather_scatter`; Megatron-FSDP's `fsdp_dtensor`; `zarr` of up to 0.9",
         ),
         (
             "Megatron's legacy `mp_rank_XX`",
@@ -189,7 +192,7 @@ class Megatron(Format):
                                  expected="--ckpt-format torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
         only = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "stage_bounds",
-                "padded_vocab_size", "transformer_impl", "ddp_bucket_size")  # fmt: skip
+                "padded_vocab_size", "ddp_bucket_size")  # fmt: skip
         given = next((name for name in only if getattr(job.options, name) is not None), None)
         if given is not None:
             raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
@@ -216,7 +219,7 @@ class Megatron(Format):
         from zckpt.formats.survey import survey_files
 
         surveyed = survey_files(search.path if found is None else found.place.path)
-        if found is not None and found.place.kind != LEGACY:
+        if found is not None and found.place.kind not in (LEGACY, ZARR):
             surveyed.errors += faults(found.place.path, read_metadata(found.place.path))
         return surveyed
 

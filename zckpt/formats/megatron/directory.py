@@ -39,7 +39,7 @@ INSIDE = ("weights", "model_weights")
 
 FORMAT = "megatron"
 
-TORCH_DIST, LEGACY, FSDP_DTENSOR = "torch_dist", "legacy", "fsdp_dtensor"
+TORCH_DIST, LEGACY, FSDP_DTENSOR, ZARR = "torch_dist", "legacy", "fsdp_dtensor", "zarr"
 
 _KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_version"))
 """What Megatron-FSDP's keys are known by: all of one of these are in `.metadata`."""
@@ -69,8 +69,8 @@ class Place:
     tracker : Path or None
         The file that named it.
     version : int
-        Of `torch_dist`.
-    kind : {"torch_dist", "legacy", "fsdp_dtensor"}
+        Of `torch_dist` or `zarr`.
+    kind : {"torch_dist", "legacy", "fsdp_dtensor", "zarr"}
     """
 
     path: Path
@@ -222,20 +222,21 @@ def _place(path: Path, tracker: Path | None = None) -> Place:
         raise DamagedFileError("cannot be read", path=mark, expected="JSON") from error
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     version = found.get("sharded_backend_version", 1) if isinstance(found, dict) else None
-    if backend != TORCH_DIST or version != 1:
+    if backend not in (TORCH_DIST, ZARR) or version != 1:
         raise UnsupportedError(
             f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}",
             path=path,
-            expected=f"{TORCH_DIST} 1",
+            expected=f"{TORCH_DIST} 1, or {ZARR} 1",
             advice="write it as torch_dist with the program that wrote it",
         )
-    for name in (METADATA_NAME, COMMON):
+    needed = (METADATA_NAME, COMMON) if backend == TORCH_DIST else (COMMON,)
+    for name in needed:
         if not is_file(path / name):
             raise ShardError(
                 f"file {name} is missing",
                 path=path,
-                expected=f"{METADATA_NAME} and {COMMON} beside {MARK}",
+                expected=f"{' and '.join(needed)} beside {MARK}",
                 advice="the save did not finish, or the file was not copied",
                 code=MISSING_FILE,
             )
-    return Place(path, tracker, version)
+    return Place(path, tracker, version, backend)

@@ -30,12 +30,6 @@ _MODEL = re.compile(r"(?:.*\.)?layers\.[0-9]+\.(?:.*\.)?linear_[a-z0-9_]+\.weigh
 _UNWRITTEN = re.compile(r".*\.(?:in_proj|conv1d)\.(?:weight|bias)|.*\.experts\.weight[12]")
 """Tensors that Megatron-Core writes as several, at bounds that the tensor does not tell; or transposed."""
 
-_NORMS = (
-    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_", ".self_attention.linear_qkv.weight"),
-    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_", ".mlp.linear_fc1.weight"),
-)
-"""Norms that are stored as a part of the linear layer behind them, and what has to be there for that."""
-
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -79,23 +73,6 @@ def check_names(names: Iterable[str], path: str) -> None:
 def is_of_one_layer(key: str) -> bool:
     """Tell whether a key is of one layer of a block whose layers might be stacked."""
     return _LAYER.fullmatch(key) is not None
-
-
-def filed_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the name that the files' keys have for each tensor: norms that belong to a linear layer are a part of it.
-
-    A norm before experts stays by itself, as with Transformer Engine.
-    """
-    every = set(names)
-    found = {}
-    for name in every:
-        new = name
-        for norm, part, linear in _NORMS:
-            front, _, rest = name.rpartition(norm)
-            if front and rest in ("weight", "bias") and f"{front}{linear}" in every:
-                new = f"{front}{part}{rest}"
-        found[name] = name if new in every else new
-    return found
 
 
 @dataclass(frozen=True, slots=True)

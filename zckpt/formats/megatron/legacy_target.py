@@ -6,30 +6,20 @@ that came with it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zckpt.errors import UsageError
 from zckpt.formats.megatron.buckets import default_bucket_numel
-from zckpt.formats.megatron.keys import filed_names
+from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
 from zckpt.formats.megatron.objects import arguments_of
 from zckpt.formats.megatron.slices import VOCABULARY
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import FromFile, Namespace, Object
 
-ENGINE, LOCAL = "transformer_engine", "local"
-"""Whose layers a module has: Megatron-LM's --transformer-impl."""
-
 CHUNKS, BOUNDS, ROWS = "virtual stages", "stage bounds", "padded vocabulary"
 """Under which `Checkpoint.details` have them."""
-
-_MERGED = (
-    (re.compile(r"(.*)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"), r"\1.input_layernorm.\2"),
-    (re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"\1.pre_mlp_layernorm.\2"),
-)
-"""Norms that are a part of the linear layer behind them with Transformer Engine, and modules of their own without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,29 +140,6 @@ def _is_engine(checkpoint: Checkpoint, said: str | None, arguments: Mapping[obje
         return False
     known = arguments.get("transformer_impl")
     return known != LOCAL
-
-
-def live_names(names: Iterable[str], *, engine: bool) -> dict[str, str]:
-    """Return what the module calls each tensor.
-
-    Parameters
-    ----------
-    names : iterable of str
-        Of Megatron-Core, of either kind of layers.
-    engine : bool
-    """
-    every = list(names)
-    filed = filed_names(every)
-    found = {}
-    for name in every:
-        new = filed[name]
-        for pattern, live in _MERGED:
-            match = pattern.fullmatch(new)
-            linear = new.rpartition(".")[0] + ".weight"
-            if match is not None and not (engine and linear in every):
-                new = pattern.sub(live, new)
-        found[name] = new
-    return found
 
 
 def with_sizes(value: object, target: Target) -> object:

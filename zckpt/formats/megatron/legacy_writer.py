@@ -24,7 +24,8 @@ from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE, OWN_NAME, RELEASE, TRACKER
 from zckpt.formats.megatron.legacy import TIED, UNTIED
 from zckpt.formats.megatron.legacy_state import Model, Rank, buffers_node, optimizer_node
-from zckpt.formats.megatron.legacy_target import BOUNDS, Target, live_names, target_of, wanted_of, with_sizes
+from zckpt.formats.megatron.legacy_target import BOUNDS, Target, target_of, wanted_of, with_sizes
+from zckpt.formats.megatron.norms import live_names
 from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.own import own_tree

@@ -1,6 +1,7 @@
-"""A `torch_dist` directory as a Checkpoint: the tensors that `.metadata` lists, as the model has them on one rank.
+"""A `torch_dist` or `zarr` directory as a Checkpoint: the tensors that it lists, as the model has them on one rank.
 
 DIR/.metadata, __R_N.distcp     what is where, as torch's DCP writes it; keys are flat, `planner_data` says nothing
+DIR/<key>/                      the same in arrays: see `zarr`
 DIR/common.pt                   what is not sharded: iteration, arguments, scheduler, hyperparameters
 
 <model key>                                        a weight; `names` says of which layers and experts
@@ -19,10 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
-from zckpt.formats.dcp.items import TensorItem, read_items
+from zckpt.formats.dcp.directory import NAME
+from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
-from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
+from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, TORCH_DIST, ZARR, Place
 from zckpt.formats.megatron.flat import with_flat
 from zckpt.formats.megatron.grouped import is_transposed, transposed
 from zckpt.formats.megatron.keys import is_of_one_layer
@@ -31,6 +33,7 @@ from zckpt.formats.megatron.objects import carry_objects, read_common, topology_
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.own import add_absent, read_own, restore_own
 from zckpt.formats.megatron.stacked import Index, is_flattened, joined, split, unflattened
+from zckpt.formats.megatron.zarr import read_arrays
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
@@ -73,25 +76,34 @@ def read(place: Place) -> Checkpoint:
         Files are missing or damaged, contradict each other, or hold what is not known.
     """
     path = place.path
-    metadata = read_metadata(path)
-    items = read_items(path, metadata)
     common = read_common(path / COMMON)
-    checkpoint = Checkpoint(str(path), FORMAT, f"torch_dist {place.version}")
-    describe_files(checkpoint, path, metadata, items.files)
+    checkpoint = Checkpoint(str(path), FORMAT, f"{place.kind} {place.version}")
+    tensors, objects = _items(checkpoint, place)
     checkpoint.claims[str(path / MARK)] = Claim(IMPLIED, "which backend wrote it")
     if place.tracker is not None:
         checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
     own = read_own(path)
-    keys = sorted_keys(items.tensors, metadata.path)
-    add_tensors(checkpoint, keys, metadata.path, own.names if own is not None else {})
-    carry_objects(checkpoint, items.objects)
-    attach(checkpoint, with_flat(checkpoint, keys.flat, items.objects, common), own.groups if own is not None else None)
+    index = str(path / NAME if place.kind == TORCH_DIST else path)
+    keys = sorted_keys(tensors, index)
+    add_tensors(checkpoint, keys, index, own.names if own is not None else {})
+    carry_objects(checkpoint, objects)
+    attach(checkpoint, with_flat(checkpoint, keys.flat, objects, common), own.groups if own is not None else None)
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
     checkpoint.step = common.step
     if own is not None:
         add_absent(checkpoint, own)
         restore_own(checkpoint, own)
     return checkpoint
+
+
+def _items(checkpoint: Checkpoint, place: Place) -> tuple[dict[str, TensorItem], dict[str, ObjectItem]]:
+    """Return the tensors and the objects by key; a checkpoint gets the files that hold them."""
+    if place.kind == ZARR:
+        return read_arrays(checkpoint, place.path)
+    metadata = read_metadata(place.path)
+    items = read_items(place.path, metadata)
+    describe_files(checkpoint, place.path, metadata, items.files)
+    return items.tensors, items.objects
 
 
 def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:

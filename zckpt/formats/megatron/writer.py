@@ -38,8 +38,9 @@ from zckpt.formats.megatron.directory import (
     TORCH_DIST,
     TRACKER,
 )
-from zckpt.formats.megatron.keys import Placed, filed_names, is_of_one_layer, placed
-from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER
+from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
+from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
+from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.megatron.write_common import (
     CONTENT,
@@ -139,7 +140,7 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     notes: list[str] = []
     tensors = model_for(checkpoint, options.dtype)
-    filed = filed_names(tensors)
+    filed = keyed_names(tensors, options.transformer_impl or _implementation(checkpoint))
     trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
     kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
     apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
@@ -184,6 +185,12 @@ def lay_out(job: Job) -> TargetFiles:
 
 def _slots(one: Parameter | None) -> tuple[str, ...]:
     return () if one is None else tuple(sorted(key for key in one.slots if key != WEIGHT))
+
+
+def _implementation(checkpoint: Checkpoint) -> str | None:
+    """Return whose layers a source's own arguments say that its model has."""
+    known = arguments_of(checkpoint.metadata.get("args")).get("transformer_impl")
+    return str(known) if known in (ENGINE, LOCAL) else None
 
 
 def _stored_apart(checkpoint: Checkpoint) -> bool:

@@ -1,0 +1,143 @@
+"""The sharded backend `zarr` of megatron-core up to 0.9: a directory for each tensor, which is an array.
+
+DIR/metadata.json, common.pt      as beside `torch_dist`
+DIR/<key>/.zarray                 {"shape", "chunks", "dtype": "<f4", "compressor": null, "order": "C", ...}
+DIR/<key>/1.0.0                   chunk 1 along the first axis: its elements end to end, of the size of all others, too
+                                  where the array ends within it
+DIR/<key>.sync/                   locks of ranks that wrote parts of one chunk
+DIR/<key>/shard_<i>_<n>.pt        an object
+
+Keys are those of `torch_dist`; the distributed optimizer's flattened state has the shape of the weights here.
+
+Source: megatron-core 0.8, `strategies/zarr.py`; zarr's specification, version 2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from zckpt.codes import MISSING_FILE, TRUNCATED
+from zckpt.engine.boxes import row_major
+from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
+from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.torch_files.tensors import describe
+from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
+from zckpt.state.dtypes import itemsize
+from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.storage.files import is_file, read_head
+from zckpt.torchfile import read_torchfile
+
+ARRAY, LOCKS, OBJECTS = ".zarray", ".sync", "shard_*.pt"
+
+HEAD_NBYTES = 1 << 20
+
+DTYPES = {
+    "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
+    "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
+}  # fmt: skip
+
+PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
+"""What Megatron-Core's arrays are, so that a chunk's elements are in its file as they are."""
+
+
+def read_arrays(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, TensorItem], dict[str, ObjectItem]]:
+    """Return the tensors and the objects of a directory by key, and add its files to a checkpoint's.
+
+    Raises
+    ------
+    ShardError
+        A chunk is missing.
+    DamagedFileError
+        An array's description is malformed, or a chunk is of another size.
+    UnsupportedError
+        Chunks are compressed, or otherwise not as they are in memory.
+    """
+    tensors: dict[str, TensorItem] = {}
+    objects: dict[str, ObjectItem] = {}
+    for folder in sorted(one for one in path.iterdir() if one.is_dir()):
+        if folder.name.endswith(LOCKS):
+            for one in folder.iterdir():
+                checkpoint.claims[str(one)] = Claim(IMPLIED, "a lock of ranks that wrote parts of one chunk")
+            continue
+        if is_file(folder / ARRAY):
+            tensors[folder.name] = _array(checkpoint, folder)
+        for one in sorted(folder.glob(OBJECTS)):
+            file = read_torchfile(one)
+            key = f"{folder.name}/{one.stem}"
+            objects[key] = ObjectItem(key, file, file.root)
+            checkpoint.files.append(describe(file, "object"))
+    return tensors, objects
+
+
+def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
+    shape, chunks, dtype = _described(folder / ARRAY)
+    checkpoint.claims[str(folder / ARRAY)] = Claim(IMPLIED, "how an array is cut")
+    grid = tuple(-(-n // size) for n, size in zip(shape, chunks, strict=True))
+    there = {one.name for one in folder.iterdir()} - {ARRAY}
+    nbytes = math.prod(chunks) * itemsize(dtype)
+    spans = []
+    for index in _indices(grid, len(there), folder):
+        name = ".".join(map(str, index)) or "0"
+        if name not in there:
+            raise ShardError(f"file {name} is missing", path=folder, expected=f"{math.prod(grid)} chunks of an array",
+                             advice="the save did not finish, or the file was not copied",
+                             code=MISSING_FILE)  # fmt: skip
+        file = folder / name
+        if file.stat().st_size != nbytes:
+            raise DamagedFileError("is not of the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
+                                   found=f"{file.stat().st_size:,}", code=TRUNCATED)  # fmt: skip
+        offsets = tuple(at * size for at, size in zip(index, chunks, strict=True))
+        sizes = tuple(min(size, n - at) for at, size, n in zip(offsets, chunks, shape, strict=True))
+        strides = None if sizes == chunks else row_major(chunks)
+        used = math.prod(sizes)
+        spans.append(Span(Extent(offsets, sizes, 0, used), str(file), 0, dtype, strides))
+        whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
+        used *= itemsize(dtype)
+        checkpoint.files.append(
+            SourceFile(str(file), nbytes, "chunk", tensor_nbytes=used, unreferenced_nbytes=nbytes - used,
+                       tree={folder.name: whole})
+        )  # fmt: skip
+    return TensorItem(folder.name, dtype, shape, tuple(spans), None, str(folder))
+
+
+def _indices(grid: tuple[int, ...], there: int, folder: Path) -> Iterator[tuple[int, ...]]:
+    """Yield the indices of all chunks, of which there have to be files."""
+    if math.prod(grid) > there:
+        raise ShardError("chunks of an array are missing", path=folder, expected=f"{math.prod(grid):,} files",
+                         found=f"{there:,}", code=MISSING_FILE)  # fmt: skip
+    yield from product(*map(range, grid))
+
+
+def _described(path: Path) -> tuple[tuple[int, ...], tuple[int, ...], str]:
+    """Return shape, chunks and type of an array."""
+    try:
+        found = json.loads(read_head(str(path), HEAD_NBYTES))
+    except ValueError as error:
+        raise DamagedFileError("cannot be read", path=path, expected="JSON") from error
+    node = found if isinstance(found, dict) else {}
+    shape, chunks = _sizes(node.get("shape"), 0), _sizes(node.get("chunks"), 1)
+    if shape is None or chunks is None or len(shape) != len(chunks):
+        raise DamagedFileError("does not describe an array", path=path, expected="shape and chunks",
+                               found=f"{node.get('shape')} and {node.get('chunks')}"[:80])  # fmt: skip
+    for key, value in PLAIN.items():
+        if node.get(key) != value:
+            given = node.get(key)
+            told = given.get("id", given) if isinstance(given, dict) else given
+            raise UnsupportedError(f"is an array of zarr with {key} {str(told)[:40]}", path=path,
+                                   expected=f"{key} {value}, as Megatron-Core writes it",
+                                   advice="write it as torch_dist with the program that wrote it")  # fmt: skip
+    dtype = DTYPES.get(str(node.get("dtype")))
+    if dtype is None:
+        raise UnsupportedError("is an array of a type that is not known", path=path, expected=", ".join(DTYPES),
+                               found=str(node.get("dtype"))[:40])  # fmt: skip
+    return shape, chunks, dtype
+
+
+def _sizes(value: object, least: int) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or not all(type(n) is int and n >= least for n in value):
+        return None
+    return tuple(value)
