@@ -103,6 +103,13 @@ class LayerNorm(nn.LayerNorm):
         nn.init.normal_(self.bias, 0, 0.1)
 
 
+def share(values: torch.Tensor, **how: Any) -> nn.Parameter:
+    """Return this rank's share of a whole, marked as the program marks it: DeepSpeed's gradient norms count by that."""
+    parameter = nn.Parameter(tp._mine(values, **how).clone())
+    parameter.tensor_model_parallel = True
+    return parameter
+
+
 def norm(kind: Kind) -> nn.Module:
     return RMSNorm() if kind.rms else LayerNorm()
 
@@ -115,8 +122,10 @@ class Linear(nn.Module):
         subs = (outputs // parts,) * parts
         weight, own = torch.randn(outputs, inputs) / math.sqrt(inputs), torch.randn(outputs) * 0.1
         self.row = row
-        self.weight = nn.Parameter((tp._mine(weight, dim=1) if row else tp._mine(weight, sub_params=subs)).clone())
-        self.bias = nn.Parameter((own if row else tp._mine(own, sub_params=subs)).clone()) if bias else None
+        self.weight = share(weight, dim=1) if row else share(weight, sub_params=subs)
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(own) if row else share(own, sub_params=subs)
 
     def forward(self, x):
         if not self.row:
@@ -130,7 +139,7 @@ class Words(nn.Module):
 
     def __init__(self, *, normed: bool):
         super().__init__()
-        self.weight = nn.Parameter(tp._mine(torch.randn(padded(ranks()), HIDDEN)).clone())
+        self.weight = share(torch.randn(padded(ranks()), HIDDEN))
         if normed:
             self.norm = LayerNorm()
 

@@ -20,10 +20,10 @@ from zckpt.errors import (
     UnsupportedError,
 )
 from zckpt.formats.account import take_inventory
-from zckpt.formats.megatron.cut import Cut, joined
+from zckpt.formats.megatron.cut import Cut, cut_of, joined
 from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.lines import between
-from zckpt.formats.megatron.order import orders
+from zckpt.formats.megatron.order import order_of, orders
 from zckpt.state import Extent, Slot, Span
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
@@ -160,6 +160,19 @@ def test_experts_that_are_one_parameter_in_memory_are_among_the_orders() -> None
     grouped = [names[0], names[2], names[1], names[3]]
     assert [(one.layers[0], one.fused) for one in orders(names)] == [(names, False), (grouped, False), (grouped, True)]
     assert not any(one.fused for one in orders([*names, names[0].replace("weight", "bias")]))
+
+
+def test_layers_that_predict_further_tokens_are_before_the_output_layer() -> None:
+    inner = ["transformer_layer.input_layernorm.weight", "transformer_layer.self_attention.linear_qkv.weight",
+             "transformer_layer.mlp.linear_fc2.weight"]  # fmt: skip
+    own = ["enorm.weight", "hnorm.weight", "eh_proj.weight", *inner, "final_layernorm.weight"]
+    further = [f"mtp.layers.{n}.{name}" for n in range(2) for name in own]
+    names = ["decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.weight", *further,
+             "output_layer.weight"]  # fmt: skip
+    assert order_of(reversed(names), engine=False) == names
+    assert order_of([*names, "mtp.layers.0.other.weight"], engine=False) is None
+    assert orders([*names, "mtp.layers.0.transformer_layer.other.weight"]) == []
+    assert cut_of("mtp.layers.0.eh_proj.weight", (8, 32), "f", gated=None) == Cut(0)
 
 
 def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.formats.native_files import exchange_tensors
 from tests.formats.some_tensors import random_tensor, stored
+from tests.pairwise import each
 from tests.plans import read_slot, write_directory
 from tests.strategies import shapes, tilings
 from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
@@ -156,15 +157,14 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
 # --- round trips ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*RUNS, *OTHERS])
-def test_everything_comes_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "world_size"), each([*RUNS, *OTHERS], WORLD_SIZES))
+def test_everything_comes_back(name: str, world_size: int, tmp_path: Path) -> None:
     expected = open_checkpoint(FIXTURES / name)
-    for world_size in WORLD_SIZES:
-        directory = written(expected, tmp_path / str(world_size), world_size)
-        assert is_native(directory)
-        assert_same_checkpoint(read(directory), expected, tmp_path)
-        assert check_digests(directory) == []
-        assert all(is_own(path.name) for path in directory.iterdir())
+    directory = written(expected, tmp_path / str(world_size), world_size)
+    assert is_native(directory)
+    assert_same_checkpoint(read(directory), expected, tmp_path)
+    assert check_digests(directory) == []
+    assert all(is_own(path.name) for path in directory.iterdir())
 
 
 def test_native_of_native_is_the_same_at_any_world_size(tmp_path: Path) -> None:

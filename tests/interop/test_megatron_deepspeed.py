@@ -62,6 +62,8 @@ MANY = [
     Case(spec("bloom", 1, 1, universal_info=False, dtype="bf16"), (3, 2, 1)),
     Case(spec("llama_joined", 1, 2), (2, 4, 1)),
     Case(spec("llama_mha", 2, 1), (2, 2, 1)),
+    Case(spec("llama", 3, 1, 2, clip=1.0, scheduler=True), (2, 2, 1)),
+    Case(spec("llama", 2, 2, dtype="bf16", bf16_optimizer=True), (3, 1, 1)),
 ]
 
 

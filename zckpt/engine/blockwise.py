@@ -94,10 +94,13 @@ class Portion:
     position : int, elements
         Of the first one, in what the codes are of.
     codes : Slot
-        Flat, of uint8.
+        Flat, of uint8, or of an 8-bit float type where there is no map.
     scales : Slot
         (blocks, elements of a block), float32: each row says one scale again and again.
-    qmap : Slot
+    qmap : Slot or None
+        Of all portions of a tensor or of none.
+    is_packed : bool
+        Two codes in a byte, in all portions or in none; there is a map then.
     """
 
     start: int
@@ -105,7 +108,8 @@ class Portion:
     position: int
     codes: Slot
     scales: Slot
-    qmap: Slot
+    qmap: Slot | None
+    is_packed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +141,34 @@ class InPortions:
             low, high = max(start, one.start), min(start + numel, one.start + one.numel)
             if low < high:
                 at, count = one.position + low - one.start, high - low
-                found += [
-                    Input(one.codes, Extent.flat(one.codes.shape, at, count), one.codes.dtype),
-                    Input(one.scales, Extent.flat(one.scales.shape, at, count), "float32"),
-                    Input(one.qmap, Extent.whole(one.qmap.shape), "float32"),
-                ]
+                first, per = (at // 2, 2) if one.is_packed else (at, 1)
+                last = -(-(at + count) // per)
+                found.append(Input(one.codes, Extent.flat(one.codes.shape, first, last - first), one.codes.dtype))
+                if one.is_packed:  # how many these are more than the next tells whether the first code is skipped
+                    found.append(
+                        Input(one.scales, Extent.flat(one.scales.shape, at - at % 2, count + at % 2), "float32")
+                    )
+                found.append(Input(one.scales, Extent.flat(one.scales.shape, at, count), "float32"))
+                if one.qmap is not None:
+                    found.append(Input(one.qmap, Extent.whole(one.qmap.shape), "float32"))
         return found
 
     def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
         """Return the values of a block."""
         read = iter(inputs)
-        values: list[Array] = [qmap()[codes()] * scale() for codes, scale, qmap in zip(read, read, read, strict=True)]
+        values: list[Array]
+        if self.portions[0].qmap is None:
+            values = [codes().astype(np.float32) * scale() for codes, scale in zip(read, read, strict=True)]
+        elif self.portions[0].is_packed:
+            groups = zip(read, read, read, read, strict=True)
+            values = [qmap()[_halves(pairs(), more(), s := scale())] * s for pairs, more, scale, qmap in groups]
+        else:
+            values = [qmap()[codes()] * scale() for codes, scale, qmap in zip(read, read, read, strict=True)]
         return values[0] if len(values) == 1 else np.concatenate(values)
+
+
+def _halves(pairs: Array, scales: Array, own: Array) -> Array:
+    """Return the codes that have scales of their own, of pairs that may begin with one that has not."""
+    codes: Array = np.stack([pairs >> 4, pairs & 0xF], axis=-1).reshape(-1)
+    skipped = len(scales) - len(own)
+    return codes[skipped : skipped + len(own)]

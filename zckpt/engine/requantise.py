@@ -49,6 +49,31 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
+class Floats:
+    """The values of a slot that is in float32 already."""
+
+    slot: Slot
+
+    @property
+    def step(self) -> None:
+        """Any elements can be read by themselves."""
+        return
+
+    @property
+    def width(self) -> int:
+        """Bytes of a float32."""
+        return 4
+
+    def inputs(self, start: int, numel: int) -> list[Input]:
+        """Return the elements themselves."""
+        return [Input(self.slot, Extent.flat(self.slot.shape, start, numel), "float32")]
+
+    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+        """Return them as they are."""
+        return inputs[0]()
+
+
+@dataclass(frozen=True, slots=True)
 class Requantised:
     """Codes of whole blocks, or their scales.
 

@@ -29,6 +29,7 @@ from zckpt.torchfile import FromFile, Tensor
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
 
+FLOATS = "--dequantize writes it as float32, which torchao's optimizers take, too"
 HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
 
 

@@ -9,7 +9,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
-from zckpt.formats.deepspeed.codes import HINT, codes_of
+from zckpt.formats.deepspeed.codes import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
@@ -19,6 +19,7 @@ from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
+from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Parameter
 from zckpt.state.checkpoint import how_to_drop, keys_listed
@@ -194,13 +195,15 @@ def cut_rank_values(target: Target) -> None:
         target.codes.update(found)
         return
     dp = checkpoint.topology.dp
+    of_torchao = any(torchao.is_quantised(value.value) for value in checkpoint.per_rank)
+    advice = HINT if quantised else FLOATS if of_torchao else how_to_drop(checkpoint.per_rank)
     raise UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
         f"cut for other ranks",
         path=checkpoint.source,
         expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
         found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",
-        advice=HINT if quantised else how_to_drop(checkpoint.per_rank),
+        advice=advice,
     )
 
 

@@ -1,27 +1,61 @@
-"""8-bit state of bitsandbytes under ZeRO as floats: codes of each rank's partition, as slots of the parameters.
+"""Quantised state under ZeRO as floats: codes of each rank's partition, as slots of the parameters.
 
-An optimizer under ZeRO sees a rank's partition of a group as one tensor, in the order of the master's: a block has
-elements of several parameters, and begins with the partition. Where a parameter's master is, its codes are.
+An optimizer under ZeRO sees a rank's partition of a group (ZeRO-3: of a sub-group) as one tensor, in the order of the
+master's: a block has elements of several parameters, and begins with the partition. Where a parameter's master is, its
+codes are: behind the same file's master of the same partition, at the same element. bitsandbytes keeps the moments of a
+partition in a dict, torchao each in a tensor of a class of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import ADAM, NESTED, block_of, pieces_of
 from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
 from zckpt.state.checkpoint import RankValue, keys_listed
 from zckpt.state.dtypes import itemsize
+from zckpt.torchfile import FromFile, MetaTensor
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
-Pieces = Mapping[str, Slot]
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment of a partition: codes with their scales, or floats alone.
+
+    Parameters
+    ----------
+    values : Slot
+        Flat: codes, or float32.
+    scales : Slot or None
+        (blocks, elements of a block): each row says one scale again and again.
+    qmap : Slot or None
+    is_packed : bool
+        Two codes in a byte.
+    """
+
+    values: Slot
+    scales: Slot | None = None
+    qmap: Slot | None = None
+    is_packed: bool = False
+
+
+Partition = tuple[str, int]
+"""A file, and where in it the master of a partition begins, in bytes."""
+
+Held = dict[Partition, dict[str, Moment]]
+
+
+def is_quantised(value: RankValue) -> bool:
+    """Tell whether a rank's state is quantised in a way that is known."""
+    return value.key == NESTED or torchao.is_quantised(value.value)
 
 
 def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) -> AnyCheckpoint:
@@ -40,26 +74,22 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    if not any(value.key == NESTED for value in checkpoint.per_rank):
+    if not any(map(is_quantised, checkpoint.per_rank)):
         return checkpoint
     path = checkpoint.source
-    others = [one for one in checkpoint.per_rank if one.key != NESTED or one.mp_rank]
-    parts = {(one.group, one.part) for one in checkpoint.per_rank}
-    if others or len(parts) > len({group for group, _ in parts}):
+    others = [one for one in checkpoint.per_rank if not is_quantised(one) or one.mp_rank]
+    if others:
         raise UnsupportedError(
-            "8-bit state of model-parallel ranks, or of several sub-groups: which elements its blocks are of, the "
-            "files do not say",
+            "quantised state of model-parallel ranks, whose blocks are of slices, or beside other state of ranks' own",
             path=path,
-            found=keys_listed(others) if others else f"{len(parts)} sub-groups",
+            found=keys_listed(others),
             advice="resume in the program that saved it, or `zckpt consolidate` the model",
         )
-    held: dict[int, dict[str, Pieces]] = {}
-    for value in checkpoint.per_rank:
-        where, pieces = _pieces(value, path)
-        held.setdefault(value.group, {})[where] = pieces
+    held = _held(checkpoint, path)
+    groups = {value.group for value in checkpoint.per_rank}
     parameters = {
-        name: replace(one, slots={**one.slots, **_slots(one, held[one.group], path)})
-        if one.group in held and one.tied_to is None
+        name: replace(one, slots={**one.slots, **_slots(one, held, path)})
+        if one.group in groups and one.tied_to is None
         else one
         for name, one in checkpoint.parameters.items()
     }
@@ -77,25 +107,61 @@ def _origin(checkpoint: Checkpoint, parameters: dict[str, Parameter]) -> Origin 
     return replace(origin, ranks=[replace(files, state=state)])
 
 
-def _pieces(value: RankValue, path: str) -> tuple[str, Pieces]:
-    """Return the file that a rank's state of a partition is in, and its tensors."""
-    where, pieces = pieces_of(value.value, f"group {value.group}", path)
+def _held(checkpoint: Checkpoint, path: str) -> Held:
+    """Return the moments of each partition of each rank."""
+    origin = origin_of(checkpoint)
+    members = [] if origin is None else [member for files in origin.ranks for member in files.members]
+    of_rank = {member.rank: member for member in members}
+    held: Held = {}
+    for value in checkpoint.per_rank:
+        member, what = of_rank.get(value.rank), f"group {value.group}"
+        if member is None or value.part >= len(member.masters):
+            raise _uncertain(what, path, f"partition {value.part} of rank {value.rank}, of which there is no master")
+        found = _of_bitsandbytes(value, what, path) if value.key == NESTED else _of_torchao(value, what, path)
+        held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
+    return held
+
+
+def _of_bitsandbytes(value: RankValue, what: str, path: str) -> dict[str, Moment]:
+    _, pieces = pieces_of(value.value, what, path)
     if set(pieces) - {f"{kind}{number}" for kind in ("state", "qmap", "absmax") for number in "12"}:
-        raise _uncertain(f"group {value.group}", path, ", ".join(pieces))
-    return where, pieces
+        raise _uncertain(what, path, ", ".join(pieces))
+    keys = sorted(ADAM.keys() & pieces.keys())
+    names = ADAM if len(keys) == len(ADAM) else {key: key for key in keys}  # Lion's and momentum look alike
+    found = {}
+    for key in keys:
+        codes, scale, qmap = pieces[key], pieces.get(f"absmax{key[-1]}"), pieces.get(f"qmap{key[-1]}")
+        if codes.dtype == "float32" and scale is None:
+            found[names[key]] = Moment(codes)
+            continue
+        block = block_of(names[key], codes, scale, qmap, what, path)
+        if scale is None:
+            raise _uncertain(what, path, f"{key} without scales")
+        found[names[key]] = Moment(codes, _repeated(scale, block), qmap)
+    return found
+
+
+def _of_torchao(value: RankValue, what: str, path: str) -> dict[str, Moment]:
+    node = value.value.node if isinstance(value.value, FromFile) else None
+    if not isinstance(node, MetaTensor):
+        raise _uncertain(what, path, value.key)
+    partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
+    found = torchao.quantised(value.key, partition, path)
+    scales = _repeated(found.scale, found.block)
+    return {value.key: Moment(found.codes, scales, found.qmap, found.cls == torchao.PACKED)}
 
 
 def _uncertain(name: str, path: str, found: object) -> UnsupportedError:
     return UnsupportedError(
-        f"it is not certain what the 8-bit state of {name} is of",
+        f"it is not certain what the quantised state of {name} is of",
         path=path,
-        expected="codes of one or two moments of each rank's partition, in blocks, as bitsandbytes has them",
+        expected="codes of moments of each rank's partition, in blocks, as bitsandbytes and torchao have them",
         found=found,
         advice="resume in the program that saved it, or `zckpt consolidate` the model",
     )
 
 
-def _slots(parameter: Parameter, held: Mapping[str, Pieces], path: str) -> dict[str, Slot]:
+def _slots(parameter: Parameter, held: Held, path: str) -> dict[str, Slot]:
     master = parameter.slots.get(MASTER)
     if master is None or not isinstance(master.spans, CutSpans) or master.shape != parameter.shape:
         raise _uncertain(parameter.name, path, "no master that is cut as ZeRO cuts")
@@ -104,42 +170,40 @@ def _slots(parameter: Parameter, held: Mapping[str, Pieces], path: str) -> dict[
     placed = []
     for span in sorted((one for one in master.spans if one.extent.numel), key=lambda one: one.extent.start):
         position = (span.offset - bases[span.path]) // itemsize(span.dtype)
-        pieces = held.get(span.path)
-        if pieces is None or not ADAM.keys() & pieces.keys():
-            raise _uncertain(parameter.name, path, f"none of it in {span.path}")
-        placed.append((span, position, pieces))
-    states = {frozenset(ADAM.keys() & pieces.keys()) for _, _, pieces in placed}
-    if len(states) > 1:
-        raise _uncertain(parameter.name, path, "one moment on some ranks, two on others")
-    found = sorted(states.pop()) if states else []
-    names = ADAM if len(found) == len(ADAM) else {key: key for key in found}  # Lion's and momentum look alike
-    return {names[key]: _slot(names[key], key, parameter, placed, path) for key in found}
+        placed.append((span, position, held.get((span.path, bases[span.path]), {})))
+    names = {frozenset(moments) for _, _, moments in placed}
+    if len(names) > 1:
+        raise _uncertain(parameter.name, path, "other moments on other ranks")
+    found = sorted(names.pop()) if names else []
+    if placed and not found and not parameter.slots.keys() - {MASTER}:
+        raise _uncertain(parameter.name, path, f"none of it in {placed[0][0].path}")
+    return {name: _slot(name, parameter, [(span, at, its[name]) for span, at, its in placed], path) for name in found}
 
 
-def _slot(name: str, key: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Pieces]], path: str) -> Slot:
+def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]], path: str) -> Slot:
     """Return one moment of a parameter: computed, or where it is in float32, as it lies there."""
     from zckpt.engine.blockwise import InPortions, Portion
 
-    number = key[-1]
     spans: list[Span] = []
     portions: list[Portion] = []
-    for span, position, pieces in placed:
-        codes, extent = pieces[key], span.extent
-        [own] = codes.spans or (None,)
-        if own is None or own.strides is not None or len(codes.shape) != 1 or position + extent.numel > codes.numel:
-            raise _uncertain(parameter.name, path, f"{key} of shape {codes.shape}")
-        if codes.dtype == "float32" and f"absmax{number}" not in pieces:
-            offset = own.offset + position * itemsize(codes.dtype)
+    for span, position, moment in placed:
+        values, extent = moment.values, span.extent
+        [own] = values.spans or (None,)
+        if (
+            own is None
+            or own.strides is not None
+            or len(values.shape) != 1
+            or position + extent.numel > values.numel * (2 if moment.is_packed else 1)
+        ):
+            raise _uncertain(parameter.name, path, f"{name} of shape {values.shape}")
+        if moment.scales is None:
+            offset = own.offset + position * itemsize(values.dtype)
             spans.append(replace(own, extent=Extent.flat(parameter.shape, extent.start, extent.numel), offset=offset))
-            continue
-        scale, qmap = pieces.get(f"absmax{number}"), pieces.get(f"qmap{number}")
-        block = block_of(name, codes, scale, qmap, parameter.name, path)
-        scales = _repeated(scale, block) if scale is not None else None
-        if scales is None or qmap is None:
-            raise _uncertain(parameter.name, path, f"{key} without scales")
-        portions.append(Portion(extent.start, extent.numel, position, codes, scales, qmap))
-    if spans and portions:
-        raise _uncertain(parameter.name, path, "codes on some ranks, floats on others")
+        else:
+            codes = moment.values, moment.scales, moment.qmap, moment.is_packed
+            portions.append(Portion(extent.start, extent.numel, position, *codes))
+    if (spans and portions) or len({(one.qmap is None, one.is_packed) for one in portions}) > 1:
+        raise _uncertain(parameter.name, path, "codes on some ranks, others or floats on others")
     if not portions:
         return Slot(name, "float32", parameter.shape, tuple(spans))
     return Computed(name, "float32", parameter.shape, (), function=InPortions(tuple(portions)))

@@ -11,13 +11,13 @@ group that was too small to be quantised stays in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from zckpt.engine.computed import Computed
-from zckpt.engine.requantise import Portion, Requantised
+from zckpt.engine.requantise import Floats, Portion, Requantised
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.codes import KNOWN, alike_forms, bytes_of
@@ -66,7 +66,10 @@ class Form:
             moment, block = moments.get(str(key)[-1]), self.blocks.get(str(key)[-1])
             if not isinstance(moment, Tensor):
                 continue
-            if str(key).startswith("qmap"):
+            if block is not None and not _has_codes(moment):  # of a small sub-group, in floats before, too
+                if str(key).startswith("state"):
+                    nested[key] = moment
+            elif str(key).startswith("qmap"):
                 nested[key] = like
             elif block is None:
                 nested[key] = moment
@@ -88,12 +91,24 @@ class Form:
         return view(new_storage(dtype, numel, contents), (numel,))
 
 
+def _contents(moment: Tensor) -> list[SlotContent]:
+    """Return what lies in a tensor that is to be written, in order."""
+    contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
+    ordered = [one for one in contents if isinstance(one, SlotContent)]
+    if len(ordered) < len(contents):
+        raise ValueError("a share of quantised state has contents that are no slots")
+    return ordered
+
+
+def _has_codes(moment: Tensor) -> bool:
+    """Tell whether some of a share, or none of it that is not padding, was codes before."""
+    ordered = _contents(moment)
+    return not ordered or any(isinstance(one.slot, Computed) for one in ordered)
+
+
 def _portions(moment: Tensor, together: int) -> Iterator[tuple[Portion, ...]]:
     """Yield what lies in a tensor that is to be written, `together` elements at once; between contents, zeros."""
-    contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
-    ordered = [one for one in contents if isinstance(one, SlotContent) and isinstance(one.slot, Computed)]
-    if len(ordered) < len(contents):
-        raise ValueError("a share of quantised state has contents that are not computed")
+    ordered = _contents(moment)
     found: list[Portion] = []
     held = end = 0
 
@@ -109,8 +124,10 @@ def _portions(moment: Tensor, together: int) -> Iterator[tuple[Portion, ...]]:
 
     for one in ordered:
         yield from add(one.start - end)
-        if isinstance(one.slot, Computed):
-            yield from add(one.covered.numel, one.covered.start, one.slot)
+        slot = one.slot
+        if not isinstance(slot, Computed):
+            slot = Computed(slot.name, "float32", slot.shape, (), function=Floats(slot))
+        yield from add(one.covered.numel, one.covered.start, slot)
         end = one.start + one.covered.numel
     yield from add(moment.numel - end)
     if found:
@@ -172,34 +189,46 @@ def notes(target: Target) -> list[str]:
 
 def _forms(checkpoint: Checkpoint) -> dict[int, Form]:
     """Return the form of each param group that has 8-bit state, which has to be one on all ranks."""
-    held: dict[int, list[FromFile]] = {}
+    held: dict[int, dict[int, list[FromFile]]] = {}
     for one in checkpoint.per_rank:
         if isinstance(one.value, FromFile):
-            held.setdefault(one.group, []).append(one.value)
-    return {index: _form(values, f"group {index}", checkpoint.source) for index, values in held.items()}
+            held.setdefault(one.group, {}).setdefault(one.part, []).append(one.value)
+    return {index: _form(list(parts.values()), f"group {index}", checkpoint.source) for index, parts in held.items()}
 
 
-def _form(values: list[FromFile], what: str, path: str) -> Form:
-    pieces = [pieces_of(value, what, path)[1] for value in values]
-    first, blocks = pieces[0], {}
-    maps = [key for key in first if key.startswith("qmap")]
-    if not alike_forms(pieces) or not first.keys() <= KNOWN:
+def _form(parts: Sequence[Sequence[FromFile]], what: str, path: str) -> Form:
+    """Return the form of a group's partitions; of ZeRO-3's sub-groups, small ones may be in float32."""
+    pieces = [[pieces_of(value, what, path)[1] for value in values] for values in parts]
+    if not all(alike_forms(one) and one[0].keys() <= KNOWN for one in pieces):
         raise _refused(what, path, "another form on another rank")
+    chosen = [index for index, one in enumerate(pieces) if any(key.startswith("absmax") for key in one[0])] or [0]
+    first = pieces[chosen[0]][0]
+    if len({frozenset(ADAM.keys() & one[0].keys()) for one in pieces}) > 1 or any(
+        pieces[index][0].keys() != first.keys() for index in chosen
+    ):
+        raise _refused(what, path, "another form in another sub-group")
+    quantised = [one for index in chosen for one in pieces[index]]
+    blocks = {}
     for key in (key for key in ADAM if key in first):
-        number, codes = key[-1], first[key]
-        scale, qmap = first.get(f"absmax{number}"), first.get(f"qmap{number}")
-        if codes.dtype == "float32" and scale is None:
+        number = key[-1]
+        if first[key].dtype == "float32" and f"absmax{number}" not in first:
             continue
-        blocks[number] = block_of(key, codes, scale, qmap, what, path)
-        if scale is not None and sum(-(-codes.numel // one) == scale.numel for one in BLOCKS) > 1:
-            raise _refused(what, path, f"{scale.numel} scale of {codes.numel} elements, which fits several sizes")
-    for key in maps:
+        sizes = set(BLOCKS)
+        for index in chosen:
+            one = pieces[index][0]
+            codes, scale = one[key], one.get(f"absmax{number}")
+            block_of(key, codes, scale, one.get(f"qmap{number}"), what, path)
+            sizes &= {size for size in BLOCKS if scale is not None and -(-codes.numel // size) == scale.numel}
+        if len(sizes) != 1:
+            raise _refused(what, path, f"scales that fit {len(sizes)} sizes of blocks")
+        blocks[number] = sizes.pop()
+    for key in (key for key in first if key.startswith("qmap")):
         data = bytes_of(first[key])
-        if any(bytes_of(one[key]) != data for one in pieces[1:]):
+        if any(bytes_of(one[key]) != data for one in quantised[1:]):
             raise _refused(what, path, f"another {key} on another rank")
         if key[-1] in blocks and not (np.diff(np.frombuffer(data, "<f4")) >= 0).all():
             raise _refused(what, path, f"{key} that does not ascend")
-    return Form(values[0], first, blocks)
+    return Form(parts[chosen[0]][0], first, blocks)
 
 
 def _refused(what: str, path: str, found: str) -> UnsupportedError:

@@ -1,6 +1,7 @@
 """How tensor parallelism cuts a parameter of Megatron's, told by its name and proved by its shapes. Pure.
 
-rows            linear_qkv, linear_q, linear_kv, linear_fc1, word_embeddings, output_layer: each rank has some outputs
+rows            linear_qkv, linear_q, linear_kv, linear_fc1, word_embeddings, output_layer, eh_proj: each rank has some
+                outputs
 rows, in two    linear_fc1 of a gated unit: each rank has some of the gates, then as many of the others
 columns         linear_proj, linear_fc2: each rank has some inputs; their biases are whole
 whole           norms, routers, position embeddings, down projections of latent attention
@@ -25,7 +26,7 @@ Shape = tuple[int, ...]
 
 ROWS = frozenset((
     "linear_qkv", "linear_q", "linear_kv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj",
-    "word_embeddings", "output_layer", "query_key_value", "query", "key_value", "dense_h_to_4h",
+    "word_embeddings", "output_layer", "eh_proj", "query_key_value", "query", "key_value", "dense_h_to_4h",
 ))  # fmt: skip
 COLUMNS = frozenset(["linear_proj", "linear_fc2", "dense", "dense_4h_to_h"])
 WHOLE = frozenset(["router", "position_embeddings", "tokentype_embeddings", "gate_weight"])

@@ -2,6 +2,7 @@
 
 A layer    input norm, attention's linear_proj, linear_qkv, norms of query and key; norm, router, linear_fc1, linear_fc2
            with Transformer Engine the input norm is a part of linear_qkv, and behind linear_proj
+Further    tokens' layers (`mtp`): two norms, eh_proj, a layer, a norm; behind all others, before the output layer
 Experts    each with both of its layers; grouped: all first layers, then all second ones, by Transformer Engine as
            parameters of their own, and by `GroupedMLP` as one of all experts, transposed
 
@@ -53,6 +54,10 @@ FRONT = _of("embedding", "word_embeddings.weight", "position_embeddings.weight",
 BACK = [*_of("decoder.final_layernorm", *_BOTH), *_of("output_layer", *_BOTH)]
 
 _LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+_FURTHER = re.compile(r"mtp\.layers\.([0-9]+)\.(?:(?:transformer_layer|mtp_model_layer)\.(.+)|(.+))")
+_AROUND = (_of("enorm", *_BOTH) + _of("hnorm", *_BOTH) + ["eh_proj.weight"], _of("final_layernorm", *_BOTH))
+"""What a layer that predicts further tokens has before its transformer layer, and behind it."""
+
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]+)\.(.+)")
 _LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)([0-9]+)")
@@ -124,7 +129,7 @@ def _layers(every: Sequence[str]) -> dict[int, list[tuple[str, str]]] | None:
         match = _LAYER.fullmatch(name)
         if match is not None:
             layers.setdefault(int(match[1]), []).append((match[2], name))
-        elif name not in FRONT and name not in BACK:
+        elif name not in FRONT and name not in BACK and _FURTHER.fullmatch(name) is None:
             return None
     return layers if sorted(layers) == list(range(len(layers))) else None
 
@@ -139,7 +144,30 @@ def _specified(
     if any(rank is None for layer in ranked for rank, _ in layer):
         return []
     inside = [[name for _, name in sorted(layer, key=lambda one: one[0] or ())] for layer in ranked]
-    return [Order([n for n in FRONT if n in every], inside, [n for n in BACK if n in every])]
+    further = _further(every, spec, grouped)
+    if further is None:
+        return []
+    back = [n for n in BACK if n in every]
+    at = next((at for at, n in enumerate(back) if n.startswith("output_layer.")), len(back))
+    return [Order([n for n in FRONT if n in every], inside, [*back[:at], *further, *back[at:]])]
+
+
+def _further(every: Sequence[str], spec: list[str], grouped: bool) -> list[str] | None:
+    """Return what predicts further tokens in its order, which is before the output layer; None for an odd name."""
+    ranked: list[tuple[tuple[int, ...], str]] = []
+    for name in every:
+        match = _FURTHER.fullmatch(name)
+        if match is None:
+            continue
+        inner = match[2] or match[3]
+        place = _rank(inner, spec, grouped) if match[2] else None
+        number = next((n for n, names in zip((0, 2), _AROUND, strict=True) if inner in names), 1)
+        if number != 1 and not match[2]:
+            place = (_AROUND[number // 2].index(inner),)
+        if place is None:
+            return None
+        ranked.append(((int(match[1]), 1 if match[2] else number, *place), name))
+    return [name for _, name in sorted(ranked)]
 
 
 def _rank(inner: str, spec: list[str], grouped: bool) -> tuple[int, ...] | None:

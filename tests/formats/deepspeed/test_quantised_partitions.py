@@ -1,0 +1,145 @@
+"""Quantised state of ranks' partitions as floats: what the same files say with the floats in the codes' place."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import cut, tag_of
+from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file
+from zckpt.errors import UnsupportedError
+
+NESTED = "__bnb_optimizer_quant_state__"
+SLOTS = ("exp_avg", "exp_avg_sq")
+BLOCK = 2  # so that parameters begin within one, and partitions do not
+CLASSES = {"subclass_8bit": "OptimState8bit", "subclass_4bit": "OptimState4bit", "subclass_fp8": "OptimStateFp8"}
+
+
+class Held(torch.Tensor):
+    """A tensor without elements of its own, as torchao has them, with codes and scales in it."""
+
+    @staticmethod
+    def __new__(cls, numel: int, **_: torch.Tensor) -> Held:
+        return torch.Tensor._make_wrapper_subclass(cls, (numel,))
+
+    def __init__(self, _: int, **pieces: torch.Tensor) -> None:
+        vars(self).update(pieces)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls(args[0].numel(), **vars(args[0]))
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> dict[str, type[Held]]:
+    """Classes under the names that torchao's have."""
+    found = {}
+    for part in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    for module, name in CLASSES.items():
+        where = f"torchao.optim.{module}"
+        monkeypatch.setitem(sys.modules, where, made := ModuleType(where))
+        found[name] = type(name, (Held,), {"__module__": where})
+        setattr(made, name, found[name])
+    return found
+
+
+def quantised(cls: type[Held], numel: int) -> tuple[Held, torch.Tensor]:
+    """A tensor of random codes, and what they stand for."""
+    scale = torch.rand(numel // BLOCK)
+    if cls.__name__ == "OptimStateFp8":
+        codes = torch.randn(numel).to(torch.float8_e4m3fn)
+        return cls(numel, codes=codes, scale=scale), codes.float() * scale.repeat_interleave(BLOCK)
+    packed = cls.__name__ == "OptimState4bit"
+    qmap = torch.linspace(-1, 1, 16 if packed else 256)
+    codes = torch.randint(len(qmap), (numel,), dtype=torch.uint8)
+    stored = codes[::2] << 4 | codes[1::2] if packed else codes
+    return cls(numel, codes=stored, scale=scale, qmap=qmap), qmap[codes.long()] * scale.repeat_interleave(BLOCK)
+
+
+def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    z = content["optimizer_state_dict"]
+    return (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
+
+
+def assert_alike(codes: Path, floats: Path, scratch: Path, **options: Any) -> None:
+    """Read one by one, and cut for other ranks."""
+    one, other = zckpt.open(codes), zckpt.open(floats)
+    for name, parameter in other.parameters.items():
+        for slot in SLOTS if "exp_avg" in parameter.slots else ():
+            assert torch.equal(one.read(name, slot), other.read(name, slot)), (name, slot)
+    zckpt.reshard(codes, scratch / "cut_codes", dequantize=True, verify=True, **options)
+    zckpt.reshard(floats, scratch / "cut_floats", **options)
+    assert zckpt.diff(scratch / "cut_codes", scratch / "cut_floats").equal
+
+
+@pytest.mark.parametrize("cls", CLASSES.values())
+def test_state_of_torchao(cls: str, torchao: dict[str, type[Held]], tmp_path: Path) -> None:
+    codes, floats = (copy("s2_fp32_dp2", tmp_path / kind) for kind in ("codes", "floats"))
+    for rank in range(2):
+        made: dict[tuple[int, str], tuple[Held, torch.Tensor]] = {}
+
+        def replace(content: dict[str, Any], which: int, made: Any = made) -> None:
+            for slot in SLOTS:
+                state = state_in(content)[0]  # the other groups are small ones, in floats
+                made.setdefault((0, slot), quantised(torchao[cls], state[slot].numel()))
+                state[slot] = made[0, slot][which]
+
+        edit(optimizer_file(codes, rank), lambda content: replace(content, 0))
+        edit(optimizer_file(floats, rank), lambda content: replace(content, 1))
+    assert_alike(codes, floats, tmp_path, world_size=3, stage=3)
+    with pytest.raises(UnsupportedError, match="--dequantize"):
+        zckpt.reshard(codes, tmp_path / "none", world_size=3)
+    zckpt.reshard(codes, tmp_path / "same", world_size=2, verify=True)
+    assert zckpt.diff(codes, tmp_path / "same").equal
+
+
+def _small_sub_groups(content: dict[str, Any]) -> None:
+    content["ds_config"]["zero_optimization"]["sub_group_size"] = 600
+
+
+def _as_floats(content: dict[str, Any]) -> None:
+    for state in state_in(content).values():
+        pieces = state.pop(NESTED)
+        for number, slot in zip("12", SLOTS, strict=True):
+            value = pieces[f"state{number}"]
+            if value.dtype == torch.uint8:
+                scale = pieces[f"absmax{number}"].repeat_interleave(256)[: value.numel()]
+                value = pieces[f"qmap{number}"][value.long()] * scale
+            state[slot] = value
+
+
+def test_sub_groups_of_zero_3(tmp_path: Path) -> None:
+    """Each has codes of its own, in blocks from its first element on."""
+    source = copy("own_blockwise_s3_fp32_dp2", tmp_path / "source")
+    for rank in range(2):
+        edit(model_file(source, rank), _small_sub_groups)
+    codes = cut(source.parent, tmp_path / "parts", 2, requantize=True, verify=True)
+    held = zckpt.open(codes).per_rank
+    assert len({one.part for one in held}) > len({one.group for one in held})
+    before, after = zckpt.open(source), zckpt.open(codes)
+    trained = [name for name, parameter in before.parameters.items() if "master" in parameter.slots]
+    for slot in SLOTS:
+        wanted = {name: before.read(name, slot) for name in trained}
+        half_a_step = max(float(value.abs().max()) for value in wanted.values()) / 254  # of the map, and a large scale
+        for name, value in wanted.items():
+            assert torch.allclose(after.read(name, slot), value, rtol=0, atol=half_a_step), name
+    floats = copy_of(codes, tmp_path / "floats", _as_floats)
+    assert_alike(codes, floats, tmp_path, world_size=3, stage=2)
+    again = cut(codes.parent, tmp_path / "again", 3, requantize=True, verify=True)
+    assert zckpt.verify(again, deep=True).sound
+
+
+def copy_of(tag: Path, directory: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    run = Path(shutil.copytree(tag.parent, directory))
+    for rank in range(2):
+        edit(optimizer_file(tag_of(run), rank), change)
+    return tag_of(run)
