@@ -213,7 +213,7 @@ def check_order(checkpoint: Checkpoint) -> None:
                 "experts are dealt to stages from DeepSpeed's own files, in which each layer of them has its number",
                 path=checkpoint.source,
                 found=name,
-                advice="`zckpt convert --to deepspeed --stage 1` without stages, and `zckpt reshard` of that deals them",
+                advice="`zckpt convert --to deepspeed --stage 1` without stages, then `zckpt reshard` deals them",
             )
     for group in checkpoint.param_groups:
         if not _is_ordered(group.parameters):
