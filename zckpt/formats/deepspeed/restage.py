@@ -209,8 +209,12 @@ def check_order(checkpoint: Checkpoint) -> None:
         if tied_key(name) is None:
             layer_of(name)
         if is_expert(name):
-            raise UnsupportedError("experts in a pipeline are not written from another format", path=checkpoint.source,
-                                   found=name)  # fmt: skip
+            raise UnsupportedError(
+                "experts are dealt to stages from DeepSpeed's own files, in which each layer of them has its number",
+                path=checkpoint.source,
+                found=name,
+                advice="`zckpt convert --to deepspeed --stage 1` without stages, then `zckpt reshard` deals them",
+            )
     for group in checkpoint.param_groups:
         if not _is_ordered(group.parameters):
             raise UnsupportedError(
