@@ -75,7 +75,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     states, dealt = stage_states(checkpoint, origin, degree, options)
     flat = stage != 3
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint.topology.tp),
+                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
@@ -166,6 +166,12 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     check_stage(checkpoint, origin, options, stage)
     listed = bool(auto_layers(origin.model))
     experts = listed or bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
+    if listed and not origin.ranks and options.tensor_parallel_size not in (None, 1):
+        raise UnsupportedError(
+            "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
+            path=path,
+            expected="--tensor-parallel-size left out",
+        )
     if check_sharded(origin, checkpoint.parameters, path, stage, options.world_size, options.expert_parallel_size):
         return True
     if not experts:

@@ -78,8 +78,10 @@ def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
 
 
 def is_filed(target: Target) -> bool:
-    """Tell whether a target is a pipeline whose layers have files of their own."""
-    return bool(target.origin.layers) or (not target.origin.ranks and target.stages is not None)
+    """Tell whether a target is a pipeline whose layers have files of their own: one without experts."""
+    if target.origin.layers or target.origin.ranks or target.stages is None:
+        return bool(target.origin.layers)
+    return "num_experts" not in target.origin.model.content
 
 
 def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[int, int, int]]:
