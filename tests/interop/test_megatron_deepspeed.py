@@ -253,3 +253,15 @@ def test_a_map_of_another_order_or_another_age_is_refused(made: MakeIt, tmp_path
         zckpt.consolidate(bare, tmp_path / "out", map=NEWER)
     with pytest.raises(UsageError, match="has no rule for"):
         zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")
+
+
+def test_universal_folders_say_how_the_program_cuts_them(made: MakeIt, tmp_path: Path) -> None:
+    """What no rule says is known: DeepSpeed would cut by rows what has no other key beside it."""
+    zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal")
+    zckpt.convert(tmp_path / "one", tmp_path / "two", to="universal")
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        of = {key: torch.load(next(folder.glob(f"zero/2.{key}.weight/fp32.pt")), weights_only=False)
+              for key in ("self_attention.dense", "mlp.dense_4h_to_h", "self_attention.query_key_value")}  # fmt: skip
+        assert [one.get("cat_dim") for one in of.values()] == [1, 1, None]
+        cut = of["self_attention.query_key_value"]["sub_param_shape"]
+        assert (tuple(cut.shape), cut.partition_dim) == (((HIDDEN,) * 3, HIDDEN), 0)

@@ -104,8 +104,20 @@ def completed(
     UnsupportedError
         There are slices, and how queries, keys and values lie in them is not known.
     """
-    arguments, path = arguments_in(model.content), model.shard.path
     shapes = {name: parameter.shape for state in stages for name, parameter in state.parameters.items()}
+    return known_rules(model.content, info, shapes, model.shard.path, sliced=sliced)
+
+
+def known_rules(
+    content: Mapping[str, object],
+    info: Mapping[str, object] | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    path: str,
+    *,
+    sliced: bool = False,
+) -> Mapping[str, object] | None:
+    """Return what `completed` does, for what a model file holds, or what is kept of it, and shapes by name."""
+    arguments = arguments_in(content)
     if not is_gpt(shapes) or (arguments is None and info is None):
         return info
     said = Rules(info or {}, path)

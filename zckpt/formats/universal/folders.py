@@ -32,6 +32,8 @@ from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL
 from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
+from zckpt.formats.deepspeed.gpt_model import known_rules
+from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
@@ -312,7 +314,14 @@ class Slices:
     def __init__(self, checkpoint: Checkpoint) -> None:
         info = checkpoint.metadata.get(INFO_KEY)
         found = plain(info.node if isinstance(info, FromFile) else info)
-        self.info = found if isinstance(found, dict) else {}
+        origin = origin_of(checkpoint)
+        known = origin.rules if origin is not None and origin.rules is not None else found
+        if origin is None:
+            shapes = {one.name: one.shape for one in checkpoint.parameters.values()}
+            known = known_rules(
+                checkpoint.metadata, found if isinstance(found, dict) else None, shapes, checkpoint.source
+            )
+        self.info = known if isinstance(known, Mapping) else {}
         self.rules = Rules(self.info, checkpoint.source)
         self.experts = expert_counts(checkpoint)
 
@@ -335,17 +344,18 @@ class Slices:
             return {"cat_dim": 0, "param_n_sub_params": 2}
         for pattern, dim, sizes in self.rules.sub_params:
             if pattern.match(name) and dim < len(parameter.shape):
-                return {"sub_param_shape": self._sub_params(pattern.pattern, dim, sizes, parameter.shape[dim])}
+                return {"sub_param_shape": self._sub_params(pattern.pattern, dim, sizes, parameter.shape)}
         return {"cat_dim": 1 if self._matches("row", name) else 0}
 
     def _matches(self, kind: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self.rules.patterns[kind])
 
-    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: int) -> Object:
+    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: tuple[int, ...]) -> Object:
         """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""
         rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
         shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]
-        shape[dim] = (whole // sizes,) * sizes if isinstance(sizes, int) and sizes > 0 else shape[dim]
+        shape += whole[len(shape) :]  # DeepSpeed views the whole as it
+        shape[dim] = (whole[dim] // sizes,) * sizes if isinstance(sizes, int) and sizes > 0 else shape[dim]
         state: dict[object, object] = {
             "patterns": list(rule["patterns"]),
             "shape": tuple(shape),
