@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import zckpt
 from tests.deepspeed_engine import Spec, models, tensor_parallel
@@ -37,8 +39,10 @@ class Run:
         self.spec = spec_of(tp, dp)
         self.grid = tensor_parallel.use_grid(self.spec)
         self.model = models.build_model(self.spec, seed).to(dtype)
+        rows = (seed + torch.arange(24.0, dtype=dtype)).view(12, 2).chunk(tp)[self.grid.tensor_rank].clone()
+        self.model.register_parameter("kept", torch.nn.Parameter(rows, requires_grad=False))
         self.rules = tensor_parallel.universal_info(self.spec)
-        named = list(self.model.named_parameters())
+        named = [one for one in self.model.named_parameters() if one[1].requires_grad]
         groups: list[dict[str, Any]] = [
             {"params": [one for one in named if one[1].dim() > 1], "weight_decay": 0.1},
             {"params": [one for one in named if one[1].dim() < 2], "weight_decay": 0.0},
@@ -72,7 +76,7 @@ class Run:
         """Return all state of all ranks, whole, by the test's own rules; a vocabulary without padding."""
         mine: Found = {}
         for name, parameter in self.model.named_parameters():
-            for slot in SLOTS:
+            for slot in SLOTS if parameter.requires_grad else ():
                 if self.is_zero:
                     mine[name, slot] = self.optimizer.full_state(name, slot)
                 else:
@@ -82,7 +86,11 @@ class Run:
         told: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(told, mine)
         slices = told[: self.spec.tensor_parallel]
-        return {(n, slot): tensor_parallel.merge(n, [one[n, slot] for one in slices]) for n, slot in mine}
+        whole = {key: [one[key] for one in slices] for key in mine}
+        return {
+            key: torch.cat(its) if key[0] == "kept" else tensor_parallel.merge(key[0], its)
+            for key, its in whole.items()
+        }
 
 
 def saved(
@@ -170,6 +178,9 @@ def two_ranks(rank: int, world_size: int, path: Path) -> tuple[Found, list[float
     refused(
         UsageError, "nothing says which slices", tp_rules=rules, optimizer=torch.optim.SGD(again.model.parameters())
     )
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    with pytest.raises(ValueError, match="DTensors, which know by themselves how they are cut"):
+        ZeroOptimizer([("sharded", sharded)], torch.optim.AdamW, lr=0.1)
     again.model.register_buffer("mask", torch.full((2,), float(rank)))
     refused(LayoutError, "mask is a buffer with other values", tp_rules=rules)
     assert not refused_at.exists()

@@ -299,7 +299,7 @@ def _here(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _H
     shares, tensors = here.shares, here.tensors
     buffers = tensors.tensors.keys() - tensors.parameters
     in_parts = ranks.any(here.in_parts)
-    if in_parts and ranks.any(here.sliced is not None):
+    if in_parts and ranks.any(here.sliced is not None) and not ranks.any(error is not None):
         try:
             shares = [*shares, *collected(ranks, here.sliced or Sliced())]
         except LayoutError as failure:  # of all ranks

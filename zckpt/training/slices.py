@@ -71,7 +71,7 @@ class Sliced:
     same : dict of str to bytes
         By what is to be said if they differ: digests of what ranks of all slices have alike.
     apart : dict of str to bytes
-        By parameter: digests of what would be no slices if ranks of all slices had it alike.
+        By parameter: digests of what would be no slices if ranks of all slices had it alike; empty if it is one number.
     """
 
     shares: list[NamedShare] = field(default_factory=list)
@@ -145,8 +145,8 @@ class Slices:
                 alone = (world_rank(),) if share.ranks is None else share.ranks
                 found.shares.append((name, slot, replace(share, ranks=alone)))
                 continue
-            if slot == WEIGHT and self.is_first and self.rules.matching(name) is None and not _is_constant(share):
-                found.apart[name] = digest_of(share, SAMPLE_NBYTES)
+            if slot == WEIGHT and self.is_first and self.rules.matching(name) is None:
+                found.apart[name] = b"" if _is_constant(share) else digest_of(share, SAMPLE_NBYTES)
             own = rule.shares[self.rank]
             if len(own) == 1 and (own[0].source, own[0].size) == (0, share.shape[rule.dim]):
                 offsets = tuple(own[0].target if dim == rule.dim else 0 for dim in range(len(share.shape)))
@@ -312,8 +312,8 @@ def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]
         if len({same[message] for _, same, _ in told if message in same}) > 1:
             raise LayoutError(message, advice="keep there only what is the same on all of them")
     for name in dict.fromkeys(name for _, _, apart in told for name in apart):
-        digests = [apart[name] for _, _, apart in told if name in apart]
-        if len(digests) > 1 and len(set(digests)) == 1:
+        digests = {apart[name] for _, _, apart in told if name in apart}
+        if len(digests) == 1 and digests != {b""}:
             raise LayoutError(
                 f"{name} is the same on ranks of all slices, though no rule says that each has the whole",
                 advice="say so in tp_rules: tp_replicated_parameter_patterns",
