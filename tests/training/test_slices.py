@@ -169,6 +169,7 @@ def two_ranks(rank: int, world_size: int, path: Path) -> tuple[Found, list[float
         "adapter_in.* has other values on other ranks.*give tp_rules that say how it is cut",
         tp_rules=copies,
     )
+    refused(UsageError, "rules_1.json", tp_rules=path / f"rules{'_1' * rank}.json")  # of rank 0 it is there
     refused(UsageError, "unknown tensor-parallel rules", tp_rules={"column": []})
     refused(UsageError, "tp_rules are for zckpt's own format", tp_rules=rules, format="deepspeed")
     data = again.grid.get_data_parallel_group()

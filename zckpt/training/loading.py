@@ -160,7 +160,6 @@ def load(
         )
 
     def found() -> Live:
-        slices = slices_of(tp_rules, optimizer, ranks.world_size)
         tensors = model_state(model)
         in_parts = isinstance(model, (list, tuple))
         optimizers = Optimizers(
@@ -182,6 +181,7 @@ def load(
         )
     with ExitStack() as stack:
         path = ranks.do(lambda: stack.enter_context(at_path(place)))
+        slices = slices_of(ranks, tp_rules, optimizer)
         live = ranks.do(found)
         everywhere = live.everywhere(ranks, broadcast=broadcast)
         loading = ranks.do(prepared)

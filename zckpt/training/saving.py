@@ -319,7 +319,7 @@ def _here(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _H
 
 def _own(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Here:
     """Find out what this rank has."""
-    slices = slices_of(tp_rules, optimizer, ranks.world_size)
+    slices = slices_of(ranks, tp_rules, optimizer)
     tensors = model_state(model)
     in_list = isinstance(model, (list, tuple))
     optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_list, is_sliced=slices is not None)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from zckpt.engine.boxes import Box, boxes_of, row_major
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
@@ -207,15 +208,15 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
 
 
-def slices_of(given: TpRules, optimizer: Given, world_size: int) -> Slices | None:
+def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
     """Return which slices of its model's parameters this rank has; None: it has whole parameters.
+
+    All ranks call it together.
 
     Parameters
     ----------
     given : path-like or mapping, optional
     optimizer : Optimizer, or list or mapping of them, optional
-    world_size : int
-        How many ranks save or load together.
 
     Raises
     ------
@@ -225,6 +226,12 @@ def slices_of(given: TpRules, optimizer: Given, world_size: int) -> Slices | Non
         Slices and no rules, slices besides experts, or of several optimizers.
     """
     every = list(named(optimizer).values())
+    if given is None and not any(isinstance(one, ZeroOptimizer) and one.is_model_parallel for one in every):
+        return None
+    return ranks.do(lambda: _slices_of(given, every, ranks.world_size))  # a file may be missing on one rank
+
+
+def _slices_of(given: TpRules, every: Sequence[Optimizer], world_size: int) -> Slices | None:
     cut_apart = [one for one in every if isinstance(one, ZeroOptimizer) and one.is_model_parallel]
     if given is None:
         for one in cut_apart:
