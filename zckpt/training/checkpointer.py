@@ -241,8 +241,8 @@ class Checkpointer:
             if self._ending is not None:
                 self._ending.close()
             self._sigterm.close()
-        if self._spare is not None and sys.exc_info()[1] is None:
-            self._spare.close()
+            if self._spare is not None:  # before the process group is destroyed
+                self._spare.close(keep=sys.exc_info()[1] is not None)
 
     def _finish(self) -> None:
         """Wait for what is going on in other threads."""
