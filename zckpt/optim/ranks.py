@@ -5,6 +5,7 @@ A failure of one is one of all.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -132,8 +133,16 @@ class Ranks:
 
     def of_first(self, step: Callable[[], T]) -> T:
         """Take a step on the first rank only, and return what it makes on all; if it fails, all have failed."""
-        made = self.do(lambda: step() if self.rank == 0 else None)
-        return self.from_first(made)  # type: ignore[return-value]  # the first rank's is no None of ours
+        if self.group is None:
+            return step()
+        made: list[T] = []
+
+        def sent() -> bytes:  # what cannot be sent is a failure of the first, which others learn of
+            made.extend([step()] if self.rank == 0 else [])
+            return pickle.dumps(made[0]) if made else b""
+
+        data = self.from_first(self.do(sent))
+        return made[0] if made else pickle.loads(data)  # noqa: S301  # of the first rank
 
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.

@@ -228,7 +228,9 @@ class Checkpointer:
         return checkpoint, is_own
 
     def close(self) -> None:
-        """Wait for a save and for removals that are going on, and no longer answer SIGTERM.
+        """Wait for a save, removals and what is sent to the next node, and no longer answer SIGTERM.
+
+        With an error on its way, too; so it comes before the process group is destroyed.
 
         Raises
         ------
