@@ -61,11 +61,11 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
         _check_slots(ranks, path)
     named = replace(origin, ranks=ranks, model=ranks[0].models[0])
     states, dealt = stage_states(checkpoint, named, degree, options)
-    model, zero = origin.model, checkpoint.topology
+    model = origin.model
     target = Target(
         checkpoint, named, options.world_size, 0, zero_option(model, "elastic_checkpoint"),
         zero_option(model, "round_robin_gradients"), zero_option(model, "parameter_alignment"), False,
-        written_rules(named, states, zero.tp), len(states), degree, dealt,
+        written_rules(named, states, checkpoint), len(states), degree, dealt,
     )  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state

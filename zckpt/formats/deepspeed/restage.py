@@ -15,11 +15,11 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import Options, RecutOptions
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
-from zckpt.formats.deepspeed.gpt_model import padded_rows
+from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
-from zckpt.formats.deepspeed.target_groups import local_states
+from zckpt.formats.deepspeed.target_groups import expert_degrees, local_states
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
@@ -44,6 +44,8 @@ def stage_states(
     rows = options.padded_vocab_size
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
         rows = padded_rows(origin.model.content, origin.rules, degree)
+        if rows is None and not origin.ranks:
+            rows = rows_that_were(origin.rules, checkpoint.parameters, degree)
     if not is_staged(checkpoint, origin, options):
         given = {
             "pipeline-parallel size": options.pipeline_parallel_size,
@@ -59,6 +61,7 @@ def stage_states(
     if not origin.ranks:
         check_order(checkpoint)
         whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
+        whole.degrees.extend(expert_degrees(whole))
         origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
     source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     sliced = [local_states(checkpoint, origin, degree, rows, ranks) for ranks in source]
@@ -203,20 +206,13 @@ def check_order(checkpoint: Checkpoint) -> None:
     LayoutError
         A name is of no layer.
     UnsupportedError
-        Experts, or a group in another order than that of modules.
+        A group in another order than that of modules; experts are put in order by themselves.
     """
     for name in (*checkpoint.parameters, *checkpoint.buffers):
         if tied_key(name) is None:
             layer_of(name)
-        if is_expert(name):
-            raise UnsupportedError(
-                "experts are dealt to stages from DeepSpeed's own files, in which each layer of them has its number",
-                path=checkpoint.source,
-                found=name,
-                advice="`zckpt convert --to deepspeed --stage 1` without stages, then `zckpt reshard` deals them",
-            )
     for group in checkpoint.param_groups:
-        if not _is_ordered(group.parameters):
+        if not any(map(is_expert, group.parameters)) and not _is_ordered(group.parameters):
             raise UnsupportedError(
                 "a param group is not in the order of a pipeline's modules: tied layers, and then the others by number",
                 path=checkpoint.source,

@@ -271,10 +271,10 @@ def local_states(
         A parameter does not divide among the ranks.
     """
     whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
+    path = origin.rules_path or (origin.model.shard.path if origin.ranks else checkpoint.source)
     ranks = ranks or origin.ranks or [RankFiles([origin.model], origin.members, whole)]
     if degree == len(ranks) and rows is None:
         return list(ranks)
-    path = origin.rules_path or origin.model.shard.path
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
     if degree > largest:
         raise UsageError("unusable tensor-parallel size", expected=f"at most {largest}, elements of the largest "
@@ -358,19 +358,21 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
     return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
 
 
-def written_rules(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int) -> Mapping[str, object] | None:
+def written_rules(
+    origin: Origin, stages: Sequence[Sequence[RankFiles]], checkpoint: Checkpoint
+) -> Mapping[str, object] | None:
     """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged.
 
     Parameters
     ----------
     stages : sequence of sequence of RankFiles
         By stage and tensor-parallel rank; where there is no pipeline, one stage.
-    tp : int
-        Tensor-parallel ranks of the source.
+    checkpoint : Checkpoint
+        The source.
     """
-    degree = len(stages[0])
+    degree, tp = len(stages[0]), checkpoint.topology.tp
     given = origin.rules_path is not None
-    if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, tp)):
+    if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, checkpoint)):
         return None
     own = origin.model.content.get(INFO_KEY)
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
@@ -382,9 +384,10 @@ def written_rules(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int
     return written
 
 
-def _resized(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int) -> bool:
+def _resized(origin: Origin, stages: Sequence[Sequence[RankFiles]], checkpoint: Checkpoint) -> bool:
     """Tell whether some parameter of a first rank has another shape than in the source."""
-    old = {name: p.shape for files in origin.ranks[::tp] for name, p in files.state.parameters.items()}
+    firsts = [files.state.parameters for files in origin.ranks[:: checkpoint.topology.tp]] or [checkpoint.parameters]
+    old = {name: p.shape for parameters in firsts for name, p in parameters.items()}
     return any(p.shape != old.get(n, p.shape) for of_stage in stages for n, p in of_stage[0].state.parameters.items())
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.megatron.fused import is_fused, name_of_all
 
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]+)((?:\..*)?)")
@@ -36,11 +37,14 @@ class Dealt:
     name, local : str
     shared : bool
         Whether the first and the last stage both have it.
+    experts : tuple of str
+        Where it is of all experts of the rank, the names of each one's part in the whole model; `name` is the first.
     """
 
     name: str
     local: str
     shared: bool = False
+    experts: tuple[str, ...] = ()
 
 
 def layer_count(names: Iterable[str]) -> int:
@@ -148,6 +152,26 @@ def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int,
         if 0 <= number < own:
             found.append(Dealt(one.name, f"{match[1]}{number}{match[3]}", one.shared))
     return found
+
+
+def with_fused(dealt: Sequence[Dealt], path: str) -> list[Dealt]:
+    """Return what a rank has of a chunk whose experts are one parameter, which is where the first of them is.
+
+    Raises
+    ------
+    UnsupportedError
+        They have what such a module has no place for.
+    """
+    every: dict[str, list[Dealt]] = {}
+    for one in dealt:
+        every.setdefault(name_of_all(one.local), []).append(one)
+    odd = next((name for name in every if ".experts.local_experts." in name), None)
+    if odd is not None:
+        raise UnsupportedError("experts that are one parameter have weights alone", path=path, found=odd)
+    return [
+        Dealt(its[0].name, name, its[0].shared, tuple(one.name for one in its)) if is_fused(name) else its[0]
+        for name, its in every.items()
+    ]
 
 
 def expert_counts(names: Iterable[str], ranks: int, path: str) -> dict[str, int]:
