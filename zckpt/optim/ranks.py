@@ -5,9 +5,9 @@ A failure of one is one of all.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,6 +31,14 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 ALONE = "alone"
 """The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """Comes instead of what could not be sent."""
+
+    failure: Failure | None
+
 
 _CONTROL: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Gloo groups of the same ranks, by the group that they were made for and what they are used for."""
@@ -83,13 +91,22 @@ class Ranks:
         return every
 
     def from_first(self, of_first: T) -> T:
-        """Return what the first rank has to say."""
+        """Return what the first rank has to say; if that cannot be sent, all have failed."""
         if self.group is None:
             return of_first
-        received = [of_first]
+        received: list[Any] = [of_first]
         with answering():
-            dist.broadcast_object_list(received, src=self.members[0], group=self.group)
-        return received[0]
+            try:
+                dist.broadcast_object_list(received, src=self.members[0], group=self.group)
+            except Exception as error:
+                if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                    raise
+                unsent: list[Any] = [_Unsent(_packed(error))]  # it cannot be pickled, and others wait for something
+                dist.broadcast_object_list(unsent, src=self.members[0], group=self.group)
+                raise
+        if isinstance(received[0], _Unsent) and received[0].failure is not None:
+            _raise(0, received[0].failure)
+        return received[0]  # type: ignore[no-any-return]
 
     def scatter(self, of_first: Sequence[T]) -> T:
         """Return what the first rank has for this one; of others, `of_first` is not looked at."""
@@ -133,16 +150,8 @@ class Ranks:
 
     def of_first(self, step: Callable[[], T]) -> T:
         """Take a step on the first rank only, and return what it makes on all; if it fails, all have failed."""
-        if self.group is None:
-            return step()
-        made: list[T] = []
-
-        def sent() -> bytes:  # what cannot be sent is a failure of the first, which others learn of
-            made.extend([step()] if self.rank == 0 else [])
-            return pickle.dumps(made[0]) if made else b""
-
-        data = self.from_first(self.do(sent))
-        return made[0] if made else pickle.loads(data)  # noqa: S301  # of the first rank
+        made = self.do(lambda: step() if self.rank == 0 else None)
+        return self.from_first(made)  # type: ignore[return-value]  # the first rank's is no None of ours
 
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.
