@@ -44,7 +44,8 @@ from zckpt.formats.megatron.objects import Common, topology_of
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.own import add_absent, read_own, restore_own, trim
 from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
-from zckpt.formats.megatron.wholes import TIED, Whole, gather, label_of
+from zckpt.formats.megatron.stages import BLOCK
+from zckpt.formats.megatron.wholes import FURTHER, TIED, Whole, gather, label_of
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -109,7 +110,7 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
 
 def _add_stages(checkpoint: Checkpoint, numbering: Numbering, chunks: int) -> None:
     """Say how layers are dealt to stages, where there are several."""
-    fronts = numbering.fronts()
+    fronts = [front for front in numbering.fronts() if BLOCK.fullmatch(front)]
     if checkpoint.topology.pp > 1 and len(fronts) == 1:
         checkpoint.details[BOUNDS] = ",".join(map(str, numbering.bounds(fronts[0])))
     if chunks > 1:
@@ -150,6 +151,8 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
     chunks: list[list[str]] = []
     shared: list[str] = []
     rules = []
+    # The copy of an embedding for further tokens has its own name; the output layer beside it is shared with none.
+    further = any(FURTHER.match(name) for chunk in one.chunks for name in chunk)
     for at, chunk in enumerate(one.chunks):
         chunks.append([])
         for name, value in chunk.items():
@@ -163,7 +166,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
             own.parameters[label] = Parameter(label, value.shape, value.dtype, {WEIGHT: slot})
             chunks[-1].append(label)
             whole = names[at][name]
-            if whole in TIED or whole in TIED.values():
+            if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
         rules += [Rule((one.keys[at], REST), IMPLIED, "modules that keep no state of their own")]
     parts = parts_of(one.content[OPTIMIZER], path) if one.content.get(OPTIMIZER) else []

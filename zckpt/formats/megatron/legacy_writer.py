@@ -52,7 +52,7 @@ from zckpt.state import Checkpoint
 
 RNG, ARGUMENTS = "rng_state", "args"
 
-_MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|query_key_value|dense\w*))\.weight[0-9]*")
+_MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 
