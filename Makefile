@@ -65,10 +65,12 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	$(COMPILE)
 	touch $@
 
-$(VENV)/.development: $(VENV)/.runtime
-	$(INSTALL) --editable '.[demo,test,interop,check]'
+# All at once: pip resolves, and what has come is compiled, a single time.
+$(VENV)/.development: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable '.[train,demo,test,interop,check]'
 	$(COMPILE)
-	touch $@
+	touch $(VENV)/.runtime $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo bench/cache fixtures/generated

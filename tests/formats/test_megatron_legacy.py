@@ -22,6 +22,8 @@ KINDS = {
     "mcore_legacy_dist_tp2_pp2_tied": (2, 2, 1),
     "mcore_legacy_dist_ep2": (1, 1, 2),
     "mcore_legacy_dist_vp2": (1, 2, 1),
+    "mcore_legacy_grouped_tp2_ep2": (2, 1, 2),
+    "mcore_legacy_mtp_pp2": (1, 2, 1),
 }
 ITERATION = "iter_0000003"
 
@@ -303,6 +305,26 @@ def test_a_model_that_is_none_is_damage(tmp_path: Path) -> None:
     torch.save({"model": 1}, tmp_path / "mp_rank_00/model_optim_rng.pt")
     with pytest.raises(DamagedFileError, match="state dict"):
         zckpt.open(tmp_path)
+
+
+@pytest.mark.parametrize(("router", "error", "said"), [
+    (None, UnsupportedError, "how many experts"), (torch.zeros(5, 8), LayoutError, "not of the experts"),
+])  # fmt: skip
+def test_experts_in_one_parameter_are_as_many_as_the_router_has(
+    router: torch.Tensor | None, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    def change(content: dict) -> None:  # type: ignore[type-arg]
+        model = content["model"]
+        model["decoder.layers.0.mlp.router.weight"] = router
+        if router is None:
+            del model["decoder.layers.0.mlp.router.weight"]
+        content.pop("optimizer")
+
+    run = copied("mcore_legacy_grouped_tp2_ep2", tmp_path)
+    for file in run.glob("*/model_optim_rng.pt"):
+        edit(file, change)
+    with pytest.raises(error, match=said):
+        zckpt.open(run)
 
 
 def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path: Path) -> None:

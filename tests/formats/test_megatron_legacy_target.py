@@ -67,7 +67,7 @@ def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name: str,
     assert ours.keys() == theirs.keys()
     for key, its in theirs.items():
         if key.endswith("model_optim_rng.pt"):
-            its.pop("rng_state")
+            its.pop("rng_state", None)
             assert_same({one: ours[key][one] for one in its}, its)
         else:
             if key.startswith("mp_rank_00_000") and chunks:
@@ -79,7 +79,7 @@ def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name: str,
 @pytest.mark.parametrize("name", KINDS)
 def test_every_slot_arrives_at_any_cut(name: str, tmp_path: Path) -> None:
     source, truth = OTHER / name / "ckpt", load_file(OTHER / name / "truth.safetensors")
-    for at, (tp, pp) in enumerate([(1, 1), (2, 1), (1, 2)]):
+    for at, (tp, pp) in enumerate([(1, 1), (2, 1), (1, 2)][: 2 if "grouped" in name else 3]):  # that has one layer
         target = tmp_path / str(at)
         zckpt.reshard(source, target, world_size=1, verify=True, **ALONE | {"tensor_parallel_size": tp,
                       "pipeline_parallel_size": pp})  # fmt: skip
@@ -103,6 +103,33 @@ def test_another_format_becomes_legacy_files(tmp_path: Path) -> None:
     )
     assert "decoder.layers.0.input_layernorm.weight" in model
     assert model["decoder.layers.0.mlp.linear_fc1._extra_state"] is None
+
+
+@pytest.mark.parametrize(("legacy", "engine", "name"), [
+    (True, True, "weight1"), (False, False, "weight1"), (False, True, "linear_fc1.weight1"), (None, True, ""),
+])  # fmt: skip
+def test_grouped_experts_are_what_the_arguments_say(
+    legacy: bool | None, engine: bool, name: str, tmp_path: Path
+) -> None:
+    source = OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt"
+    zckpt.reshard(source, tmp_path / "one", world_size=1, **ALONE)
+    (file,) = (tmp_path / "one").glob("iter_*/mp*/model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    del content["args"].moe_use_legacy_grouped_gemm
+    if legacy is not None:
+        content["args"].moe_use_legacy_grouped_gemm = legacy
+    torch.save(content, file)
+    zckpt.convert(tmp_path / "one", tmp_path / "dist", to="megatron")
+    options: dict[str, Any] = {"to": "megatron", "ckpt_format": "torch", "expert_parallel_size": 2,
+                               "transformer_impl": "transformer_engine" if engine else "local"}  # fmt: skip
+    if not name:
+        with pytest.raises(UnsupportedError, match="what that calls them is not known"):
+            zckpt.convert(tmp_path / "dist", tmp_path / "out", **options)
+        return
+    zckpt.convert(tmp_path / "dist", tmp_path / "out", verify=True, **options)
+    (file,) = (tmp_path / "out").glob("iter_*/mp_rank_00_001/model_optim_rng.pt")
+    assert f"decoder.layers.0.mlp.experts.{name}" in torch.load(file, weights_only=False)["model"]
+    assert not zckpt.diff(source, tmp_path / "out").changed
 
 
 def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path: Path) -> None:
@@ -197,8 +224,20 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages() -> None:
     assert [one.local for one in last] == ["decoder.layers.0.mlp.w", names[-1], "output_layer.weight"]
     assert [one.shared for one in last] == [False, False, True]
     assert bounds_of(None, 4, 2, "") == (0, 2, 4)
-    with pytest.raises(UnsupportedError, match="which pipeline stage has it is not known: found mtp"):
-        dealt([*names, "mtp.layers.0.x"], (0, 2, 4), stages=2, tied={}, path="")
+    with pytest.raises(UnsupportedError, match="which pipeline stage has it is not known: found head"):
+        dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={}, path="")
+
+
+def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding() -> None:
+    names = ["embedding.word_embeddings.weight", "vision_model.conv1.weight", "decoder.layers.0.x",
+             "decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "output_layer.weight"]  # fmt: skip
+    [[first], [last]] = dealt(names, (0, 1, 1), stages=2, tied={}, path="")
+    assert [one.local for one in first] == names[:4]
+    assert [one.local for one in last] == [names[0], *names[4:]]
+    assert [one.shared for one in last] == [True, False, False]
+    for odd, tied in (("embedding.position_embeddings.weight", {}), ("decoder.layers.0.y", {names[0]: "output_layer"})):
+        with pytest.raises(UnsupportedError, match="of words' embeddings alone"):
+            dealt([*names, odd], (0, 1, 1), stages=2, tied=tied, path="")
 
 
 def test_experts_are_numbered_from_0_on_each_rank() -> None:

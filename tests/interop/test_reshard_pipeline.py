@@ -150,19 +150,31 @@ def test_experts_in_the_stages_of_a_sliced_pipeline_are_read(
     assert zckpt.verify(folder, deep=True).sound
 
 
+MEGATRON_LAYERS = "Embedding=embed,Layer*2,LayerNorm,Embedding=embed"
+SLICED_EXPERT_LAYERS = "Embedding=embed,_Experts,Layer,_Experts,LayerNorm,Embedding=embed"
+
+ELSEWHERE = [
+    ("dcp", to(TWO, 1, 2, pipeline_layers=LAYERS)),
+    ("consolidated", to(TWO, 1, 3, pipeline_layers=LAYERS)),
+    ("zckpt", to(with_experts(2, 2), 2, 2, pipeline_layers=EXPERT_LAYERS)),
+    ("universal", to(with_experts(2, 2), 1, 2, pipeline_layers=EXPERT_LAYERS, expert_parallel_size=1)),
+    ("dcp", to(SLICED, 1, 2, pipeline_layers=MEGATRON_LAYERS, tensor_parallel_size=4)),
+    ("consolidated", to(with_sliced_experts(1, 2), 1, 2, pipeline_layers=SLICED_EXPERT_LAYERS,
+                        tensor_parallel_size=2, expert_parallel_size=2)),
+]  # fmt: skip
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("to", ["dcp", "consolidated"])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("form", "case"), ELSEWHERE, ids=str)
 def test_deepspeed_resumes_pipelines_of_another_format(
-    to: str, stages: int, made: Callable[[Spec], Path], tmp_path: Path
+    form: str, case: Case, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
-    folder = made(TWO)
-    zckpt.convert(folder, tmp_path / "between", to=to)
-    options = {"pipeline_parallel_size": stages, "partition_method": "uniform", "pipeline_layers": LAYERS}
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", world_size=1, stage=1, **options)
-    verdict = resume(tmp_path / "back", TWO.at(stages, pipeline_parallel=stages), folder)
+    folder = made(case.source)
+    zckpt.convert(folder, tmp_path / "between", to=form)
+    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=1, **case.options)
+    verdict = resume(tmp_path / "back", case.resumed, folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
-    assert verdict.loss_difference <= TOLERANCE[TWO.dtype], verdict.losses
+    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
 
 
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]

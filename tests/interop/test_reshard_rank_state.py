@@ -81,6 +81,40 @@ def test_deepspeed_resumes_it_at_the_same_number_of_ranks(
     ]
 
 
+def test_sums_over_all_elements_are_not_given_to_each_of_more_ranks(
+    made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """One rank's estimates of Prodigy are the whole model's. Of two, each would add to the sum of both."""
+    folder = made(spec("prodigy_one", optimizer="prodigy", dtype="fp32", world_size=1, groups=2))
+    assert zckpt.open(folder).per_rank == []
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp")
+    for source, verb in ((folder, zckpt.reshard), (tmp_path / "dcp", zckpt.convert)):
+        its = {} if verb is zckpt.reshard else {"to": "deepspeed", "stage": 1}
+        with pytest.raises(zckpt.UnsupportedError, match=r"d_numerator of param groups: sums .* found 2 ranks"):
+            verb(source, tmp_path / "two", world_size=2, **its)
+        verb(source, tmp_path / verb.__name__, world_size=1, **its)
+        assert zckpt.diff(folder, tmp_path / verb.__name__).equal_slots
+
+
+def test_what_stages_and_slices_have_of_their_own_is_read_so(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """Where each of them has one data-parallel rank, only they differ; the copies of a tied layer drift apart."""
+    stages = spec("prodigy_pp2", model="pipeline", stage=1, pipeline_parallel=2, world_size=2, groups=2, dtype="fp32",
+                  optimizer="prodigy")  # fmt: skip
+    folder = made(stages)
+    found = zckpt.open(folder)
+    assert {(one.key, one.mp_rank) for one in found.per_rank} >= {("d", 0), ("d", 1), ("d_numerator", 0)}
+    assert len(found.param_groups) == 2
+    with pytest.raises(zckpt.UnsupportedError, match="d_numerator"):
+        zckpt.convert(folder, tmp_path / "dcp", to="dcp")
+    with pytest.raises(zckpt.UnsupportedError, match=r"expected 1 rank for each of tp=1 pp=2 .* found 1 rank of ZeRO"):
+        zckpt.reshard(folder, tmp_path / "one", world_size=1, pipeline_parallel_size=1)
+    zckpt.reshard(folder, tmp_path / "same", world_size=1)
+    again = zckpt.open(tmp_path / "same").per_rank
+    assert [(one.key, one.mp_rank, one.value) for one in again] == [(o.key, o.mp_rank, o.value) for o in found.per_rank]
+    verdict = resume(tmp_path / "same", stages, folder)
+    assert [*verdict.slots, *verdict.hyperparameters, *verdict.steps] == []
+
+
 @pytest.mark.parametrize("source", [MUON, MUON_FP32, MUON_ALIGNED, MUON_TWO, MUON_S3, NADAM], ids=lambda one: one.name)
 def test_what_is_read_is_the_truth(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(source)

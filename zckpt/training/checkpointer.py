@@ -234,7 +234,9 @@ class Checkpointer:
         return checkpoint, is_own
 
     def close(self) -> None:
-        """Wait for a save and for removals that are going on, and no longer answer SIGTERM.
+        """Wait for a save, removals and what is sent to the next node, and no longer answer SIGTERM.
+
+        With an error on its way, too; so it comes before the process group is destroyed.
 
         Raises
         ------
@@ -247,8 +249,8 @@ class Checkpointer:
             if self._ending is not None:
                 self._ending.close()
             self._sigterm.close()
-        if self._spare is not None and sys.exc_info()[1] is None:
-            self._spare.close()
+            if self._spare is not None:  # before the process group is destroyed
+                self._spare.close(keep=sys.exc_info()[1] is not None)
 
     def _finish(self) -> None:
         """Wait for what is going on in other threads."""

@@ -78,6 +78,16 @@ class Options:
         "TiedLayerSpec.",
         metavar="LAYER,...",
     )
+    tensor_parallel_size: int | None = option(
+        int, None, "Ranks over which parameters are sliced. Default: as SOURCE, if it is DeepSpeed's; else 1.",
+        metavar="T",
+    )  # fmt: skip
+    padded_vocab_size: int | None = option(
+        int,
+        None,
+        "Rows of the vocabulary in TARGET's model. Default: SOURCE's, or the next multiple of T.",
+        metavar="ROWS",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +95,6 @@ class RecutOptions(Options):
     """What `reshard` can be given."""
 
     world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    tensor_parallel_size: int | None = option(
-        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
-    )
-    padded_vocab_size: int | None = option(
-        int,
-        None,
-        "Rows of the vocabulary in TARGET's model. Default: SOURCE's, or the next multiple of T.",
-        metavar="ROWS",
-    )
 
 
 class DeepSpeed(Format):

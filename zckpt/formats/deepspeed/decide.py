@@ -18,10 +18,12 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
+from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
+from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
+from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
-from zckpt.state import Checkpoint, Parameter
+from zckpt.state import Checkpoint, Parameter, Topology
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
@@ -74,7 +76,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     states, dealt = stage_states(checkpoint, origin, degree, options)
     flat = stage != 3
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint.topology.tp),
+                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
@@ -165,6 +167,12 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     check_stage(checkpoint, origin, options, stage)
     listed = bool(auto_layers(origin.model))
     experts = listed or bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
+    if listed and not origin.ranks and options.tensor_parallel_size not in (None, 1):
+        raise UnsupportedError(
+            "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
+            path=path,
+            expected="--tensor-parallel-size left out",
+        )
     if check_sharded(origin, checkpoint.parameters, path, stage, options.world_size, options.expert_parallel_size):
         return True
     if not experts:
@@ -187,6 +195,7 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
 def cut_rank_values(target: Target) -> None:
     """Raise UnsupportedError where state that is each rank's own would have to be cut for others, and cannot be."""
     checkpoint, first = target.checkpoint, target.origin.members[0]
+    _refuse_sums(target)
     if not checkpoint.per_rank or is_cut_alike(target):
         return
     quantised = any(value.key == NESTED for value in checkpoint.per_rank)
@@ -201,10 +210,35 @@ def cut_rank_values(target: Target) -> None:
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
         f"cut for other ranks",
         path=checkpoint.source,
-        expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
-        found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",
+        expected=f"{_ranks(dp, checkpoint.topology, first.stage, elastic=first.elastic)}, all cut as it is",
+        found=_ranks(target.world_size, target, target.stage, elastic=target.elastic),
         advice=advice,
     )
+
+
+def _ranks(count: int, of: Target | Topology, stage: int, *, elastic: bool) -> str:
+    each = f" for each of tp={of.tp} pp={of.pp}" if of.tp * of.pp > 1 else ""
+    return f"{count} rank{'s' if count > 1 else ''}{each} of ZeRO-{stage}{', elastic' if elastic else ''}"
+
+
+def _refuse_sums(target: Target) -> None:
+    """Raise UnsupportedError where ranks would each have a sum that an optimizer keeps of the elements of all."""
+    count = target.world_size * len(target.ranks)
+    found = {
+        key: None
+        for group in target.checkpoint.param_groups
+        for key, value in group.hyperparameters.items()
+        if key in SUMS_IN_GROUPS and not (type(value) in (int, float) and value == 0)
+    }
+    if found and count > 1 and not is_cut_alike(target):
+        raise UnsupportedError(
+            f"{', '.join(found)} of param groups: sums that the optimizer keeps of all elements that a rank has, and "
+            f"nothing says what they are of fewer",
+            path=target.checkpoint.source,
+            expected="one rank, or ranks that are cut as they are",
+            found=f"{count} ranks",
+            advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
+        )
 
 
 def is_cut_alike(target: Target) -> bool:

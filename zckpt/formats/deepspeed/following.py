@@ -73,7 +73,7 @@ def _is_of_gpt_ranks(key: str, values: tuple[object, object], a: Checkpoint, b: 
     if match is not None and match[1] in OF_RANKS:
         return degrees[0] != degrees[1] or a.topology.dp != b.topology.dp
     if _OF_A_RANK.match(key):
-        return degrees[0] != degrees[1]
+        return degrees[0] != degrees[1] or (a.topology.dp, a.zero_stage == 3) != (b.topology.dp, b.zero_stage == 3)
     own = key.startswith(f"metadata.{INFO_KEY}") and "args" in a.metadata and "args" in b.metadata
     return own and a.topology.tp != b.topology.tp and (None in values or not key.endswith("original_vocab_size"))
 

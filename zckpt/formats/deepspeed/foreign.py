@@ -23,6 +23,7 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.gpt_model import rules_of_whole
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
@@ -183,7 +184,8 @@ def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object]) -> Ori
     tag = origin(checkpoint).get("tag")
     name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
     directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
-    return Origin(directory, _model(checkpoint, layers), [_optimizer(checkpoint, stage)])
+    model = _model(checkpoint, layers)
+    return Origin(directory, model, [_optimizer(checkpoint, stage)], rules=rules_of_whole(model, checkpoint.parameters))
 
 
 def _steps(checkpoint: Checkpoint) -> int:

@@ -28,8 +28,9 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage_bounds import Layer
-from zckpt.formats.deepspeed.tp_rules import REPLICATED_KEY, VOCABULARY_KEYS, Rules
-from zckpt.torchfile import FromFile, Object
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.state import Parameter
+from zckpt.torchfile import FromFile, Object, plain
 from zckpt.torchfile.nodes import Namespace
 
 ARGUMENTS = "args"
@@ -139,6 +140,14 @@ def completed(
     return found
 
 
+def rules_of_whole(model: ModelShard, parameters: Mapping[str, Parameter]) -> Mapping[str, object] | None:
+    """Return by what rules whole parameters can be cut: what `universal_checkpoint_info` says, completed."""
+    found = model.content.get(INFO_KEY)
+    info = plain(found.node if isinstance(found, FromFile) else found)
+    said = info if isinstance(info, dict) else None
+    return completed(model, said, [RankState(0, dict(parameters))], sliced=False)
+
+
 def _listed(value: object) -> list[object]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
@@ -221,6 +230,22 @@ def padded_rows(content: Mapping[str, object], info: Mapping[str, object] | None
     if type(size) is not int or type(multiple) is not int or multiple < 1:
         return None
     return -(-size // (multiple * degree)) * multiple * degree
+
+
+def rows_that_were(info: Mapping[str, object] | None, parameters: Mapping[str, Parameter], degree: int) -> int | None:
+    """Return how many rows a vocabulary had with its padding, of which another format keeps none; None if not known.
+
+    Parameters
+    ----------
+    degree : int
+        Tensor-parallel ranks among which they are to be divided.
+    """
+    rows = (info or {}).get("padded_vocab_size")
+    if info is None or type(rows) is not int or rows % degree:
+        return None
+    rules = Rules({key: info[key] for key in VOCABULARY_KEYS if key in info}, "")
+    present = [p.shape[0] for name, p in parameters.items() if p.shape and rules.is_vocabulary(name)]
+    return rows if present and rows >= max(present) else None
 
 
 def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:

@@ -61,6 +61,7 @@ def read_rank(
     shared: Mapping[str, str] | None = None,
     *,
     spread: Spread[OptimizerShard] | None = None,
+    apart: Sequence[Collection[str]] = (),
 ) -> RankState:
     """Put together what the files of one model-parallel rank say.
 
@@ -77,6 +78,8 @@ def read_rank(
         rank of all list them, and the others none.
     spread : Spread, optional
         The ranks over which experts are spread; by default `members`.
+    apart : sequence of collection of str, optional
+        For each param group the hyperparameters that other model-parallel ranks have otherwise.
 
     Raises
     ------
@@ -86,9 +89,9 @@ def read_rank(
     state = RankState(mp_rank)
     trained: Trained = {}
     if members and members[0].stage == 3:
-        _read_parameterwise(state, models, members, trained)
+        _read_parameterwise(state, models, members, trained, apart)
     elif members:
-        _read_flat(state, models[0], members, weights, trained, spread or Spread(members))
+        _read_flat(state, models[0], members, weights, trained, spread or Spread(members), apart)
     parameterwise = bool(members) and members[0].stage == 3
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
     if models[0].content.get(KEY):
@@ -104,6 +107,7 @@ def _read_flat(
     weights: Mapping[str, tuple[str, Tensor]],
     trained: Trained,
     spread: Spread[OptimizerShard],
+    apart_by_group: Sequence[Collection[str]],
 ) -> None:
     known = {name: tensor.shape for name, tensor in model.module.items()}
     known |= {name: tensor.shape for name, (_, tensor) in weights.items()}
@@ -143,7 +147,7 @@ def _read_flat(
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
-        _add_group(state, members, group.index, [group.index], names, own)
+        _add_group(state, members, group.index, [group.index], names, own, apart_by_group)
     state.per_rank += rank_values(members, {index: index for index in read}, own, read)
 
 
@@ -172,7 +176,11 @@ def _claim(trained: Trained, name: str, shape: tuple[int, ...], slots: dict[str,
 
 
 def _read_parameterwise(
-    state: RankState, models: Sequence[ModelShard], members: Sequence[OptimizerShard], trained: Trained
+    state: RankState,
+    models: Sequence[ModelShard],
+    members: Sequence[OptimizerShard],
+    trained: Trained,
+    apart_by_group: Sequence[Collection[str]],
 ) -> None:
     model = models[0]
     if model.param_shapes is None:
@@ -214,7 +222,7 @@ def _read_parameterwise(
         names[index].append(name)
         trained[name] = (shape, slots[name], index)
     for index, its_subs in enumerate(subs):
-        _add_group(state, members, index, its_subs, names[index], own)
+        _add_group(state, members, index, its_subs, names[index], own, apart_by_group)
     state.per_rank += rank_values(members, group_of, own, {sub: read[sub] for sub in group_of})
     state.padding = _by_group(state.padding, group_of)
 
@@ -235,11 +243,12 @@ def _add_group(
     partitions: Sequence[int],
     names: list[str],
     own: Collection[str],
+    apart_by_group: Sequence[Collection[str]],
 ) -> None:
     """Add a group with its hyperparameters and the state that is one value for all its elements."""
     groups, hyperparameters = members[0].groups, {}
     if index < len(groups):
-        apart = own_hyperparameters(members, index)
+        apart = own_hyperparameters(members, index).union(*apart_by_group[index : index + 1])
         kept = {k: v for k, v in groups[index].items() if k != "params" and k not in apart}
         hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
         state.per_rank += group_values(members, index, min(partitions, default=index), apart)

@@ -38,7 +38,7 @@ from zckpt.formats.deepspeed.stage0_auto_ep import attach_auto_experts
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
-from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of_optimizers, keep_others, shard_rules
+from zckpt.formats.deepspeed.values import MODEL_RULES, apart_in_groups, copies_of_optimizers, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
@@ -88,7 +88,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
-    checkpoint = Checkpoint(str(directory.path), "deepspeed")
+    checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
     files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
     described: dict[tuple[int, str], SourceFile] = {}
     for shard, file in files:
@@ -237,11 +237,11 @@ def _ranks(
             members, leftovers = select(directory.path, own, shards, mp_rank)
             checkpoint.leftovers |= leftovers
             checkpoint.warnings += dict.fromkeys(leftovers.values())
-        files = _model_members(directory, own, members)
-        found.append((mp_rank, files, members))
+        found.append((mp_rank, _model_members(directory, own, members), members))
     auto = auto_layers(models[0])
     every = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
     ranks: list[RankFiles] = []
+    apart = apart_in_groups([members[0] for _, _, members in found if members])
     for number, (mp_rank, files, members) in enumerate(found):
         first, lane = number - number % tp, number % tp
         of_stage = found[first : first + tp]
@@ -250,7 +250,7 @@ def _ranks(
         across = spread.lanes > 1
         of_experts = experts.all() if across else experts.by_lane.get(lane, {})
         outer = {**of_experts, **weights.get(mp_rank, {})}
-        state = read_rank(mp_rank, files, members, outer, shared, spread=spread)
+        state = read_rank(mp_rank, files, members, outer, shared, spread=spread, apart=apart)
         if across:
             state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
             state.duplicates += experts.copies() if lane == 0 else ()

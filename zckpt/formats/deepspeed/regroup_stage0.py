@@ -21,9 +21,9 @@ from zckpt.formats.deepspeed.stage0 import STATE_KEYS
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import written_rules
 from zckpt.formats.deepspeed.write_layers import layer_files
 from zckpt.formats.deepspeed.write_model import model_tree
+from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import holds_tensors
@@ -61,11 +61,11 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
         _check_slots(ranks, path)
     named = replace(origin, ranks=ranks, model=ranks[0].models[0])
     states, dealt = stage_states(checkpoint, named, degree, options)
-    model, zero = origin.model, checkpoint.topology
+    model = origin.model
     target = Target(
         checkpoint, named, options.world_size, 0, zero_option(model, "elastic_checkpoint"),
         zero_option(model, "round_robin_gradients"), zero_option(model, "parameter_alignment"), False,
-        written_rules(named, states, zero.tp), len(states), degree, dealt,
+        written_rules(named, states, checkpoint), len(states), degree, dealt,
     )  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state

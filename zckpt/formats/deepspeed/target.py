@@ -13,6 +13,7 @@ from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
+from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
     flat_partition_numel,
     flat_starts,
@@ -171,12 +172,20 @@ class Target:
     codes: dict[int, Codes] = field(default_factory=dict, repr=False, compare=False)
     forms: dict[int, Form] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
+    _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def regrouped(self) -> bool:
         """Whether a model-parallel rank of it is none of the source's: rank 0's files are carried to all."""
         topology = self.checkpoint.topology
         return bool(self.origin.ranks) and (self.stages is not None or (self.pp, self.tp) != (topology.pp, topology.tp))
+
+    def own_values(self, mp_rank: int, rank: int) -> Sequence[RankValue]:
+        """Return what a rank of the source has of its own, which is looked for in all ranks' once."""
+        if not self._own_values:
+            for one in self.checkpoint.per_rank:
+                self._own_values.setdefault((one.mp_rank, one.rank), []).append(one)
+        return self._own_values.get((mp_rank, rank), ())
 
     @property
     def sub_group_size(self) -> int:

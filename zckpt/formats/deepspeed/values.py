@@ -94,6 +94,9 @@ OF_ONE_RANK_IN_GROUPS = frozenset({
 """Values in param groups that may be each rank's own: estimates of Prodigy and D-Adaptation (prodigyopt 1.1,
 pytorch_optimizer 4.1)."""
 
+SUMS_IN_GROUPS = frozenset({"d_numerator", "numerator_weighted", "gsq_weighted", "sk_sq_weighted", "sk_l1", "g0_norm"})
+"""Of these, sums over a rank's elements that grow from step to step, and norms: what they are of fewer is not known."""
+
 _QUANTISED = frozenset(
     {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2"}
 )
@@ -121,6 +124,15 @@ def own_hyperparameters(members: Sequence[OptimizerShard], index: int) -> frozen
     """Return the keys of what a param group has otherwise on some rank: known ones, and those of tensors."""
     group = members[0].groups[index]
     return frozenset(key for key, value in group.items() if _is_each_own(key, value, index, members))
+
+
+def apart_in_groups(firsts: Sequence[OptimizerShard]) -> list[frozenset[str]]:
+    """Return for each param group the keys of what model-parallel ranks have otherwise, of each the first file given.
+
+    A stage of a pipeline may have fewer groups than the first.
+    """
+    count = len(firsts[0].groups) if len(firsts) > 1 else 0
+    return [own_hyperparameters([one for one in firsts if index < len(one.groups)], index) for index in range(count)]
 
 
 def _is_each_own(key: str, value: object, index: int, members: Sequence[OptimizerShard]) -> bool:

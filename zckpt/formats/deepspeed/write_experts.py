@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.auto_ep import auto_layers, filed_name, fused_name
@@ -48,9 +47,10 @@ def expert_files(target: Target) -> list[ExpertFile]:
     if target.origin.experts:
         return list(_from_files(target))
     return [
-        ExpertFile(_name(layer, expert, mp_rank), mp_rank, None, names)
-        for layer, expert, names in _made(target)
-        for mp_rank in _lanes(target, 0, layer_of(names[0]), expert)
+        ExpertFile(_name(layer, expert, stage * target.tp + lane), stage * target.tp + lane, None, names)
+        for stage in range(target.pp)
+        for layer, expert, names in _made(target, stage)
+        for lane in _lanes(target, stage, layer_of(names[0]), expert)
     ]
 
 
@@ -87,7 +87,7 @@ def _from_files(target: Target) -> Iterator[ExpertFile]:
             mp_rank = stage * target.tp + lane
             shard, file = by_lane.get(lane, first) if same else first
             kept = (layer, mp_rank) == (shard.layer, shard.mp_rank)
-            name = Path(shard.path).name if kept else _name(layer, expert, mp_rank)
+            name = shard.name if kept else _name(layer, expert, mp_rank)
             if whole or (same and lane in by_lane):
                 yield ExpertFile(name, mp_rank, file)
             else:
@@ -104,15 +104,15 @@ def _place(target: Target, layer: str) -> tuple[int, int]:
     raise LayoutError(f"no stage has the experts of {layer}", path=target.checkpoint.source)
 
 
-def _made(target: Target) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield layer, expert and names of its parameters, of a checkpoint of another format.
+def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield layer, expert and names of its parameters, of a stage and a checkpoint of another format.
 
     DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
     says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
     """
     layers: dict[str, dict[int, list[str]]] = {}
     auto = {layer.prefix: layer.number for layer in auto_layers(target.origin.model)}
-    for name in target.ranks[0].parameters:
+    for name in target.ranks[stage * target.tp].parameters:
         number = expert_number(name)
         if number is not None:
             layer = (fused_name(name) or "").rpartition(".")[0] if auto else layer_of(name)

@@ -6,7 +6,6 @@ A layer has the same number in any number of stages, so that its file stays what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
@@ -21,18 +20,18 @@ from zckpt.torchfile import OrderedMapping, TorchFile
 def layer_count(target: Target) -> int:
     """Return the number of layers' files."""
     if is_filed(target) and not target.origin.layers:
-        return len(_made(target))
+        return len(_made(target, 0)) * target.tp
     return sum((shard.mp_rank or 0) == 0 for shard, _ in target.origin.layers) * target.tp
 
 
-def _made(target: Target) -> dict[int, dict[str, Parameter]]:
-    """Return the parameters and buffers of each layer by its keys, of a checkpoint of another format.
+def _made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
+    """Return what a tensor-parallel rank has of each layer by its keys, of a checkpoint of another format.
 
     A tied layer has a file for its first use, as DeepSpeed reads it there and copies it to its other stages.
     """
     uses = target.stages.uses if target.stages is not None else {}
     found: dict[int, dict[str, Parameter]] = {}
-    for mp in target.ranks:
+    for mp in target.ranks[rank :: target.tp]:
         for name, one in {**mp.parameters, **mp.buffers}.items():
             key = tied_key(name)
             number = layer_of(name) if key is None else min(uses[key])
@@ -43,13 +42,15 @@ def _made(target: Target) -> dict[int, dict[str, Parameter]]:
 
 def _made_files(target: Target) -> Iterator[tuple[str, object]]:
     buffers = {name for mp in target.ranks for name in mp.buffers}
-    for number, its in _made(target).items():
+    layers = ((lane, *one) for lane in range(target.tp) for one in _made(target, lane).items())
+    for rank, number, its in layers:
         tree = OrderedMapping()
         for key, one in its.items():
             slot = one.slots.get(WEIGHT)
             is_buffer = slot is not None and one.name in buffers
             tree[key] = SlotTensor(slot, slot.dtype, one.name) if slot and is_buffer else single(target, one)
-        yield f"layer_{number:02d}-model_states.pt", tree
+        middle = f"-model_{rank:02d}" if target.tp > 1 else ""
+        yield f"layer_{number:02d}{middle}-model_states.pt", tree
 
 
 def layer_files(target: Target) -> Iterator[tuple[str, object]]:
@@ -61,9 +62,9 @@ def layer_files(target: Target) -> Iterator[tuple[str, object]]:
         return
     if target.tp == tp and target.rules is None:
         for shard, file in layers:
-            yield Path(shard.path).name, FromFile.of(file, file.root)
+            yield shard.name, FromFile.of(file, file.root)
         return
-    sliced = any("-model_" in Path(shard.path).name.partition("-model_states")[0] for shard, _ in layers)
+    sliced = any("-model_" in shard.name.partition("-model_states")[0] for shard, _ in layers)
     for rank in range(target.tp):
         parameters: dict[str, Parameter] = {}
         buffers: dict[str, Parameter] = {}

@@ -64,7 +64,8 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
 def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
     """Return what Megatron-DeepSpeed's arguments say of ranks, and of the rows of its vocabulary."""
     words = f".{SHARED}"
-    rows = [p.shape[0] * target.tp for mp in target.ranks for p in mp.parameters.values() if p.name.endswith(words)]
+    every = (p for mp in target.ranks for p in mp.parameters.values())
+    rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(words)), None)
     apart = (arguments_in(source.content) or {}).get("ds_sequence_parallel_size") in (None, 1)
     return {
         "tensor_model_parallel_size": target.tp,
@@ -72,13 +73,15 @@ def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
         "transformer_pipeline_model_parallel_size": target.pp,
         "data_parallel_size": target.world_size if apart else None,
         "world_size": target.world_size * len(target.ranks),
-        "padded_vocab_size": rows[0] if rows else None,
+        "padded_vocab_size": rows,
     }
 
 
 def is_filed(target: Target) -> bool:
-    """Tell whether a target is a pipeline whose layers have files of their own."""
-    return bool(target.origin.layers) or (not target.origin.ranks and target.stages is not None)
+    """Tell whether a target is a pipeline whose layers have files of their own: one without experts."""
+    if target.origin.layers or target.origin.ranks or target.stages is None:
+        return bool(target.origin.layers)
+    return "num_experts" not in target.origin.model.content
 
 
 def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[int, int, int]]:

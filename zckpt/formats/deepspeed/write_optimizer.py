@@ -121,9 +121,7 @@ def _hyperparameters(
 ) -> dict[object, object]:
     """Return a param group with the numbers of its partitions, and what the rank has of its own in it."""
     own = {
-        one.key: one.value
-        for one in target.checkpoint.per_rank
-        if one.in_group and (one.mp_rank, one.rank, one.group) == (mp.mp_rank, rank, group.index)
+        one.key: one.value for one in target.own_values(mp.mp_rank, rank) if one.in_group and one.group == group.index
     }
     values = {**group.values.hyperparameters, **own}
     groups = mp.members[0].groups if own else []
@@ -139,8 +137,8 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
         return {} if group is None or codes is None else {NESTED: codes.of(group.position(rank), group.partition)}
     return {
         one.key: value_node(one.value)
-        for one in target.checkpoint.per_rank
-        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, partition) and not one.in_group
+        for one in target.own_values(mp.mp_rank, rank)
+        if one.part == partition and not one.in_group
     }
 
 

@@ -83,7 +83,12 @@ def _from_elsewhere(job: Job) -> TargetFiles:
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
     target = _decide(converted, _recut(options, options.world_size, stage))
-    notes = foreign.notes(checkpoint, stage=stage)
+    notes = [*foreign.notes(checkpoint, stage=stage), *stage_notes(target)]
+    if target.ranks[0].lanes > 1:
+        notes.append(
+            f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "
+            f"enable_expert_tensor_parallelism"
+        )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = foreign.HANDLED | none
     written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=restated)

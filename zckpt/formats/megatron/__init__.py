@@ -28,6 +28,8 @@ buckets       where the distributed optimizer has a parameter in buffers without
 proof         whether every master there is its weight, rounded
 cut           how ranks' slices make up a parameter
 heads         the order of query, key and value in old files
+wholes        what all ranks have of each parameter
+fused         experts that are one parameter of a rank, transposed
 
 writer        a run's directory with one `torch_dist` checkpoint
 legacy_writer one with legacy files: legacy_target, legacy_state, stages, slices

@@ -19,7 +19,7 @@ Source: megatron-core 0.16, Megatron-LM's `checkpointing.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -28,7 +28,7 @@ from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import KEPT, PARTNER, Cut, cut_of, joined
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
 from zckpt.formats.megatron.heads import CURRENT, reordered, splits_of
-from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS
+from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED
 from zckpt.formats.megatron.local import (
     GROUPS,
     MASTERS,
@@ -44,6 +44,8 @@ from zckpt.formats.megatron.objects import Common, topology_of
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.own import add_absent, read_own, restore_own, trim
 from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
+from zckpt.formats.megatron.stages import BLOCK
+from zckpt.formats.megatron.wholes import FURTHER, TIED, Whole, gather, label_of
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -51,39 +53,11 @@ from zckpt.state.inventory import COPY, IMPLIED, REST, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Digests, Tensor, read_torchfile, walk_tensors
 
-TIED = {
-    "output_layer.weight": "embedding.word_embeddings.weight",
-    "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
-}
-"""What the last stage calls its copy of an embedding that is the output layer, too."""
-
 UNTIED = "untie_embeddings_and_output_weights"
 
 VERSION = "checkpoint_version"
 
 SAME = "as in the first rank's file"
-
-
-@dataclass(slots=True)
-class Whole:
-    """What ranks have of a parameter of the whole model.
-
-    Parameters
-    ----------
-    name : str
-        The module's.
-    given : str
-        In the checkpoint; the same, but where a file says otherwise.
-    copies : dict of (int, int, int) to dict
-        By stage, chunk and expert-parallel rank: the rank's parameter, by tensor-parallel rank.
-    said : int or None
-        Along which dimension its masters say that it is cut.
-    """
-
-    name: str
-    given: str = ""
-    copies: dict[tuple[int, int, int], dict[int, Parameter]] = field(default_factory=dict)
-    said: int | None = None
 
 
 def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
@@ -101,13 +75,13 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
         checkpoint.claims[str(tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
     numbering = Numbering(ranks)
     wholes: dict[str, Whole] = {}
-    locals_ = []
+    locals_, fused, expert_ranks = [], False, 1 + max(one.rank.ep for one in ranks)
     for one in ranks:
         names = [dict(numbering.names(one, chunk)) for chunk in range(len(one.chunks))]
         local = _local(one, names)
         locals_.append(local)
         tied = one.arguments.get(UNTIED) is False or (own is not None and own.ranks.get("tied") == 1)
-        _gather(wholes, one, names, local, tied=tied)
+        fused |= gather(wholes, one, names, local.checkpoint, local.said, tied=tied, expert_ranks=expert_ranks)
     first = ranks[0]
     _check_groups(locals_, ranks)
     tensor_ranks = 1 + max(one.rank.tp for one in ranks)
@@ -124,6 +98,8 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     kinds = {kind: 1 + max(getattr(one.rank, kind) for one in ranks) for kind in ("tp", "pp", "ep")}
     checkpoint.topology = replace(checkpoint.topology, **kinds)
     _add_stages(checkpoint, numbering, len(first.chunks))
+    if fused:
+        checkpoint.details[EXPERTS] = FUSED
     checkpoint.step = common.step
     if own is not None:
         trim(checkpoint, own)
@@ -134,7 +110,7 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
 
 def _add_stages(checkpoint: Checkpoint, numbering: Numbering, chunks: int) -> None:
     """Say how layers are dealt to stages, where there are several."""
-    fronts = numbering.fronts()
+    fronts = [front for front in numbering.fronts() if BLOCK.fullmatch(front)]
     if checkpoint.topology.pp > 1 and len(fronts) == 1:
         checkpoint.details[BOUNDS] = ",".join(map(str, numbering.bounds(fronts[0])))
     if chunks > 1:
@@ -175,6 +151,8 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
     chunks: list[list[str]] = []
     shared: list[str] = []
     rules = []
+    # The copy of an embedding for further tokens has its own name; the output layer beside it is shared with none.
+    further = any(FURTHER.match(name) for chunk in one.chunks for name in chunk)
     for at, chunk in enumerate(one.chunks):
         chunks.append([])
         for name, value in chunk.items():
@@ -188,7 +166,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
             own.parameters[label] = Parameter(label, value.shape, value.dtype, {WEIGHT: slot})
             chunks[-1].append(label)
             whole = names[at][name]
-            if whole in TIED or whole in TIED.values():
+            if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
         rules += [Rule((one.keys[at], REST), IMPLIED, "modules that keep no state of their own")]
     parts = parts_of(one.content[OPTIMIZER], path) if one.content.get(OPTIMIZER) else []
@@ -213,29 +191,8 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
     return Local(own, parts, plain, rules, more, partitions(own, parts))
 
 
-def label_of(chunk: int, name: str) -> str:
-    """Return the name that a parameter of a chunk has on its rank, where names of chunks may be the same."""
-    return name if chunk == 0 else f"model{chunk}.{name}"
-
-
 def _is_buffer(name: str, tensor: Tensor) -> bool:
     return not is_floating(tensor.dtype) or BUFFERS.fullmatch(name) is not None
-
-
-def _gather(
-    wholes: dict[str, Whole], one: RankFile, names: Sequence[Mapping[str, str]], local: Local, *, tied: bool
-) -> None:
-    """Add what a rank has to what is known of the whole model's parameters."""
-    for chunk, its in enumerate(names):
-        for name, renamed in its.items():
-            label = label_of(chunk, name)
-            parameter = local.checkpoint.parameters.get(label) or local.checkpoint.buffers.get(label)
-            if parameter is None:
-                continue
-            whole = TIED[renamed] if tied and renamed in TIED else renamed
-            known = wholes.setdefault(whole, Whole(whole))
-            known.said = local.said.get(label, known.said)
-            known.copies.setdefault((one.rank.pp, chunk, one.rank.ep), {})[one.rank.tp] = parameter
 
 
 def _add(checkpoint: Checkpoint, wholes: Mapping[str, Whole], ranks: int, first: RankFile) -> None:

@@ -17,7 +17,8 @@ from math import prod
 from zckpt.errors import UnsupportedError
 from zckpt.formats.megatron.buckets import Member
 from zckpt.formats.megatron.buckets import lay_out as lay_out_buckets
-from zckpt.formats.megatron.cut import Cut
+from zckpt.formats.megatron.cut import Cut, Shape
+from zckpt.formats.megatron.fused import shape_of_all, together
 from zckpt.formats.megatron.local import JOINED, MASTERS, PARAM, UNPADDED
 from zckpt.formats.megatron.objects import OPTIMIZER
 from zckpt.formats.megatron.optimizer import GROUPS, SCALER, STATES, STEP
@@ -27,7 +28,7 @@ from zckpt.formats.megatron.write_common import master_type, state_of
 from zckpt.formats.megatron.write_groups import Group, is_of_experts
 from zckpt.formats.torch_files.writer import SlotContent, ValueTensor, new_storage, value_node, view
 from zckpt.state import MASTER, Checkpoint, Parameter, Slot
-from zckpt.torchfile import DType
+from zckpt.torchfile import DType, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,41 @@ class Model:
         rows = self.rows if name.endswith(VOCABULARY) else None
         return slice_of(self.tensors[name][0].shape, self.cuts[name], rank, self.ranks, rows)
 
+    def shape(self, one: Dealt, rank: int) -> Shape:
+        """Return the shape of what a tensor-parallel rank has."""
+        own = self.slice(one.name, rank).shape
+        return shape_of_all(one.local, len(one.experts), own) if one.experts else own
+
+    def contents(self, one: Dealt, rank: int, slots: Sequence[Slot], label: str, start: int = 0) -> list[SlotContent]:
+        """Return the contents of a storage that has what a rank has of slots, one of each expert."""
+        own = self.slice(one.name, rank)
+        if not one.experts:
+            return own.contents(slots[0], label, start)
+        whole = together(slots, own, self.checkpoint.source)
+        return [SlotContent(start, whole, label)] if whole.numel else []
+
+    def tensor(self, one: Dealt, rank: int, slots: Sequence[Slot], dtype: str, label: str) -> Tensor:
+        """Return what a rank has of slots as a tensor of its own."""
+        shape = self.shape(one, rank)
+        return view(new_storage(dtype, prod(shape), self.contents(one, rank, slots, label)), shape)
+
+    def states(self, one: Dealt) -> list[tuple[str, list[Slot], str]]:
+        """Return key, slots and type of all that the optimizer has of what a rank has.
+
+        Raises
+        ------
+        UnsupportedError
+            It does not have the same of each expert.
+        """
+        every = [self.state(name) for name in one.experts or (one.name,)]
+        kinds = {tuple((key, dtype) for key, _, dtype in its) for its in every}
+        owners = {next((at for at, group in enumerate(self.groups) if name in group.members), None)
+                  for name in one.experts}  # fmt: skip
+        if len(kinds) > 1 or len(owners) > 1 or len({self.tensors[name][1] for name in one.experts}) > 1:
+            raise UnsupportedError("experts that are one parameter have one optimizer state",
+                                   path=self.checkpoint.source, found=f"others of {one.name}")  # fmt: skip
+        return [(key, [its[at][1] for its in every], dtype) for at, (key, _, dtype) in enumerate(every[0])]
+
     def state(self, name: str) -> list[tuple[str, Slot, str]]:
         """Return key, slot and type of all that the optimizer has of a parameter, the master first."""
         one = self.trained[name]
@@ -133,12 +169,11 @@ def _one(model: Model, rank: Rank, groups: Sequence[Group], scaler: object) -> d
         its["params"] = list(range(len(states), len(states) + len(own)))
         masters.append([])
         for one in own:
-            cut = model.slice(one.name, rank.tp)
             node: dict[object, object] = {
                 key: ValueTensor(struct.pack("<f", value), "float32", ()) for key, value in per_parameter.items()
             }
-            for key, slot, dtype in model.state(one.name):
-                tensor = cut.tensor(slot, dtype, f"{key}/{one.name}")
+            for key, slots, dtype in model.states(one):
+                tensor = model.tensor(one, rank.tp, slots, dtype, f"{key}/{one.name}")
                 if key == MASTER:
                     masters[-1].append(tensor)
                 else:
@@ -187,18 +222,17 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
 
 def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | None) -> dict[object, object]:
     """Return a buffer: a flat tensor for each slot, of all buckets end to end."""
-    cuts = {one.local: model.slice(one.name, rank.tp) for one in its}
-    members = [Member(one.local, prod(cuts[one.local].shape), one.shared) for one in its]
+    members = [Member(one.local, prod(model.shape(one, rank.tp)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
     firsts = [sum(layout.sizes[:bucket]) for bucket in range(len(layout.sizes))]
     starts = {place.name: firsts[place.bucket] + place.start for place in layout.places}
     contents: dict[str, list[SlotContent]] = {}
     types: dict[str, set[str]] = {}
     for one in its:
-        for key, slot, dtype in model.state(one.name):
+        for key, slots, dtype in model.states(one):
             filed = PARAM if key == MASTER else key
             label = f"{key}/{one.name}"
-            contents.setdefault(filed, []).extend(cuts[one.local].contents(slot, label, starts[one.local]))
+            contents.setdefault(filed, []).extend(model.contents(one, rank.tp, slots, label, starts[one.local]))
             types.setdefault(filed, set()).add(dtype)
     mixed = next((key for key, kinds in types.items() if len(kinds) > 1), None)
     if mixed is not None:

@@ -6,11 +6,12 @@ that came with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.buckets import default_bucket_numel
+from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
 from zckpt.formats.megatron.objects import arguments_of
 from zckpt.formats.megatron.slices import VOCABULARY
@@ -18,8 +19,13 @@ from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import FromFile, Namespace, Object
 
-CHUNKS, BOUNDS, ROWS = "virtual stages", "stage bounds", "padded vocabulary"
+CHUNKS, BOUNDS, ROWS, EXPERTS = "virtual stages", "stage bounds", "padded vocabulary", "experts"
 """Under which `Checkpoint.details` have them."""
+
+FUSED = "one parameter of all of a rank (GroupedMLP)"
+NUMBERED = "a parameter of each in one module (TEGroupedMLP)"
+APART = "a module each (SequentialMLP)"
+"""What the module is like that experts are in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class Target:
         Whether layers are Transformer Engine's.
     bucket_numel : int or None, elements
         After which a bucket of gradients ends; None: nowhere.
+    experts : {FUSED, NUMBERED, APART}
+        How experts are in it, where their names do not say so.
     """
 
     topology: Topology
@@ -47,6 +55,7 @@ class Target:
     rows: int | None
     engine: bool
     bucket_numel: int | None
+    experts: str = APART
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +116,15 @@ def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
     size = wanted.bucket_numel
     if size is None:
         size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
+    engine = _is_engine(checkpoint, wanted.implementation, arguments)
     return Target(
         topology=topology,
         chunks=chunks,
         bounds=bounds_of(bounds, layer_count(names), topology.pp * chunks, path),
         rows=_rows(checkpoint, wanted.rows),
-        engine=_is_engine(checkpoint, wanted.implementation, arguments),
+        engine=engine,
         bucket_numel=size or None,
+        experts=_experts(checkpoint, names, arguments, engine=engine),
     )
 
 
@@ -140,6 +151,30 @@ def _is_engine(checkpoint: Checkpoint, said: str | None, arguments: Mapping[obje
         return False
     known = arguments.get("transformer_impl")
     return known != LOCAL
+
+
+def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[object, object], *, engine: bool) -> str:
+    """Return how the module has experts: as in SOURCE's legacy files, or as its program's arguments say.
+
+    Raises
+    ------
+    UnsupportedError
+        They are grouped, by Transformer Engine's module or by Megatron-Core's own.
+    """
+    if checkpoint.format_version == "legacy":
+        return str(checkpoint.details.get(EXPERTS, APART))
+    if arguments.get("moe_grouped_gemm") is not True or not any(map(ONE.fullmatch, names)):
+        return APART
+    if not engine or arguments.get("moe_use_legacy_grouped_gemm") is True:
+        return FUSED
+    if arguments.get("moe_use_legacy_grouped_gemm") is False:
+        return NUMBERED
+    raise UnsupportedError(
+        "its experts are grouped in the module, and what that calls them is not known",
+        path=checkpoint.source,
+        expected="moe_use_legacy_grouped_gemm beside moe_grouped_gemm in the arguments",
+        advice="write torch_dist, which any kind of experts loads",
+    )
 
 
 def with_sizes(value: object, target: Target) -> object:

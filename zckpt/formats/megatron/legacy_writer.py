@@ -22,15 +22,17 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE, OWN_NAME, RELEASE, TRACKER
-from zckpt.formats.megatron.legacy import TIED, UNTIED
+from zckpt.formats.megatron.fused import numbered_name
+from zckpt.formats.megatron.legacy import UNTIED
 from zckpt.formats.megatron.legacy_state import Model, Rank, buffers_node, optimizer_node
-from zckpt.formats.megatron.legacy_target import BOUNDS, Target, target_of, wanted_of, with_sizes
+from zckpt.formats.megatron.legacy_target import BOUNDS, FUSED, NUMBERED, Target, target_of, wanted_of, with_sizes
 from zckpt.formats.megatron.norms import live_names
 from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.megatron.slices import VOCABULARY, cuts_of
-from zckpt.formats.megatron.stages import dealt, expert_counts, on_expert_rank
+from zckpt.formats.megatron.stages import dealt, expert_counts, on_expert_rank, with_fused
+from zckpt.formats.megatron.wholes import TIED
 from zckpt.formats.megatron.write_common import (
     PLAIN,
     RESTATED,
@@ -50,7 +52,7 @@ from zckpt.state import Checkpoint
 
 RNG, ARGUMENTS = "rng_state", "args"
 
-_MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|query_key_value|dense\w*))\.weight[0-9]*")
+_MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 
@@ -118,7 +120,8 @@ def _model(checkpoint: Checkpoint, options: object, target: Target, notes: list[
     path, top = checkpoint.source, target.topology
     found = model_for(checkpoint, getattr(options, "dtype", "keep"))
     names = live_names(found, engine=target.engine)
-    _check_experts(checkpoint, list(names.values()))
+    if target.experts == NUMBERED:
+        names = {name: numbered_name(live) for name, live in names.items()}
     given = {live: name for name, live in names.items()}
     parameters = {names[one.name]: one for one in checkpoint.parameters.values() if one.name in names}
     trained = {name: one for name, one in parameters.items() if one.group is not None}
@@ -161,17 +164,6 @@ def _order(
     return list(parameters) if own else order_of(parameters, engine=target.engine)
 
 
-def _check_experts(checkpoint: Checkpoint, names: Sequence[str]) -> None:
-    arguments = arguments_of(checkpoint.metadata.get("args"))
-    if arguments.get("moe_grouped_gemm") is True and any(".local_experts." in name for name in names):
-        raise UnsupportedError(
-            "its experts are grouped in the module, and what that calls them is not known",
-            path=checkpoint.source,
-            found="moe_grouped_gemm",
-            advice="write torch_dist, which any kind of experts loads",
-        )
-
-
 def _tied(checkpoint: Checkpoint, tensors: Mapping[str, object], stages: int) -> dict[str, str]:
     """Return what the last of several stages calls its copy of an embedding that is the output layer, by its name."""
     if stages == 1 or arguments_of(checkpoint.metadata.get(ARGUMENTS)).get(UNTIED) is True:
@@ -203,6 +195,8 @@ def _ranks(model: Model, target: Target) -> Iterator[Rank]:
     for stage, chunks in enumerate(stages):
         for expert in range(top.ep):
             own = [on_expert_rank(chunk, counts, expert, top.ep) for chunk in chunks]
+            if target.experts == FUSED:
+                own = [with_fused(chunk, path) for chunk in own]
             for rank in range(top.tp):
                 pipeline = f"_{stage:03d}" if top.pp > 1 else ""
                 folder = f"mp_rank_{rank:02d}{pipeline}" + (f"_{expert:03d}" if top.ep > 1 else "")
@@ -215,8 +209,8 @@ def _states(model: Model, rank: Rank, target: Target) -> dict[object, object]:
     for number, chunk in enumerate(rank.chunks):
         its: dict[str, object] = {}
         for one in chunk:
-            slot, dtype = model.tensors[one.name]
-            its[one.local] = model.slice(one.name, rank.tp).tensor(slot, dtype, one.name)
+            slots = [model.tensors[name][0] for name in one.experts or (one.name,)]
+            its[one.local] = model.tensor(one, rank.tp, slots, model.tensors[one.name][1], one.name)
             module, attention = _MODULE.fullmatch(one.local), _ATTENTION.fullmatch(one.local)
             if module is not None:
                 its[f"{module[1]}.{EXTRA_STATE}"] = None

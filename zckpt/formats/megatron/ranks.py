@@ -20,6 +20,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
+from zckpt.formats.megatron.fused import is_fused
 from zckpt.formats.megatron.objects import arguments_of as attributes_of
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
@@ -266,7 +267,7 @@ class Numbering:
             match, renamed = _expert(name), name
             if match is not None:
                 renamed = f"{match[1]}{one.rank.ep * count + int(match[2])}{match[3]}"
-            elif self._parallel and EXPERT.fullmatch(name) and is_weight(name, own[name]):
+            elif self._parallel and EXPERT.fullmatch(name) and is_weight(name, own[name]) and not is_fused(name):
                 raise UnsupportedError(f"which experts {name} has is not known", path=one.file.path,
                                        expected="a tensor for each expert")  # fmt: skip
             layer = _LAYER.fullmatch(renamed)

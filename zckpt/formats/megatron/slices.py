@@ -8,9 +8,8 @@ from math import prod
 
 from zckpt.errors import UsageError
 from zckpt.formats.megatron.cut import GATED, KEPT, PARTNER, Cut, Shape, cut_of
-from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
+from zckpt.formats.torch_files.writer import SlotContent
 from zckpt.state import Extent, Slot
-from zckpt.torchfile import Tensor
 
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.bias")
 
@@ -33,10 +32,6 @@ class Slice:
     def contents(self, slot: Slot, label: str, start: int = 0) -> list[SlotContent]:
         """Return the contents of a storage that has the slice from element `start`."""
         return [SlotContent(start + at, slot, label, extent) for at, extent in self.pieces if extent.numel]
-
-    def tensor(self, slot: Slot, dtype: str, label: str) -> Tensor:
-        """Return the slice of a slot as a tensor of its own."""
-        return view(new_storage(dtype, prod(self.shape), self.contents(slot, label)), self.shape)
 
 
 def slice_of(shape: Shape, cut: Cut, rank: int, ranks: int, rows: int | None = None) -> Slice:
