@@ -18,8 +18,9 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
+from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
+from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Parameter, Topology
