@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
-from zckpt.formats.latest import latest_name
+from zckpt.formats.latest import is_tag, latest_name
 from zckpt.storage.files import is_file
 
 MODEL = "model"
@@ -90,8 +90,8 @@ def classify(name: str, path: str) -> Shard | None:
         match = pattern.fullmatch(name)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
-            found = (numbers.get(key) for key in ("dp", "mp", "layer", "expert"))
-            return Shard(path, role, *found, writer)
+            dp, mp, layer, expert = (numbers.get(key) for key in ("dp", "mp", "layer", "expert"))
+            return Shard(path, role, dp, mp, layer, expert, writer)
     return None
 
 
@@ -235,12 +235,6 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
 
 DCP_NAME = ".metadata"
 """Of a file that directories of torch.distributed.checkpoint have, of which a run may have several, too."""
-
-
-def is_tag(name: str) -> bool:
-    """Tell whether a name can be a tag: of a directory below a run's, which may be several levels down."""
-    folders = name.split("/")
-    return "\0" not in name and not any(one in ("", ".", "..") for one in folders)
 
 
 def _tag_of(directory: Path, source: Path) -> str:

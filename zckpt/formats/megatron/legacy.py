@@ -18,7 +18,7 @@ Source: megatron-core 0.16, Megatron-LM's `checkpointing.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,8 +27,9 @@ from zckpt.errors import LayoutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import KEPT, PARTNER, Cut, cut_of, joined
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
+from zckpt.formats.megatron.fused import is_fused, name_of_one
 from zckpt.formats.megatron.heads import CURRENT, reordered, splits_of
-from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED
+from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED, ORDER
 from zckpt.formats.megatron.local import (
     GROUPS,
     MASTERS,
@@ -88,6 +89,7 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     for whole in wholes.values():
         whole.given = own.names.get(whole.name, whole.name) if own is not None else whole.name
     _add(checkpoint, wholes, tensor_ranks, first)
+    _settle_order(checkpoint, wholes, [its for one in ranks for its in _sequences(one, numbering)])
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
     _add_groups(checkpoint, locals_[0], common, own.groups if own is not None else None)
     _carry(checkpoint, ranks, locals_)
@@ -106,6 +108,30 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
         add_absent(checkpoint, own)
         restore_own(checkpoint, own)
     return checkpoint
+
+
+def _sequences(one: RankFile, numbering: Numbering) -> Iterator[list[str]]:
+    """Yield the names of each chunk of a rank's model in its order, of experts in one parameter the first's."""
+    for chunk in range(len(one.chunks)):
+        every = (renamed for _, renamed in numbering.names(one, chunk))
+        yield [name_of_one(name, 0) if is_fused(name) else name for name in every]
+
+
+def _settle_order(checkpoint: Checkpoint, wholes: Mapping[str, Whole], sequences: Sequence[Sequence[str]]) -> None:
+    """Have parameters in the order in which the module has them, or say that it is not known.
+
+    That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
+    """
+    given = [[wholes[name].given for name in its if name in wholes] for its in sequences]
+    given = [[name for name in its if name in checkpoint.parameters] for its in given]
+    places = {name: at for at, name in enumerate(checkpoint.parameters)}
+    if all([places[name] for name in its] == sorted(places[name] for name in its) for its in given):
+        return
+    whole = next((its for its in given if set(its) == checkpoint.parameters.keys()), None)
+    if whole is None:
+        checkpoint.details[ORDER] = "not known: that of each rank is not the one of GPT's layers"
+        return
+    checkpoint.parameters = {name: checkpoint.parameters[name] for name in whole}
 
 
 def _add_stages(checkpoint: Checkpoint, numbering: Numbering, chunks: int) -> None:
