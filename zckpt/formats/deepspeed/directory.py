@@ -90,8 +90,8 @@ def classify(name: str, path: str) -> Shard | None:
         match = pattern.fullmatch(name)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
-            found = (numbers.get(key) for key in ("dp", "mp", "layer", "expert"))
-            return Shard(path, role, *found, writer)
+            dp, mp, layer, expert = (numbers.get(key) for key in ("dp", "mp", "layer", "expert"))
+            return Shard(path, role, dp, mp, layer, expert, writer)
     return None
 
 

@@ -7,7 +7,7 @@ use, then the others by their number; within a layer as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -136,6 +136,9 @@ def _dealt(
         parameters = {**state.parameters, **parameters}
         buffers = {**state.buffers, **buffers}
     has = {name: stages.of(name) for name in (*parameters, *buffers)}
+    places = (
+        {} if elsewhere else {name: place for place, name in enumerate(n for one in source for n in one.parameters)}
+    )
     joined = [joined_experts(state, path) for state in source]
     by_size = elsewhere or all(one.by_size for one in joined)
     for stage, state in enumerate(found):
@@ -153,7 +156,7 @@ def _dealt(
             if its:
                 degree = spread.get(its[0])
                 if degree is None:
-                    members = [_in_order(its, groups, stages, stage, path)]
+                    members = [_in_order(its, groups, stages, stage, path, places)]
                 else:
                     ordered = _experts_in_order(its, degree, stages, stage)
                     members = split_experts(ordered, degree, parameters) if by_size else [ordered]
@@ -182,7 +185,14 @@ def _check_alike(groups: Sequence[ParamGroup], number: int, path: str) -> None:
         )
 
 
-def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages, stage: int, path: str) -> list[str]:
+def _in_order(
+    names: Sequence[str],
+    groups: Sequence[ParamGroup],
+    stages: Stages,
+    stage: int,
+    path: str,
+    places: Mapping[str, int],
+) -> list[str]:
     """Return the parameters that a stage has of a group in the order in which the training has them there."""
     tied = {key for name in names if (key := tied_key(name)) is not None}
     for group in groups:
@@ -190,7 +200,7 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
         if len(tied) < 2 and held.issuperset(names):
             return [name for name in group.parameters if name in set(names)]
     for group in groups:
-        if not _is_ordered(group.parameters):
+        if not _is_ordered(group.parameters, places):
             raise UnsupportedError(
                 "a param group is not in the order of the stage's modules, so that its order in another stage "
                 "is not known",
@@ -201,10 +211,13 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def _is_ordered(names: Sequence[str]) -> bool:
-    """Tell whether parameters are in the order of modules: tied layers, and then the others by their number."""
-    places = [(0, 0) if name.startswith(TIED) else (1, layer_of(name)) for name in names]
-    return all(one <= other for one, other in pairwise(places))
+def _is_ordered(names: Sequence[str], places: Mapping[str, int]) -> bool:
+    """Tell whether parameters are in the order of modules: tied layers, the others by their number, then as in these.
+
+    All weights before all biases are such an order in a stage of one layer, and not in one of two.
+    """
+    found = [(0, 0, 0) if name.startswith(TIED) else (1, layer_of(name), places.get(name, 0)) for name in names]
+    return all(one <= other for one, other in pairwise(found))
 
 
 def check_order(checkpoint: Checkpoint) -> None:
@@ -221,7 +234,7 @@ def check_order(checkpoint: Checkpoint) -> None:
         if tied_key(name) is None:
             layer_of(name)
     for group in checkpoint.param_groups:
-        if not any(map(is_expert, group.parameters)) and not _is_ordered(group.parameters):
+        if not any(map(is_expert, group.parameters)) and not _is_ordered(group.parameters, {}):
             raise UnsupportedError(
                 "a param group is not in the order of a pipeline's modules: tied layers, and then the others by number",
                 path=checkpoint.source,
