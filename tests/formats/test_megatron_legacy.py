@@ -23,6 +23,7 @@ KINDS = {
     "mcore_legacy_dist_ep2": (1, 1, 2),
     "mcore_legacy_dist_vp2": (1, 2, 1),
     "mcore_legacy_grouped_tp2_ep2": (2, 1, 2),
+    "mcore_legacy_mtp_pp2": (1, 2, 1),
 }
 ITERATION = "iter_0000003"
 

@@ -224,8 +224,41 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages() -> None:
     assert [one.local for one in last] == ["decoder.layers.0.mlp.w", names[-1], "output_layer.weight"]
     assert [one.shared for one in last] == [False, False, True]
     assert bounds_of(None, 4, 2, "") == (0, 2, 4)
-    with pytest.raises(UnsupportedError, match="which pipeline stage has it is not known: found mtp"):
-        dealt([*names, "mtp.layers.0.x"], (0, 2, 4), stages=2, tied={}, path="")
+    with pytest.raises(UnsupportedError, match="which pipeline stage has it is not known: found head"):
+        dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={}, path="")
+
+
+def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path: Path) -> None:
+    zckpt.reshard(OTHER / "mcore_legacy_mtp_pp2" / "ckpt", tmp_path / "one", world_size=1, **ALONE)
+    (file,) = (tmp_path / "one").glob("iter_*/mp*/model_optim_rng.pt")
+    (own,) = (tmp_path / "one").glob("iter_*/zckpt.pt")
+    own.unlink()
+    content = torch.load(file, weights_only=False)
+    model = {name: one for name, one in content["model"].items() if one is not None}
+    norm = model.pop("decoder.final_layernorm.weight")
+    content["model"] = {"decoder.final_layernorm.weight": norm, **model}
+    del content["optimizer"]
+    torch.save(content, file)
+    file.with_name("distrib_optim.pt").unlink()
+    assert list(zckpt.open(tmp_path / "one").parameters) == list(content["model"])
+    zckpt.reshard(tmp_path / "one", tmp_path / "two", world_size=1, **ALONE | {"pipeline_parallel_size": 2})
+    for part in (tmp_path / "two").glob("iter_*/mp*/model_optim_rng.pt"):
+        its = torch.load(part, weights_only=False)
+        its["model"] = dict(reversed(its["model"].items()))
+        torch.save(its, part)
+    assert "not known" in str(zckpt.open(tmp_path / "two").details["order of parameters"])
+
+
+def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding() -> None:
+    names = ["embedding.word_embeddings.weight", "vision_model.conv1.weight", "decoder.layers.0.x",
+             "decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "output_layer.weight"]  # fmt: skip
+    [[first], [last]] = dealt(names, (0, 1, 1), stages=2, tied={}, path="")
+    assert [one.local for one in first] == names[:4]
+    assert [one.local for one in last] == [names[0], *names[4:]]
+    assert [one.shared for one in last] == [True, False, False]
+    for odd, tied in (("embedding.position_embeddings.weight", {}), ("decoder.layers.0.y", {names[0]: "output_layer"})):
+        with pytest.raises(UnsupportedError, match="of words' embeddings alone"):
+            dealt([*names, odd], (0, 1, 1), stages=2, tied=tied, path="")
 
 
 def test_experts_are_numbered_from_0_on_each_rank() -> None:

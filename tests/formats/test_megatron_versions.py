@@ -37,6 +37,8 @@ KINDS = {
     "mcore16_fsdp_dp2": (1, 1, 1),
     "mcore16_fsdp_tp2": (2, 1, 1),
     "mcore16_grouped_tp2_ep2": (2, 1, 2),
+    "mcore16_mamba_tp2": (2, 1, 1),
+    "mcore16_mtp_pp2": (1, 2, 1),
 }
 STEP = 2
 

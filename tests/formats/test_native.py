@@ -760,6 +760,16 @@ def test_directories_of_others_are_not_taken_for_this_format(tmp_path: Path) -> 
     )
 
 
+def test_a_tag_may_have_slashes(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "epoch1" / "step5")
+    (tmp_path / "latest").write_text("epoch1/step5\n")
+    assert zckpt.open(tmp_path).source == str(tmp_path / "epoch1" / "step5")
+    assert zckpt.open(tmp_path, tag="epoch1/step5").format == "zckpt"
+    (tmp_path / "epoch1" / "latest").write_text("../epoch1/step5")
+    with pytest.raises(zckpt.errors.SourceError):
+        zckpt.open(tmp_path / "epoch1")
+
+
 def changed(directory: Path, change: Callable[[Any], object]) -> None:
     path = directory / "checkpoint.json"
     document = json.loads(path.read_bytes())

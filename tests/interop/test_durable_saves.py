@@ -17,6 +17,8 @@ from tests.deepspeed_engine import SPECS, Spec
 from tests.gloo import WorkerError, run
 from tests.storage.test_naming import kill_before, killed
 from zckpt.deepspeed import saving
+from zckpt.deepspeed.held import Held, sketch
+from zckpt.deepspeed.pickled import capture
 from zckpt.errors import TargetExistsError, UnsupportedError
 from zckpt.optim.ranks import ALONE, Ranks
 
@@ -175,10 +177,14 @@ def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp
         assert len(list(tag.iterdir())) == 2
         assert len(values) == 1
         found += values
+        beside = here / "epoch" / ".of.zckpt-partial"
+        beside.mkdir(parents=True)
         for path in here.rglob("*"):
             os.utime(path, (0, 0))  # long ago
         write(here, "three", 3)
         assert [path.name for path in here.iterdir() if path.name.startswith(".")] == []  # of whatever tag
+        write(here, "epoch/four", 4)
+        assert not beside.exists()
         write(here, tag.name, 4)
     assert set(found) == {1, 2}
     assert found == sorted(found)
@@ -266,6 +272,17 @@ def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp
         "before", "latest", "taken",
     ]  # fmt: skip
     assert (tmp_path / "run" / "latest").read_text() == "before"
+
+
+def test_pickles_are_sent_however_long_and_tensors_are_not() -> None:
+    kept = capture("x.pt", {"note": "x" * 5000, "tensor": torch.zeros(5000), "step": torch.ones(1)}, None).laid_out()
+    sent = sketch(kept, 1000)
+    held = Held("x.pt", sent.literals)
+    found = bytearray(6000)
+    held.read_into(0, memoryview(found))
+    assert b"x" * 5000 in found
+    assert [nbytes for _, nbytes in sent.absent] == [20000]
+    assert sent.nbytes == kept.nbytes
 
 
 def test_engine_of_one_context_and_not_of_the_other_is_refused() -> None:

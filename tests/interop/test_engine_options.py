@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import zckpt
+from tests import gloo
 from tests.deepspeed_engine import Spec, resume, train
+from tests.truth import Truth, assert_consolidated
 
 pytestmark = [pytest.mark.interop, pytest.mark.nightly]
 
@@ -39,3 +44,55 @@ def test_deepspeed_resumes_it(changes: dict[str, Any], tmp_path: Path) -> None:
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     # under hpZ, DeepSpeed 0.19 goes on as far off after loading its own files at the same number of ranks
     assert hpz or verdict.loss_difference <= 3e-3
+
+
+@pytest.mark.parametrize(("stage", "serialization"), [(2, True), (0, False)])
+def test_files_of_the_fast_writer_are_read_and_get_the_names_that_deepspeed_loads(
+    stage: int, serialization: bool, tmp_path: Path
+) -> None:
+    """`checkpoint.writer` of type `fast` writes `NAME-WRITER.WRITERS`, which DeepSpeed itself does not find again."""
+    writer = {"type": "fast", "io_buffer_size": 1 << 20, "data_parallel": "replica"}
+    checkpoint = {"checkpoint_serialization": serialization, "writer": writer}
+    spec = Spec("fast", stage=stage, groups=2, steps=2, steps_after=2, config={"checkpoint": checkpoint})
+    made = tmp_path / "made"
+    made.mkdir()
+    gloo.run(_produce_fast, spec.world_size, spec, made, fresh=True)
+    assert (made / "global_step2" / "mp_rank_00_model_states.pt-1.2").exists()
+    verified = zckpt.verify(made, deep=True)
+    assert verified.sound
+    assert [Path(str(one.file)).name for one in verified.findings] == ["mp_rank_00_model_states.pt-1.2"]
+    (tmp_path / "read").mkdir()
+    assert_consolidated(made, Truth(made), tmp_path / "read")
+    for world_size in (2, 3):
+        cut = tmp_path / f"cut{world_size}"
+        zckpt.reshard(made, cut, world_size=world_size, verify=True)
+        assert resume(cut, spec.at(world_size, config={}), made).ok
+
+
+def _produce_fast(rank: int, world_size: int, spec: Spec, folder: Path) -> None:
+    """Train with DeepSpeed's own writer over a file descriptor, in the place of its kernel for asynchronous writes."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.io import fast_file_writer
+    from deepspeed.runtime.model_checkpointing import writer_factory
+
+    from tests.deepspeed_engine import training
+
+    os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
+    type(get_accelerator()).is_pinned = lambda self, tensor: True
+    handle = SimpleNamespace(aio_handle=lambda **_: _Handle())
+    writer_factory.AsyncIOBuilder = lambda: SimpleNamespace(load=lambda: handle)
+    fast_file_writer.UtilsBuilder = lambda: SimpleNamespace(load=lambda: SimpleNamespace(cast_to_byte_tensor=None))
+    training._produce(rank, world_size, spec, folder)
+
+
+class _Handle:
+    def get_alignment(self) -> int:
+        return 4096
+
+    def async_pwrite(self, tensor: Any, descriptor: int, offset: int) -> int:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
+        os.pwrite(descriptor, tensor.numpy().tobytes(), offset)
+        return 0
+
+    def wait(self) -> int:
+        return 1

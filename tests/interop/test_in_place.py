@@ -273,6 +273,7 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
             "other groups": FIXTURES / "s2_bf16_dp2",
             "experts": FIXTURES / "moe_ep1_s2_bf16_dp2",
             "each rank's own": FIXTURES / "own_lamb_s2_fp32_dp2",
+            "file": FIXTURES / "README.md",
         },
     )[0]
     assert told["other model"].startswith(UsageError.__name__)
@@ -282,6 +283,7 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
     assert told["experts"].startswith(UnsupportedError.__name__)
     assert "zckpt reshard" in told["experts"]
     assert told["each rank's own"].startswith(UnsupportedError.__name__)
+    assert "cannot be read: expected a directory" in told["file"]
 
 
 # --- programs that make the engine themselves

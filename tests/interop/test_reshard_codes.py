@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,26 @@ def test_codes_that_can_be_cut_are_not_made_anew(run: tuple[Path, list[float]], 
         zckpt.reshard(tmp_path / "floats", tmp_path / "again", world_size=3, requantize=True)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_codes_of_torchao_are_cut_where_partitions_begin_with_blocks(kind: str, tmp_path: Path) -> None:
+    """Four partitions of 4,096 elements, which is what torchao quantises at least."""
+    pytest.importorskip("torchao")
+    (run := tmp_path / "run").mkdir()
+    losses = gloo.run(_train, 4, 128, run, kind)[0]
+    for world_size in (1, 2):
+        zckpt.reshard(run, tmp_path / f"cut{world_size}", world_size=world_size, verify=True)
+        found = gloo.run(_resume, world_size, 128, tmp_path / f"cut{world_size}", 2, kind)[0]
+        assert found == pytest.approx(losses, abs=2e-5)
+    zckpt.reshard(tmp_path / "cut1", tmp_path / "back", world_size=4)
+    for mine, its in zip(states(run, 4), states(tmp_path / "back", 4), strict=True):
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(mine[0][slot].codes.view(torch.uint8), its[0][slot].codes.view(torch.uint8))
+            assert torch.equal(bits(mine[0][slot].scale), bits(its[0][slot].scale))
+    with pytest.raises(UnsupportedError, match="--dequantize"):
+        zckpt.reshard(run, tmp_path / "cut3", world_size=3)
+
+
 def of_any_device(values: torch.Tensor, qmap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     import bitsandbytes  # noqa: F401  # registers it
 
@@ -126,10 +147,16 @@ def joined(ranks: list[dict[int, dict[str, Any]]], group: int) -> dict[str, torc
             for key in every[0]}  # fmt: skip
 
 
-def _engine(width: int, seed: int, stage: int = 2) -> Any:
+def _engine(width: int, seed: int, stage: int = 2, kind: str | None = None) -> Any:
     import deepspeed
 
     from tests.deepspeed_engine.optimizers import BlockwiseAdam
+
+    make = BlockwiseAdam
+    if kind is not None:
+        import torchao.optim
+
+        make = partial(getattr(torchao.optim, kind), lr=1e-2)
 
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.Linear(width, 1, bias=False))
@@ -141,9 +168,7 @@ def _engine(width: int, seed: int, stage: int = 2) -> Any:
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": False},
     }  # fmt: skip
-    return deepspeed.initialize(model=model, optimizer=BlockwiseAdam(groups), config=config, dist_init_required=False)[
-        0
-    ]
+    return deepspeed.initialize(model=model, optimizer=make(groups), config=config, dist_init_required=False)[0]
 
 
 def _steps(engine: Any, width: int, first: int, count: int) -> list[float]:
@@ -158,15 +183,17 @@ def _steps(engine: Any, width: int, first: int, count: int) -> list[float]:
     return losses
 
 
-def _train(rank: int, world_size: int, width: int, folder: Path) -> list[float]:
-    engine = _engine(width, 1)
+def _train(rank: int, world_size: int, width: int, folder: Path, kind: str | None = None) -> list[float]:
+    engine = _engine(width, 1, kind=kind)
     _steps(engine, width, 0, 3)
     engine.save_checkpoint(str(folder), tag="global_step3")
     return _steps(engine, width, 3, 3)
 
 
-def _resume(rank: int, world_size: int, width: int, folder: Path, stage: int = 2) -> list[float]:
-    engine = _engine(width, 2, stage)
+def _resume(
+    rank: int, world_size: int, width: int, folder: Path, stage: int = 2, kind: str | None = None
+) -> list[float]:
+    engine = _engine(width, 2, stage, kind)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None
     return _steps(engine, width, 3, 3)

@@ -177,6 +177,16 @@ def test_deepspeed_resumes_pipelines_of_another_format(
     assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
 
 
+@pytest.mark.nightly
+def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(
+    made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """The training lists them so in each stage; of one stage all weights are before all biases."""
+    with pytest.raises(zckpt.UnsupportedError, match="not in the order of the stage's modules"):
+        zckpt.reshard(made(pipeline("pp2_one_group", 2, 2, groups=1)), tmp_path / "cut", world_size=1,
+                      pipeline_parallel_size=1)  # fmt: skip
+
+
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
 
 

@@ -130,6 +130,12 @@ def alone(rank: int, world_size: int, directory: Path) -> None:
     checkpointer.step(6, **everything(training))
     (spares()[0].parent / "spare.json").unlink()  # killed before all was said
     assert resumed()[1] == 2
+    checkpointer, _ = resumed()
+    checkpointer.step(5, **everything(training))
+    for path in spares()[0].parent.iterdir():  # killed while it was removed
+        if path.name != "spare.json":
+            path.unlink()
+    assert resumed()[1] == 2
 
     with pytest.raises(ZeroDivisionError):
         with_error(resumed()[0], training)
@@ -191,6 +197,29 @@ def fail(rank: int, world_size: int, directory: Path) -> list[str]:
 def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(tmp_path: Path) -> None:
     said = run(fail, 2, tmp_path)
     assert all(len(one) == 1 for one in said), said
+
+
+def end_with_an_error(rank: int, world_size: int, directory: Path) -> None:
+    """Two runs in one process, each rank a node; what fails has been sent when both are closed."""
+    spare.PIECE_NBYTES = 100  # many
+    training = Training.of(ZERO)
+    within = directory / f"node{rank}"
+    within.mkdir()
+    options: dict[str, Any] = {"replicate": True, "replicate_in": within, "on_sigterm": False}
+    runs = [zckpt.Checkpointer(directory / name, **options) for name in "ab"]
+    for number in (1, 2):
+        for checkpointer in runs:
+            checkpointer.step(number, **everything(training))
+    for checkpointer in runs:
+        with pytest.raises(ZeroDivisionError):
+            with_error(checkpointer, training)
+    found = [zckpt.open(path.parent) for path in within.rglob("checkpoint.json")]
+    assert [one.step for one in found] == [7, 7]
+    assert all(zckpt.verify(one.source, deep=True).sound for one in found)
+
+
+def test_an_error_waits_for_what_is_sent(tmp_path: Path) -> None:
+    run(end_with_an_error, 2, tmp_path)
 
 
 def in_a_store(rank: int, world_size: int, directory: Path) -> None:

@@ -9,13 +9,14 @@ import os
 import shutil
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.deepspeed.engine import in_memory
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import SourceError
+from zckpt.errors import SourceError, TargetError
 from zckpt.storage import distant
 
 
@@ -31,7 +32,7 @@ class Sketch:
     ----------
     nbytes : int, bytes
     literals : list of Literal
-        All but long ones.
+        All but long ones, and what the file begins with, its pickle, however long.
     absent : list of (int, int), bytes
         Where the long ones are, and how long.
     """
@@ -42,9 +43,10 @@ class Sketch:
 
 
 def sketch(file: TargetFile, longest: int) -> Sketch:
-    """Return a file of literals without those of more than `longest` bytes, for another process."""
-    sent = [Literal(one.offset, bytes(one.data)) for one in file.literals if len(one.data) <= longest]
-    absent = [(one.offset, len(one.data)) for one in file.literals if len(one.data) > longest]
+    """Return a file of literals, for another process, without those of tensors of more than `longest` bytes."""
+    absent = [(one.offset, len(one.data)) for one in file.literals if one.offset and len(one.data) > longest]
+    without = {offset for offset, _ in absent}
+    sent = [Literal(one.offset, bytes(one.data)) for one in file.literals if one.offset not in without]
     return Sketch(file.nbytes, sent, absent)
 
 
@@ -109,20 +111,27 @@ class HeldFiles:
     Parameters
     ----------
     tag : str
+
+    Raises
+    ------
+    TargetError
+        Names cannot be made.
     """
 
     def __init__(self, tag: str) -> None:
-        self._base = Path(os.path.realpath(tempfile.mkdtemp(prefix=distant.MARK, dir=in_memory())))
-        self.directory = self._base / "files" / tag
-        self.directory.mkdir(parents=True)
+        with _named():
+            self._base = Path(os.path.realpath(tempfile.mkdtemp(prefix=distant.MARK, dir=in_memory())))
+            self.directory = self._base / "files" / tag
+            self.directory.mkdir(parents=True)
         self.files: dict[str, Held] = {}
 
     def add(self, name: str, nbytes: int, literals: Sequence[Literal]) -> None:
-        """Add a file; its directories are made."""
+        """Add a file; its directories are made. Raises as the folder itself."""
         path = self.directory / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
-            file.truncate(nbytes)
+        with _named():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                file.truncate(nbytes)
         self.files[name] = Held(str(path), literals)
         distant.add(str(path), self.files[name])
 
@@ -131,3 +140,17 @@ class HeldFiles:
         for one in self.files.values():
             distant.forget(one.path)
         shutil.rmtree(self._base, ignore_errors=True)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Turn an error of the file system that has the names into one that says so."""
+    try:
+        yield
+    except OSError as error:
+        raise TargetError(
+            "names of files, which have no bytes there, cannot be made",
+            path=in_memory() or tempfile.gettempdir(),
+            found=error.strerror,
+            advice="make room there, or leave format out",
+        ) from error

@@ -30,7 +30,7 @@ from zckpt.deepspeed.engine import (
     training_of,
 )
 from zckpt.engine.virtual import VirtualFile, check_readable
-from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
+from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
@@ -120,7 +120,7 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
     directory, tag = arguments["load_dir"], arguments["tag"]
     path = Path(directory) if tag is None else Path(directory, str(tag))
     ranks = Ranks()
-    if engine.load_universal_checkpoint() or not ranks.any(path.exists() and any(path.iterdir())):
+    if engine.load_universal_checkpoint() or not ranks.any(ranks.do(lambda: _holds_something(path))):
         return call(**arguments)
     module_only = arguments["load_module_only"]
     wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
@@ -145,6 +145,13 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
             engine.checkpoint_engine = stand_in.stock
             loading.read_nbytes += stand_in.read_nbytes
     return (None if found is None else str(path)), client_state
+
+
+def _holds_something(path: Path) -> bool:
+    try:
+        return path.exists() and any(path.iterdir())
+    except OSError as error:
+        raise SourceError("cannot be read", path=path, expected="a directory", found=error.strerror) from error
 
 
 def _opened(engine: Any, path: Path) -> Checkpoint:

@@ -237,8 +237,10 @@ class _Reading:
             return False
         if max(sizes) > ASKED_NBYTES:
             raise UnsupportedError(
-                "what state is whose only its values say, which are on several ranks",
+                "the first rank has to look at a tensor that another has, such as one in its client state",
                 path=self._path,
+                expected=f"at most {ASKED_NBYTES} bytes",
+                found=f"{max(sizes)} bytes",
                 advice="leave format out, and let `zckpt convert --to zckpt` write it",
             )
         while self._most < max(sizes):

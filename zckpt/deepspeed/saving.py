@@ -143,8 +143,9 @@ def durable_saves(
 def _load(saves: Saves, _engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Load when what is being written is there, and what killed saves have left is gone."""
     saves.wait()
-    if Ranks().rank == 0 and arguments["load_dir"]:
-        _remove_leftovers(Path(arguments["load_dir"]))
+    ranks, directory = Ranks(), arguments["load_dir"]
+    if directory:  # one rank does it, and others wait: what was set aside has its name again
+        ranks.do(lambda: _remove_leftovers(Path(directory), arguments["tag"]) if ranks.rank == 0 else None)
     return call(**arguments)
 
 
@@ -258,7 +259,7 @@ def write(
 ) -> None:
     """Write a checkpoint together with the other ranks; given the parameters' names, in zckpt's format."""
     if ranks.rank == 0:
-        _remove_leftovers(directory)
+        _remove_leftovers(directory, tag)
     if names is None:
         _write_as_given(ranks, directory, tag, found)
     else:
@@ -268,10 +269,11 @@ def write(
         ranks.of_first(lambda: _write_latest(directory, tag))
 
 
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what killed saves have left, in whichever form."""
-    for owned in (OWNED, OWNED_NATIVE):
-        remove_leftovers(directory, owned)
+def _remove_leftovers(directory: Path, tag: object) -> None:
+    """Remove what killed saves have left, in whichever form, beside a tag and in its run's directory."""
+    for folder in {directory, (directory / str(tag)).parent} if tag else {directory}:
+        for owned in (OWNED, OWNED_NATIVE):
+            remove_leftovers(folder, owned)
 
 
 def _write_as_given(ranks: Ranks, directory: Path, tag: str, found: Collected) -> None:

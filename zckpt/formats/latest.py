@@ -21,3 +21,9 @@ def latest_name(source: Path) -> str | None:
 def is_name(name: str) -> bool:
     """Tell whether a name can be that of a directory directly in another."""
     return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
+
+
+def is_tag(name: str) -> bool:
+    """Tell whether a name can be a tag: of a directory below a run's, which may be several levels down."""
+    folders = name.split("/")
+    return "\0" not in name and not any(one in ("", ".", "..") for one in folders)

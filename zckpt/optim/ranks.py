@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,6 +31,14 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 ALONE = "alone"
 """The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsent:
+    """Comes instead of what could not be sent."""
+
+    failure: Failure | None
+
 
 _CONTROL: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Gloo groups of the same ranks, by the group that they were made for and what they are used for."""
@@ -82,13 +91,22 @@ class Ranks:
         return every
 
     def from_first(self, of_first: T) -> T:
-        """Return what the first rank has to say."""
+        """Return what the first rank has to say; if that cannot be sent, all have failed."""
         if self.group is None:
             return of_first
-        received = [of_first]
+        received: list[Any] = [of_first]
         with answering():
-            dist.broadcast_object_list(received, src=self.members[0], group=self.group)
-        return received[0]
+            try:
+                dist.broadcast_object_list(received, src=self.members[0], group=self.group)
+            except Exception as error:
+                if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                    raise
+                unsent: list[Any] = [_Unsent(_packed(error))]  # it cannot be pickled, and others wait for something
+                dist.broadcast_object_list(unsent, src=self.members[0], group=self.group)
+                raise
+        if isinstance(received[0], _Unsent) and received[0].failure is not None:
+            _raise(0, received[0].failure)
+        return received[0]  # type: ignore[no-any-return]
 
     def scatter(self, of_first: Sequence[T]) -> T:
         """Return what the first rank has for this one; of others, `of_first` is not looked at."""

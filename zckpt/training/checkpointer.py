@@ -32,6 +32,7 @@ from zckpt.training.loading import Restored, load
 from zckpt.training.run_place import run_place, unsound
 from zckpt.training.run_record import Record, Saved
 from zckpt.training.saving import Saving, save_given
+from zckpt.training.slices import TpRules
 from zckpt.training.spare import Spare
 
 
@@ -80,6 +81,8 @@ class Checkpointer:
         Steps between that.
     replicate_in : path-like, optional
         On each node, a directory that outlives the workers, instead of /dev/shm.
+    tp_rules : path-like or mapping, optional
+        As for `zckpt.save`, of all saves and `resume`.
     process_group : ProcessGroup, optional
         The ranks; by default the whole world.
 
@@ -105,6 +108,7 @@ class Checkpointer:
         replicate: bool = False,
         replicate_every: int = 1,
         replicate_in: str | os.PathLike[str] | None = None,
+        tp_rules: TpRules = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
@@ -116,6 +120,7 @@ class Checkpointer:
         self.every = every
         self.async_ = async_
         self.fingerprint = fingerprint
+        self._tp_rules = tp_rules
         self.is_ending = False
         self._process_group = process_group
         self._ranks = Ranks(process_group)
@@ -169,7 +174,7 @@ class Checkpointer:
             self.save(step, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler, extra=extra)
         if self._spare is not None and not ending and not step % self._spare_every and (self.async_ or not is_due):
             given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
-            self._spare.keep(model, optimizer, given, self._follows)
+            self._spare.keep(model, optimizer, {**given, "tp_rules": self._tp_rules}, self._follows)
         if not is_due:
             return False
         if ending:
@@ -194,11 +199,12 @@ class Checkpointer:
         """
         self._finish()
         checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Saved(f"step-{step:08d}", new_identity())))
+        given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
         self._saving = save_given(
             self._place.checkpoint(checkpoint.name),
             model,
             optimizer,
-            {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
+            {**given, "tp_rules": self._tp_rules},
             self._process_group,
             async_=self.async_,
             overwrite=overwrite,
@@ -228,7 +234,9 @@ class Checkpointer:
         return checkpoint, is_own
 
     def close(self) -> None:
-        """Wait for a save and for removals that are going on, and no longer answer SIGTERM.
+        """Wait for a save, removals and what is sent to the next node, and no longer answer SIGTERM.
+
+        With an error on its way, too; so it comes before the process group is destroyed.
 
         Raises
         ------
@@ -241,8 +249,8 @@ class Checkpointer:
             if self._ending is not None:
                 self._ending.close()
             self._sigterm.close()
-        if self._spare is not None and sys.exc_info()[1] is None:
-            self._spare.close()
+            if self._spare is not None:  # before the process group is destroyed
+                self._spare.close(keep=sys.exc_info()[1] is not None)
 
     def _finish(self) -> None:
         """Wait for what is going on in other threads."""
@@ -345,14 +353,9 @@ class Checkpointer:
                     warnings.warn(f"passed over {name}, which is not sound: {why}", stacklevel=2)
                 continue
             restored = load(
-                path,
-                model=model,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                grad_scaler=grad_scaler,
-                strict=strict,
-                process_group=self._process_group,
-            )
+                path, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler,
+                strict=strict, tp_rules=self._tp_rules, process_group=self._process_group,
+            )  # fmt: skip
             restored.notes += [f"passed over {one}" for one in passed]
             return restored
         if passed:

@@ -31,6 +31,7 @@ from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.other_state import OtherState, read_other_state
 from zckpt.training.parts import Everywhere, Live, spread
+from zckpt.training.slices import TpRules, slices_of
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
@@ -92,6 +93,7 @@ def load(
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
     dequantize: bool = False,
+    tp_rules: TpRules = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
@@ -128,8 +130,10 @@ def load(
     dequantize : bool
         Take quantised state (8-bit of bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as the floats that it stands for,
         under the names that Adam has in torch.
+    tp_rules : path-like or mapping, optional
+        As for `save`: how this rank's slices are cut from the parameters of the checkpoint, at any degree.
     process_group : ProcessGroup, optional
-        The ranks that load; by default the optimizer's, else the whole world.
+        The ranks that load; by default the optimizer's, else the whole world, as of slices.
 
     Returns
     -------
@@ -158,8 +162,10 @@ def load(
     def found() -> Live:
         tensors = model_state(model)
         in_parts = isinstance(model, (list, tuple))
-        optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_parts)
-        return Live(model, tensors.renamed(optimizers.renamed), optimizers)
+        optimizers = Optimizers(
+            optimizer, tensors.names(), tensors.members, in_parts=in_parts, is_sliced=slices is not None
+        )
+        return Live(model, tensors.renamed(optimizers.renamed), optimizers, slices)
 
     def prepared() -> _Loading:
         with headers_shared(ranks.rank, ranks.world_size):
@@ -175,6 +181,7 @@ def load(
         )
     with ExitStack() as stack:
         path = ranks.do(lambda: stack.enter_context(at_path(place)))
+        slices = slices_of(ranks, tp_rules, optimizer)
         live = ranks.do(found)
         everywhere = live.everywhere(ranks, broadcast=broadcast)
         loading = ranks.do(prepared)
@@ -217,6 +224,8 @@ class _Loading:
             naming=naming,
             dequantize=dequantize,
         )
+        if live.slices is not None:
+            live.slices.cut(self.checkpoint, [*self.known, *(name for names in optimizers.order for name in names)])
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +22,9 @@ from zckpt.optim.states import NamedShare
 from zckpt.optim.states.several import Optimizers, Snapshot, merged_groups, one_class
 from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart
 from zckpt.state import WEIGHT, Parameter, ParamGroup
+
+if TYPE_CHECKING:
+    from zckpt.training.slices import Slices
 
 SAMPLE_NBYTES = 1 << 20
 """Of a plain parameter, compared between ranks."""
@@ -126,7 +130,15 @@ def are_parts(model: Model, tensors: Iterable[object], ranks: Ranks) -> bool:
     return isinstance(model, (list, tuple)) or is_cut_apart(tensors, ranks.world_size)
 
 
-def settled(ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str]) -> list[NamedShare]:
+NOT_THE_SAME = (
+    "names must be those of the whole model; what ranks have alike, replicate: put it into the plan of "
+    "parallelize_module, or in DistributedDataParallel"
+)
+
+
+def settled(
+    ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str], advice: str = NOT_THE_SAME
+) -> list[NamedShare]:
     """Return what this rank has, with the ranks that have the same. All ranks call it together.
 
     Parameters
@@ -134,6 +146,8 @@ def settled(ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str]
     shares : sequence of NamedShare
     buffers : collection of str
         Of plain ones that several ranks have, the first one's is written.
+    advice : str
+        If ranks have other values of the same.
 
     Raises
     ------
@@ -153,11 +167,11 @@ def settled(ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str]
             those = those[:1]
         elif share.ranks is None:
             if len(those) > 1 and slot == WEIGHT:
-                digests[key] = _digest(share, SAMPLE_NBYTES)
+                digests[key] = digest_of(share, SAMPLE_NBYTES)
         else:
             of_mesh = set(share.ranks) & set(ranks.members)
             if not of_mesh >= set(those):
-                digests[key] = _digest(share)
+                digests[key] = digest_of(share)
             those = sorted(of_mesh.union(those))
         found.append((name, slot, replace(share, ranks=tuple(those))))
     told = ranks.gather_all(digests)
@@ -165,8 +179,7 @@ def settled(ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str]
         if key in digests and len({one[key] for one in told if key in one}) > 1:
             raise LayoutError(
                 f"{slot} of {name} has other values on other ranks, which have the same elements of it",
-                advice="names must be those of the whole model; what ranks have alike, replicate: put it into the "
-                "plan of parallelize_module, or in DistributedDataParallel",
+                advice=advice,
             )
     return found
 
@@ -177,7 +190,8 @@ def _key(name: str, slot: str, share: Share) -> bytes:
     return blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest()
 
 
-def _digest(share: Share, limit: int | None = None) -> bytes:
+def digest_of(share: Share, limit: int | None = None) -> bytes:
+    """Return a digest of what a rank has of a tensor, or of so many bytes of it."""
     flat = share.tensor.detach().reshape(-1)
     if limit is not None:
         flat = flat[: limit // share.tensor.element_size()]
@@ -208,11 +222,12 @@ class Everywhere:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A model and its optimizers on this rank."""
+    """A model and its optimizers on this rank; `slices`: parameters are slices."""
 
     model: Model
     tensors: ModelState
     optimizers: Optimizers
+    slices: Slices | None = None
 
     def everywhere(self, ranks: Ranks, *, broadcast: bool) -> Everywhere:
         """Tell the other ranks what is here, if they have different parts. All ranks call it together.

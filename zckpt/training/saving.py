@@ -18,19 +18,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.errors import UsageError, WorkerError
+from zckpt.errors import LayoutError, UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
-from zckpt.optim.states import NamedShare, Target, state_class
-from zckpt.optim.states.several import Given, Optimizers, Snapshot, named, process_group_of, workers_of
-from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, parts_of, share_of, world_rank
+from zckpt.optim.states import NamedShare
+from zckpt.optim.states.several import Given, Optimizers, Snapshot, process_group_of, workers_of
+from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.state import WEIGHT
 from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
-from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, other_values, random_states
-from zckpt.training.parts import Part, are_parts, settled
+from zckpt.training.other_formats import save_as
+from zckpt.training.other_state import other_values, random_states
+from zckpt.training.parts import NOT_THE_SAME, Part, are_parts, settled
 from zckpt.training.pieces import RankState, Staging, divide, entries
+from zckpt.training.slices import NOT_COPIES, Sliced, TpRules, collected, slices_of
 from zckpt.training.values import Values
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
@@ -122,6 +124,7 @@ def save(
     async_: bool = False,
     overwrite: bool = False,
     fingerprint: bool = False,
+    tp_rules: TpRules = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving | None:
     """Write a checkpoint of what is being trained; all ranks call it together, and each writes its share.
@@ -158,8 +161,11 @@ def save(
         Replace the directory if it exists and holds a checkpoint of the same format, and nothing else.
     fingerprint : bool
         Record the fingerprint with it, in zckpt's format only: each rank reads some of what was written again.
+    tp_rules : path-like or mapping, optional
+        How the tensor-parallel slices that ranks have make up parameters, in the form of `universal_checkpoint_info`,
+        or a JSON file with that. For a ZeroOptimizer that was made with `model_parallel`.
     process_group : ProcessGroup, optional
-        The ranks that save; by default the optimizer's, else the whole world.
+        The ranks that save; by default the optimizer's, else the whole world, as of slices.
 
     Returns
     -------
@@ -179,7 +185,7 @@ def save(
         place_of(path),
         model,
         optimizer,
-        {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
+        {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step, "tp_rules": tp_rules},
         process_group,
         format=format,
         async_=async_,
@@ -211,7 +217,7 @@ def save_given(
     model, optimizer, process_group, format, async_, overwrite, fingerprint
         As for `save`.
     given : mapping
-        `scheduler`, `grad_scaler`, `extra` and `step`.
+        `scheduler`, `grad_scaler`, `extra`, `step` and `tp_rules`.
     identity : str, optional
         The id that the document gets, of the first rank; by default a new one.
     then : callable, optional
@@ -233,7 +239,7 @@ def save_given(
     if format != "zckpt":
         if fingerprint:
             raise _no_fingerprint(f"format {format}")
-        _save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
+        save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
         return None
     if workers is not None:
         if async_:
@@ -269,68 +275,23 @@ def _no_fingerprint(found: str) -> UsageError:
     )
 
 
-def _save_as(
-    form: str,
-    path: Place,
-    model: Model,
-    optimizer: Given,
-    given: Mapping[str, Any],
-    *,
-    async_: bool,
-    overwrite: bool,
-) -> None:
-    """Save in a format of another program.
-
-    Raises
-    ------
-    UsageError
-        The format is not one for this optimizer, or has room for one only.
-    """
-    every = named(optimizer)
-    if len(every) > 1:
-        raise UsageError(
-            f"format {form} has room for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
-        )
-    for one in every.values():
-        if state_class(one).writes != form:
-            raise UsageError(
-                f"format {form} does not suit {type(one).__name__}", advice="save as zckpt, and use zckpt convert"
-            )
-    if isinstance(model, (list, tuple)):
-        raise UsageError(f"format {form} is not written of a model in parts", advice="save as zckpt")
-    if not every:
-        raise UsageError(f"format {form} is written of an optimizer, and none is given", advice="save as zckpt")
-    if async_:
-        raise UsageError(f"format {form} is not written while training goes on", advice="save as zckpt")
-    others = {
-        key: given[name].state_dict()
-        for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
-        if given[name] is not None
-    }
-    if given["extra"] is not None:
-        others[EXTRA] = dict(given["extra"])
-    tensors = model_state(model)
-    whole = next(iter(parts_of(model)), None)
-    for state in Optimizers(optimizer, tensors.names(), tensors.members).states.values():
-        state.write(Target(path, whole, given["step"], others, overwrite))
-
-
 @dataclass(frozen=True, slots=True)
 class _Here:
-    """What this rank has; `in_parts`: other ranks have other parts of the model."""
+    """What this rank has; `in_parts`: other ranks have other parts of the model; `sliced`: of slices, what it has."""
 
     tensors: ModelState
     state: Snapshot
     shares: list[NamedShare]
     in_parts: bool
+    sliced: Sliced | None = None
 
 
-def _here(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
+def _here(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Here:
     """Find out what this rank has, and what of it others have, too. All ranks call it together."""
     error: Exception | None = None
     here = _Here(ModelState(), Snapshot(), [], in_parts=False)
     try:
-        here = _own(ranks, model, optimizer)
+        here = _own(ranks, model, optimizer, tp_rules)
     except WorkerError:
         raise
     except Exception as failure:  # noqa: BLE001  # raised when the others, who do not know of it yet, have been told
@@ -338,8 +299,13 @@ def _here(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
     shares, tensors = here.shares, here.tensors
     buffers = tensors.tensors.keys() - tensors.parameters
     in_parts = ranks.any(here.in_parts)
+    if in_parts and ranks.any(here.sliced is not None) and not ranks.any(error is not None):
+        try:
+            shares = [*shares, *collected(ranks, here.sliced or Sliced())]
+        except LayoutError as failure:  # of all ranks
+            error = error or failure
     if in_parts:
-        shares = settled(ranks, shares, buffers)
+        shares = settled(ranks, shares, buffers, NOT_THE_SAME if here.sliced is None else NOT_COPIES)
     if error is not None:
         raise error
     if not in_parts:  # other ranks may have updated their buffers, and DDP takes the first's
@@ -351,18 +317,23 @@ def _here(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
     return _Here(tensors, here.state, shares, in_parts)
 
 
-def _own(ranks: Ranks, model: Model, optimizer: Given) -> _Here:
+def _own(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Here:
     """Find out what this rank has."""
+    slices = slices_of(ranks, tp_rules, optimizer)
     tensors = model_state(model)
-    optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=isinstance(model, (list, tuple)))
+    in_list = isinstance(model, (list, tuple))
+    optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_list, is_sliced=slices is not None)
     tensors = (
         ModelState.of_parameters(optimizers.parameters()) if model is None else tensors.renamed(optimizers.renamed)
     )
     state = optimizers.snapshot()
     of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
-    shares = [(name, slot, share) for name, slot, share in of_model if share is not None]
+    shares = [(name, slot, share) for name, slot, share in of_model if share is not None] + state.shares
     in_parts = optimizers.are_parts or are_parts(model, tensors.tensors.values(), ranks)
-    return _Here(tensors, state, [*shares, *state.shares], in_parts)
+    if slices is None:
+        return _Here(tensors, state, shares, in_parts)
+    sliced = slices.sliced(tensors, shares)
+    return _Here(slices.whole(tensors), state, sliced.shares, in_parts, sliced)
 
 
 def prepared_of(
@@ -373,7 +344,7 @@ def prepared_of(
     All call it together; arguments are those of `save_given`. Without staging, it has the tensors' own memory.
     """
     try:
-        return _prepare(ranks, _here(ranks, model, optimizer), given, staging)
+        return _prepare(ranks, _here(ranks, model, optimizer, given["tp_rules"]), given, staging)
     except WorkerError:
         raise
     except Exception as error:  # noqa: BLE001  # all ranks learn of it

@@ -67,6 +67,9 @@ PIECE_NBYTES = 64 << 20
 SENDING = "spare"
 """What ranks are for that talk in the thread that sends."""
 
+_POOL = ThreadPoolExecutor(1, thread_name_prefix="zckpt-spare")
+"""The thread that sends, of all spares of this process: two would talk at once in the same group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -104,7 +107,6 @@ class Spare:
         self._receivers = neighbours(nodes)
         self._sending: Future[None] | None = None
         if any(receiver is not None for receiver in self._receivers):
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="zckpt-spare")
             self._senders: Ranks | None = Ranks(ranks.given, purpose=SENDING)
         else:
             self._senders = None
@@ -145,7 +147,7 @@ class Spare:
             raise
         ranks.do(lambda: self._tell(directory, about))
         if self._senders is not None:
-            self._sending = self._pool.submit(self._send_all, self._senders, directory)
+            self._sending = _POOL.submit(self._send_all, self._senders, directory)
 
     def _tell(self, directory: Path, about: About) -> None:
         """Say that the spare is whole, as long as all nodes are there; of a single node, remove those before."""
@@ -226,7 +228,7 @@ class Spare:
         whole = []
         for about in abouts.values():
             names = [DOCUMENT_NAME, *(rank_name(rank, about.world_size) for rank in range(about.world_size))]
-            its = having[about.identity]
+            its = having.get(about.identity, {})  # none, where a kill has cut its removal short
             if latest in about.follows and all(name in its for name in names):
                 by = {name: its[name][number % len(its[name])] for number, name in enumerate(names)}
                 whole.append(Found(about, by))
@@ -268,11 +270,11 @@ class Spare:
         """Remove every spare: none is gone on with any more."""
         self._ranks.do(self._remove)
 
-    def close(self) -> None:
-        """Give the memory of this node back, once nothing is sent any more."""
-        with suppress(Exception):  # of what is removed now
+    def close(self, *, keep: bool) -> None:
+        """Wait until nothing is sent any more; unless what was kept is to stay, give the memory of this node back."""
+        with suppress(Exception):  # of what is removed now, or beside an error that is on its way
             self.finish()
-        if self._is_first_of_node:
+        if self._is_first_of_node and not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 

@@ -97,7 +97,14 @@ def test_state_of_torchao(cls: str, torchao: dict[str, type[Held]], tmp_path: Pa
         edit(optimizer_file(floats, rank), lambda content: replace(content, 1))
     assert_alike(codes, floats, tmp_path, world_size=3, stage=3)
     with pytest.raises(UnsupportedError, match="--dequantize"):
-        zckpt.reshard(codes, tmp_path / "none", world_size=3)
+        zckpt.reshard(codes, tmp_path / "none", world_size=3, stage=3)
+    for world_size in (1, 3):  # whose partitions begin with blocks
+        again, back, plain = (tmp_path / f"{kind}{world_size}" for kind in ("codes", "back", "plain"))
+        zckpt.reshard(codes, again, world_size=world_size, verify=True)
+        assert {value.key for value in zckpt.open(again).per_rank} == set(SLOTS)
+        zckpt.reshard(again, back, world_size=2, dequantize=True)
+        zckpt.reshard(floats, plain, world_size=2)
+        assert zckpt.diff(back, plain).equal
     zckpt.reshard(codes, tmp_path / "same", world_size=2, verify=True)
     assert zckpt.diff(codes, tmp_path / "same").equal
 

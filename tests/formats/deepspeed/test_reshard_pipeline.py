@@ -14,6 +14,7 @@ from tests.formats.deepspeed.contents import content_of, cut, form, run_of, stat
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed import target_groups
 
 PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
@@ -340,6 +341,21 @@ def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path: Path) -> None:
     numbers = {path.name.split("_expert_")[0] for path in tag.glob("layer_*_expert_*")}
     assert numbers == {"layer_0", "layer_1"}
     assert all(name.startswith("3.") for name in content_of(tag / "layer_1_expert_2_mp_rank_00_model_states.pt"))
+
+
+def test_experts_of_other_stages_are_split_into_groups_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed splits a stage's experts where a rank has too many: those of one stage here, not those of two."""
+    monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 400)
+    layers = {"pipeline_layers": EXPERT_LAYERS, "partition_method": "uniform"}
+    one = cut(run_of(EXPERTS), tmp_path / "one", 2, **ONE)
+    assert [{name.split(".")[0] for name in group} for group in names_of(one, 0)[1:]] == [{"1"}, {"3"}]
+    two = cut(tmp_path / "one", tmp_path / "two", 2, pipeline_parallel_size=2, **layers)
+    assert [names_of(two, rank) for rank in (0, 1)] == [names_of(tag_of(run_of(EXPERTS)), rank) for rank in (0, 1)]
+    assert zckpt.diff(two, run_of(EXPERTS)).equal
+    zckpt.convert(run_of(EXPERTS), tmp_path / "between", to="zckpt")
+    options = {"world_size": 2, "stage": 1, **ONE, **layers}
+    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", **options)
+    assert names_of(tag_of(tmp_path / "back"), 0) == names_of(one, 0)
 
 
 def test_stages_of_older_versions_are_told_by_names(tmp_path: Path) -> None:

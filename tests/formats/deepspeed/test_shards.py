@@ -706,3 +706,37 @@ def test_padding_may_be_written_for_the_last_rank_only(name: str, tmp_path: Path
 
         edit(optimizer_file(tag, rank), change)
     assert_still_the_truth(tag, name, tmp_path)
+
+
+# --- files of DeepSpeed's `fast` writer
+
+
+def test_files_of_several_writers_are_those_of_the_first(tmp_path: Path) -> None:
+    name = "s2_bf16_dp4"
+    tag = copy(name, tmp_path)
+    for rank in range(4):
+        own = optimizer_file(tag, rank)
+        own.rename(f"{own}-{rank}.4")
+        shutil.copy(model_file(tag), f"{model_file(tag)}-{rank}.4")
+    model_file(tag).unlink()
+    assert_still_the_truth(tag, name, tmp_path)
+    (node := tmp_path / "node" / tag.parent.name / tag.name).mkdir(parents=True)
+    Path(f"{model_file(tag)}-0.4").rename(node / f"{model_file(tag).name}-0.4")
+    roots = [node.parent]
+    first = zckpt.open(tag.parent, roots=roots)
+    assert first.files[0].path == f"{node / model_file(tag).name}-0.4"
+    assert set(first.leftovers) == {f"{model_file(tag)}-{writer}.4" for writer in (1, 2, 3)}
+    zckpt.reshard(tag.parent, tmp_path / "cut", world_size=2, roots=roots)
+    written = {path.name for path in (tmp_path / "cut" / tag.name).iterdir()}
+    assert "mp_rank_00_model_states.pt" in written
+    assert not any(re.search(r"-\d+\.\d+$", one) for one in written)
+    shutil.copy(
+        f"{model_file(tag)}-1.4", f"{model_file(tag)}-0.2"
+    )  # of another save, or of writers that met in one file
+    assert "there twice" in refusal(ShardError, tag)
+
+
+def test_empty_files_of_nebula_are_refused_by_name(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp4", tmp_path)
+    torch.save("", model_file(tag))
+    assert "Nebula" in refusal(zckpt.UnsupportedError, tag)

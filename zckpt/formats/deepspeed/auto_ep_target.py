@@ -36,7 +36,8 @@ def check_in_order(origin: Origin, checkpoint: Checkpoint, options: RecutOptions
     """Raise UnsupportedError for experts of AutoEP under ZeRO-1 and 2 that are to be in another order, or aligned."""
     if (options.round_robin or options.parameter_alignment) and auto_layers(origin.model):
         raise UnsupportedError(
-            "DeepSpeed orders and aligns AutoEP's experts by rank, as one tensor each: they are written in order",
+            "AutoEP's experts are written in order only: here each is a parameter, and what DeepSpeed would order or "
+            "align is one tensor for all of a rank's",
             path=checkpoint.source,
             expected="no round_robin, no parameter_alignment",
         )

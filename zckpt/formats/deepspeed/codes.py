@@ -1,4 +1,4 @@
-"""8-bit state of bitsandbytes cut for other ranks, as it is: codes and scales, where blocks allow it.
+"""Quantised state of bitsandbytes and torchao cut for other ranks, as it is: codes and scales, where blocks allow it.
 
     flat buffer   |block |block |block |block |block |...
     rank          |0             |1             |...         a partition's first block begins with it
@@ -6,6 +6,8 @@
     absmax1, 2    a scale for each of its blocks               }
     qmap1, 2      what codes stand for: the same on all ranks
     state1, 2     float32 alone, of a small partition: cut anywhere
+
+torchao has the same in a tensor of its own for each moment, `codes`, `scale` and `qmap`, and whole blocks only.
 
 Blocks of all ranks are blocks of the flat buffer if every partition begins with a multiple of a block, before and
 after; that of a single rank always does. Otherwise a block would have elements with two scales, and what can be written
@@ -20,11 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED, block_of, pieces_of
 from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
-from zckpt.state import Extent, Slot
+from zckpt.state import Extent, Parameter, Slot
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import FromFile, Tensor
+from zckpt.torchfile import FromFile, MetaTensor, Size, Tensor
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -53,11 +56,17 @@ class Codes:
     partition: int
     block: int
 
-    def of(self, rank: int, partition: int) -> FromFile:
-        """Return the state of a rank of the target whose partition has so many elements."""
+    @property
+    def count(self) -> int:
+        """The ranks of the source."""
+        return len(self.pieces)
+
+    def of(self, rank: int, partition: int) -> dict[object, object]:
+        """Return the state of a rank of the target whose partition has so many elements, by key."""
         first = self.values[0]
         node = first.node if isinstance(first.node, dict) else {}
-        return replace(first, node={key: self._tensor(key, value, rank, partition) for key, value in node.items()})
+        cut = {key: self._tensor(key, value, rank, partition) for key, value in node.items()}
+        return {NESTED: replace(first, node=cut)}
 
     def _tensor(self, key: object, like: Tensor, rank: int, partition: int) -> object:
         kind = str(key)[:-1]
@@ -75,8 +84,62 @@ class Codes:
         return view(new_storage(like.dtype, numel, contents), (numel,), like=like)
 
 
-def codes_of(target: Target) -> dict[int, Codes] | None:
-    """Return the 8-bit state of each param group; None where some of it cannot be cut for a target's ranks.
+@dataclass(frozen=True, slots=True)
+class TorchaoCodes:
+    """The state of a param group that torchao has quantised, on all ranks of the source.
+
+    Parameters
+    ----------
+    values : mapping of str to sequence of FromFile
+        Of each moment as each rank has it, in order.
+    moments : mapping of str to sequence of Quantised
+        Their tensors.
+    partition, block : int, elements
+    """
+
+    values: Mapping[str, Sequence[FromFile]]
+    moments: Mapping[str, Sequence[torchao.Quantised]]
+    partition: int
+    block: int
+
+    @property
+    def count(self) -> int:
+        """The ranks of the source."""
+        return len(next(iter(self.values.values())))
+
+    def of(self, rank: int, partition: int) -> dict[object, object]:
+        """Return the state of a rank of the target whose partition has so many elements, by key."""
+        return {key: self._moment(key, rank, partition) for key in self.values}
+
+    def _moment(self, key: str, rank: int, partition: int) -> FromFile:
+        first = self.values[key][0]
+        node = first.node
+        if not isinstance(node, MetaTensor):
+            raise TypeError("a moment of torchao's is a tensor without elements of its own")
+        per_code = 2 if self.moments[key][0].cls == torchao.PACKED else 1
+        attributes = dict(node.attributes or {})
+        for name, unit in (("codes", per_code), ("scale", self.block)):
+            held = [one.codes if name == "codes" else one.scale for one in self.moments[key]]
+            attributes[name] = _cut(f"{name} of {key}", attributes[name], held, unit, rank, partition)
+        if "_shape" in attributes:
+            attributes["_shape"] = Size((partition,))
+        return replace(first, node=replace(node, shape=(partition,), attributes=attributes))
+
+
+def _cut(what: str, like: object, held: Sequence[Slot], unit: int, rank: int, partition: int) -> Tensor:
+    """Return a rank's part of tensors that lie end to end, each of whose values is of so many elements."""
+    numel, own = partition // unit, held[0].numel
+    start, contents = rank * numel, []
+    for source, slot in enumerate(held):
+        low, high = max(start, source * own), min(start + numel, (source + 1) * own)
+        if low < high:
+            extent = Extent.flat(slot.shape, low - source * own, high - low)
+            contents.append(SlotContent(low - start, slot, f"{what} of rank {source}", extent))
+    return view(new_storage(held[0].dtype, numel, contents), (numel,), like=like if isinstance(like, Tensor) else None)
+
+
+def codes_of(target: Target) -> dict[int, Codes | TorchaoCodes] | None:
+    """Return the quantised state of each param group; None where some of it cannot be cut for a target's ranks.
 
     Raises
     ------
@@ -88,7 +151,10 @@ def codes_of(target: Target) -> dict[int, Codes] | None:
     checkpoint, details = target.checkpoint, target.checkpoint.details
     first = target.origin.members[0]
     alike = (
-        all(value.key == NESTED and not value.mp_rank for value in checkpoint.per_rank)
+        all(
+            (value.key == NESTED or torchao.is_quantised(value.value)) and not value.mp_rank
+            for value in checkpoint.per_rank
+        )
         and len(target.ranks) == len(target.origin.ranks) == 1
         and 3 not in (target.stage, first.stage)
         and not (target.elastic or first.elastic or target.round_robin or details.get("round_robin_gradients"))
@@ -96,9 +162,11 @@ def codes_of(target: Target) -> dict[int, Codes] | None:
     )
     if not alike:
         return None
-    found: dict[int, Codes] = {}
+    found: dict[int, Codes | TorchaoCodes] = {}
     for group in target.ranks[0].groups:
-        codes = _group(target, group)
+        own = [value for value in checkpoint.per_rank if value.group == group.index]
+        is_torchaos = bool(own) and all(value.key != NESTED for value in own)
+        codes = _group_of_torchao(target, group) if is_torchaos else _group(target, group)
         if codes is not None and not _fits(codes, group):
             return None
         if codes is not None:
@@ -110,6 +178,8 @@ def _group(target: Target, group: TargetGroup) -> Codes | None:
     """Return the state of a group; None where not every rank has the same kinds of it."""
     path, what = target.checkpoint.source, f"group {group.index}"
     own = sorted((one for one in target.checkpoint.per_rank if one.group == group.index), key=lambda one: one.rank)
+    if any(one.key != NESTED for one in own):
+        return None
     values = [one.value for one in own if isinstance(one.value, FromFile)]
     pieces = [pieces_of(value, what, path)[1] for value in values]
     if not pieces or len(pieces) != len(target.origin.members) or len(group.experts) != 1:
@@ -130,6 +200,37 @@ def _group(target: Target, group: TargetGroup) -> Codes | None:
     if len(sizes) != 1 or len(blocks) > 1:
         return None
     return Codes(values, pieces, math.prod(sizes.pop()), blocks.pop() if blocks else 1)
+
+
+def _group_of_torchao(target: Target, group: TargetGroup) -> TorchaoCodes | None:
+    """Return the state of a group; None where not every rank has the same kinds of it, or not all blocks are alike."""
+    path, what = target.checkpoint.source, f"group {group.index}"
+    values: dict[str, list[FromFile]] = {}
+    moments: dict[str, list[torchao.Quantised]] = {}
+    own = (one for one in target.checkpoint.per_rank if one.group == group.index)
+    for one in sorted(own, key=lambda one: one.rank):
+        node = one.value.node if isinstance(one.value, FromFile) else None
+        if isinstance(one.value, FromFile) and isinstance(node, MetaTensor):
+            partition = Parameter(what, node.shape, node.dtype, state={one.key: one.value})
+            values.setdefault(one.key, []).append(one.value)
+            moments.setdefault(one.key, []).append(torchao.quantised(one.key, partition, path))
+    members = len(target.origin.members)
+    if any(len(one) != members for one in values.values()) or len(group.experts) != 1:
+        return None
+    for alike in moments.values():
+        if len({(moment.cls, moment.shape, moment.block, moment.codes.dtype) for moment in alike}) > 1:
+            return None
+        maps = [moment.qmap for moment in alike]
+        if any((qmap is None) != (maps[0] is None) for qmap in maps):
+            return None
+        if len({bytes_of(qmap) for qmap in maps if qmap is not None}) > 1:
+            return None
+    forms = {(moment.shape, moment.block) for alike in moments.values() for moment in alike}
+    if len(forms) != 1:
+        return None
+    [(shape, block)] = forms
+    # of whole blocks, on one rank, too
+    return None if len(shape) != 1 or group.partition % block else TorchaoCodes(values, moments, shape[0], block)
 
 
 KNOWN = frozenset(f"{kind}{number}" for kind in ("state", "qmap", "absmax") for number in "12")
@@ -153,9 +254,9 @@ def _read(slot: Slot) -> Iterator[bytes]:
             yield read_at(descriptor, span.offset, slot.nbytes, path=span.path)
 
 
-def _fits(codes: Codes, group: TargetGroup) -> bool:
+def _fits(codes: Codes | TorchaoCodes, group: TargetGroup) -> bool:
     """Tell whether every block of the source is one of the target, and what is more there is padding of whole ones."""
-    before, after, block = len(codes.pieces), group.shared_by, codes.block
+    before, after, block = codes.count, group.shared_by, codes.block
     end = before * codes.partition
     return (
         (before == 1 or codes.partition % block == 0)

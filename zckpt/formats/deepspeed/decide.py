@@ -18,8 +18,9 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
+from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
+from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Parameter, Topology
@@ -198,12 +199,12 @@ def cut_rank_values(target: Target) -> None:
     if not checkpoint.per_rank or is_cut_alike(target):
         return
     quantised = any(value.key == NESTED for value in checkpoint.per_rank)
-    found = codes_of(target) if quantised else None
+    of_torchao = any(torchao.is_quantised(value.value) for value in checkpoint.per_rank)
+    found = codes_of(target) if quantised or of_torchao else None
     if found is not None:
         target.codes.update(found)
         return
     dp = checkpoint.topology.dp
-    of_torchao = any(torchao.is_quantised(value.value) for value in checkpoint.per_rank)
     advice = HINT if quantised else FLOATS if of_torchao else how_to_drop(checkpoint.per_rank)
     raise UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "

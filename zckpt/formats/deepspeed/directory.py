@@ -6,6 +6,10 @@ zero_pp_rank_R_mp_rank_MM_model_states.pt               model: ZeRO-3, one for e
 layer_L_expert_E_mp_rank_MM_model_states.pt             weights of expert E, counted over all ranks; older: expert_E_...
 expp_rank_R_mp_rank_MM_optim_states.pt                  optimizer of experts without ZeRO
 layer_NN[-model_MM]-model_states.pt                     weights of a pipeline layer
+any of them-W.N                                         the same, by writer W of N of DeepSpeed's `fast` writer
+
+Each of the N writers writes the whole file with torch's own `torch.save`; DeepSpeed looks for none of these names when
+it loads. Of those of one rank the first writer's is read.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
-from zckpt.formats.latest import latest_name
+from zckpt.formats.latest import is_tag, latest_name
 from zckpt.storage.files import is_file
 
 MODEL = "model"
@@ -37,6 +41,8 @@ _PATTERNS = (
     (PIPELINE_LAYER, r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt"),
 )
 _COMPILED = tuple((role, re.compile(pattern)) for role, pattern in _PATTERNS)
+_WRITER = re.compile(r"(?P<name>.+\.pt)-(?P<writer>\d+)\.(?P<writers>\d+)")
+"""Source: DeepSpeed 0.18 and 0.19, `CheckpointWriterFactory.create_writer`; not under ZeRO-3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Shard:
         One of the constants of this module.
     dp_rank, mp_rank : int or None
         The data- and model-parallel rank that wrote it.
+    writer : (int, int) or None
+        Which of how many writers of DeepSpeed's `fast` writer wrote it.
     """
 
     path: str
@@ -57,6 +65,12 @@ class Shard:
     mp_rank: int | None = None
     layer: int | None = None
     expert: int | None = None
+    writer: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """What DeepSpeed calls the file where it loads it."""
+        return name_to_load(self.path)
 
     @property
     def identity(self) -> tuple[str, int | None, int | None, int | None, int | None]:
@@ -71,12 +85,25 @@ class Shard:
 
 def classify(name: str, path: str) -> Shard | None:
     """Return what a file name says, or None if it is not a name of a DeepSpeed checkpoint."""
+    name, writer = _without_writer(name)
     for role, pattern in _COMPILED:
         match = pattern.fullmatch(name)
         if match:
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
-            return Shard(path, role, numbers.get("dp"), numbers.get("mp"), numbers.get("layer"), numbers.get("expert"))
+            dp, mp, layer, expert = (numbers.get(key) for key in ("dp", "mp", "layer", "expert"))
+            return Shard(path, role, dp, mp, layer, expert, writer)
     return None
+
+
+def name_to_load(path: str) -> str:
+    """Return what DeepSpeed calls a file where it loads it."""
+    return _without_writer(Path(path).name)[0]
+
+
+def _without_writer(name: str) -> tuple[str, tuple[int, int] | None]:
+    """Return a file's name without the writer that DeepSpeed's `fast` writer adds to it, and that writer."""
+    match = _WRITER.fullmatch(name)
+    return (name, None) if match is None else (match["name"], (int(match["writer"]), int(match["writers"])))
 
 
 def is_own(name: str) -> bool:
@@ -94,11 +121,19 @@ class TagDirectory:
         The tag directory; with several roots, the first one's.
     shards : tuple of Shard
         Sorted by rank, as numbers.
+    further : tuple of Shard
+        What other writers wrote of the same, which is not read.
     """
 
     path: Path
     tag: str
     shards: tuple[Shard, ...]
+    further: tuple[Shard, ...] = ()
+
+    @property
+    def leftovers(self) -> dict[str, str]:
+        """The files that are not read, and why."""
+        return {shard.path: "another writer's, of the same as the first's" for shard in self.further}
 
     def of(self, role: str) -> list[Shard]:
         """Return the shards of one role."""
@@ -128,10 +163,14 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     if directory is None:
         return None
     shards: dict[object, Shard] = {}
+    further: list[Shard] = []
     for path in [directory, *(_root_directory(root, directory, source) for root in roots)]:
         for shard in _shards(path):
             known = shards.setdefault(shard.identity, shard)
-            if known is not shard and not Path(known.path).samefile(shard.path):
+            if known.writer and shard.writer and known.writer[1] == shard.writer[1] and known.writer != shard.writer:
+                shards[shard.identity], other = (shard, known) if shard.writer < known.writer else (known, shard)
+                further.append(other)
+            elif known is not shard and not Path(known.path).samefile(shard.path):
                 raise ShardError(
                     f"{shard.role} file of {_ranks(shard)} is there twice",
                     path=shard.path,
@@ -141,7 +180,8 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                     code=TWICE,
                     ranks=[] if shard.dp_rank is None else [shard.dp_rank],
                 )
-    return TagDirectory(directory, _tag_of(directory, source), tuple(sorted(shards.values(), key=lambda s: s.order)))
+    found = tuple(sorted(shards.values(), key=lambda s: s.order))
+    return TagDirectory(directory, _tag_of(directory, source), found, tuple(further))
 
 
 def _ranks(shard: Shard) -> str:
@@ -195,12 +235,6 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
 
 DCP_NAME = ".metadata"
 """Of a file that directories of torch.distributed.checkpoint have, of which a run may have several, too."""
-
-
-def is_tag(name: str) -> bool:
-    """Tell whether a name can be a tag: of a directory below a run's, which may be several levels down."""
-    folders = name.split("/")
-    return "\0" not in name and not any(one in ("", ".", "..") for one in folders)
 
 
 def _tag_of(directory: Path, source: Path) -> str:

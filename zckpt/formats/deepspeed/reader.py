@@ -88,7 +88,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
-    checkpoint = Checkpoint(str(directory.path), "deepspeed")
+    checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
     files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
     described: dict[tuple[int, str], SourceFile] = {}
     for shard, file in files:

@@ -21,9 +21,9 @@ from zckpt.formats.deepspeed.stage0 import STATE_KEYS
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import written_rules
 from zckpt.formats.deepspeed.write_layers import layer_files
 from zckpt.formats.deepspeed.write_model import model_tree
+from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import holds_tensors

@@ -7,7 +7,7 @@ use, then the others by their number; within a layer as they were.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
-from zckpt.formats.deepspeed.target_groups import expert_degrees, local_states
+from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, local_states, split_experts
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
@@ -58,7 +58,8 @@ def stage_states(
                 raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply", path=checkpoint.source)
         return [local_states(checkpoint, origin, degree, rows)], None
     tp = checkpoint.topology.tp
-    if not origin.ranks:
+    elsewhere = not origin.ranks
+    if elsewhere:
         check_order(checkpoint)
         whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
         whole.degrees.extend(expert_degrees(whole))
@@ -73,7 +74,8 @@ def stage_states(
     if stages is not None:
         by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
         by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
-        slices = [_dealt(states, stages, checkpoint.source, by_groups=by_groups) for states in by_rank]
+        slices = [_dealt(states, stages, checkpoint.source, by_groups=by_groups, elsewhere=elsewhere)
+                  for states in by_rank]  # fmt: skip
         grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
@@ -111,7 +113,9 @@ def is_asked(options: Options) -> bool:
     return options.pipeline_parallel_size not in (None, 1) or asked != (None, None, None)
 
 
-def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups: bool) -> list[RankState]:
+def _dealt(
+    source: Sequence[RankState], stages: Stages, path: str, *, by_groups: bool, elsewhere: bool
+) -> list[RankState]:
     """Return the state of each stage of the target, of one tensor-parallel rank.
 
     A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
@@ -120,23 +124,30 @@ def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups:
     ----------
     by_groups : bool
         Whether DeepSpeed adds up the gradients' norms group by group, as ZeRO-1 does.
+    elsewhere : bool
+        Whether the source is of another format, which has a group of all stages' experts, however large.
     """
     count = len(stages.bounds) - 1
     found = [RankState(0, lanes=source[0].lanes, whole=frozenset().union(*(s.whole for s in source)))
              for _ in range(count)]  # fmt: skip
-    spread = {name: degree for state in source for group, degree in zip(state.groups, state.degrees, strict=False)
-              for name in group.parameters}  # fmt: skip
     parameters: dict[str, Parameter] = {}
     buffers: dict[str, Parameter] = {}
     for state in source:
         parameters = {**state.parameters, **parameters}
         buffers = {**state.buffers, **buffers}
     has = {name: stages.of(name) for name in (*parameters, *buffers)}
+    places = (
+        {} if elsewhere else {name: place for place, name in enumerate(n for one in source for n in one.parameters)}
+    )
+    joined = [joined_experts(state, path) for state in source]
+    by_size = elsewhere or all(one.by_size for one in joined)
     for stage, state in enumerate(found):
         for known, own in ((parameters, state.parameters), (buffers, state.buffers)):
             names = [name for name in known if stage in has[name]]
             own.update((name, known[name]) for name in sorted(names, key=lambda name: stages.order(name, stage)))
-    for number, row in enumerate(align_groups([state.groups for state in source])):
+    spread = {name: degree for one in joined for group, degree in zip(one.groups, one.degrees, strict=False)
+              for name in group.parameters}  # fmt: skip
+    for number, row in enumerate(align_groups([one.groups for one in joined])):
         groups = [group for group in row if group is not None]
         _check_alike(groups, number, path)
         every = list(dict.fromkeys(name for group in groups for name in group.parameters))
@@ -144,13 +155,14 @@ def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups:
             its = [name for name in every if stage in has[name]]
             if its:
                 degree = spread.get(its[0])
-                ordered = (
-                    _in_order(its, groups, stages, stage, path)
-                    if degree is None
-                    else _experts_in_order(its, degree, stages, stage)
-                )
-                state.groups.append(ParamGroup(groups[0].hyperparameters, ordered, groups[0].state))
-                state.degrees.append(degree)
+                if degree is None:
+                    members = [_in_order(its, groups, stages, stage, path, places)]
+                else:
+                    ordered = _experts_in_order(its, degree, stages, stage)
+                    members = split_experts(ordered, degree, parameters) if by_size else [ordered]
+                for one in members:
+                    state.groups.append(ParamGroup(groups[0].hyperparameters, one, groups[0].state))
+                    state.degrees.append(degree)
             elif len(groups) == len(row) and by_groups:  # no stage of the source lacks it, either
                 raise UnsupportedError(
                     f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
@@ -173,7 +185,14 @@ def _check_alike(groups: Sequence[ParamGroup], number: int, path: str) -> None:
         )
 
 
-def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages, stage: int, path: str) -> list[str]:
+def _in_order(
+    names: Sequence[str],
+    groups: Sequence[ParamGroup],
+    stages: Stages,
+    stage: int,
+    path: str,
+    places: Mapping[str, int],
+) -> list[str]:
     """Return the parameters that a stage has of a group in the order in which the training has them there."""
     tied = {key for name in names if (key := tied_key(name)) is not None}
     for group in groups:
@@ -181,7 +200,7 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
         if len(tied) < 2 and held.issuperset(names):
             return [name for name in group.parameters if name in set(names)]
     for group in groups:
-        if not _is_ordered(group.parameters):
+        if not _is_ordered(group.parameters, places):
             raise UnsupportedError(
                 "a param group is not in the order of the stage's modules, so that its order in another stage "
                 "is not known",
@@ -192,10 +211,13 @@ def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def _is_ordered(names: Sequence[str]) -> bool:
-    """Tell whether parameters are in the order of modules: tied layers, and then the others by their number."""
-    places = [(0, 0) if name.startswith(TIED) else (1, layer_of(name)) for name in names]
-    return all(one <= other for one, other in pairwise(places))
+def _is_ordered(names: Sequence[str], places: Mapping[str, int]) -> bool:
+    """Tell whether parameters are in the order of modules: tied layers, the others by their number, then as in these.
+
+    All weights before all biases are such an order in a stage of one layer, and not in one of two.
+    """
+    found = [(0, 0, 0) if name.startswith(TIED) else (1, layer_of(name), places.get(name, 0)) for name in names]
+    return all(one <= other for one, other in pairwise(found))
 
 
 def check_order(checkpoint: Checkpoint) -> None:
@@ -212,7 +234,7 @@ def check_order(checkpoint: Checkpoint) -> None:
         if tied_key(name) is None:
             layer_of(name)
     for group in checkpoint.param_groups:
-        if not any(map(is_expert, group.parameters)) and not _is_ordered(group.parameters):
+        if not any(map(is_expert, group.parameters)) and not _is_ordered(group.parameters, {}):
             raise UnsupportedError(
                 "a param group is not in the order of a pipeline's modules: tied layers, and then the others by number",
                 path=checkpoint.source,

@@ -162,11 +162,20 @@ def read_model(shard: Shard) -> ModelShard:
     ------
     DamagedFileError
         It is not a model file of DeepSpeed.
+    UnsupportedError
+        What it stands for is in another program's storage.
     """
     return _read_model(shard, read_torchfile(shard.path))
 
 
 def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
+    if file.root == "":  # DeepSpeed before 0.19, `NebulaCheckpointEngine.save`
+        raise UnsupportedError(
+            "an empty file, as DeepSpeed's Nebula engine leaves where it saves into a storage of its own",
+            path=shard.path,
+            advice="`torch_nebula.get_checkpoint(tag=...).load` gives what belongs here: put that here by torch.save, "
+            "for each file",
+        )
     content = as_mapping(file.root, shard.path, "a dict of model states")
     shared = content.get("shared_params")
     frozen = content.get("frozen_param_fragments")

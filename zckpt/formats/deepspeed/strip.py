@@ -73,7 +73,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     whole = source.resolve() != directory.path.resolve()
     folder = f"{directory.tag}/" if whole else ""
     work = _Work(checkpoint, origin, request)
-    files = [work.shard(shard, folder + Path(shard.path).name) for shard in directory.shards]
+    files = [work.shard(shard, folder + shard.name) for shard in directory.shards]
     done = {one.name for one in files}
     others, left_out = other_files(source, directory.path) if whole else (list(files_below(directory.path)), [])
     for name, path in others:

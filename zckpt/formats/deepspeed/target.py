@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from zckpt.formats.deepspeed.codes import Codes
+from zckpt.formats.deepspeed.codes import Codes, TorchaoCodes
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -147,7 +147,7 @@ class Target:
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
         How a pipeline's layers are dealt; None: as they are.
-    codes, forms : dict of int to Codes or Form
+    codes, forms : dict of int to Codes, TorchaoCodes or Form
         8-bit state that is cut for other ranks, or quantised anew, by param group.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
@@ -169,7 +169,7 @@ class Target:
     stages: Stages | None = None
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
-    codes: dict[int, Codes] = field(default_factory=dict, repr=False, compare=False)
+    codes: dict[int, Codes | TorchaoCodes] = field(default_factory=dict, repr=False, compare=False)
     forms: dict[int, Form] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
-from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.auto_ep import indivisible
 from zckpt.formats.deepspeed.experts import (
     experts_per_rank,
@@ -30,10 +29,10 @@ from zckpt.formats.deepspeed.experts import (
 from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.formats.deepspeed.tp_rules import REPLICATED_KEY, Rules
 from zckpt.formats.deepspeed.tp_shares import REPLICATED
 from zckpt.state import Checkpoint, Parameter, ParamGroup
-from zckpt.torchfile import Digests, plain
+from zckpt.torchfile import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed begins another param group (0.4 to 0.19, `moe/utils.py`)."""
@@ -198,6 +197,52 @@ def _joined(groups: Sequence[_Group], parameters: Mapping[str, Parameter]) -> tu
     return joined, split == [len(names[0]) for names in members]
 
 
+class JoinedGroups(NamedTuple):
+    """Groups and their degrees, those of experts joined that DeepSpeed had split by size, and whether all were so."""
+
+    groups: list[ParamGroup]
+    degrees: list[int | None]
+    by_size: bool
+
+
+def joined_experts(state: RankState, path: str) -> JoinedGroups:
+    """Return a stage's groups with those of experts as they were before DeepSpeed split them by size.
+
+    Raises
+    ------
+    UnsupportedError
+        They are too large for one group, and not split as DeepSpeed does it.
+    """
+    found = JoinedGroups([], [], by_size=True)
+    by_size = True
+    groups = [_Group(group, degree) for group, degree in zip(state.groups, expert_degrees(state), strict=True)]
+    for bundle in _bundles(groups, apart=True):
+        degree = bundle[0].degree
+        names, fits = _joined(bundle, state.parameters) if degree is not None else ([], True)
+        by_size = by_size and fits
+        if fits and len(bundle) > 1:
+            values = bundle[0].values
+            found.groups.append(replace(values, parameters=[name for one in names for name in one]))
+            found.degrees.append(degree)
+            continue
+        if len(bundle) > 1 and sum(state.parameters[name].numel for name in names[0]) > EXPERT_GROUP_NUMEL:
+            raise UnsupportedError(
+                "groups of experts that are not as DeepSpeed splits them by size: what it would make of other stages "
+                "is not known",
+                path=path,
+            )
+        found.groups.extend(group.values for group in bundle)
+        found.degrees.extend(group.degree for group in bundle)
+    return found._replace(by_size=by_size)
+
+
+def split_experts(names: Sequence[str], degree: int, parameters: Mapping[str, Parameter]) -> list[list[str]]:
+    """Return the groups that DeepSpeed makes of a stage's experts, which are given expert rank by expert rank."""
+    ranks = _by_rank(names, degree)
+    cuts = expert_groups([parameters[name].numel for name in ranks[0]], indivisible(ranks[0]))
+    return [[rank[i] for rank in ranks for i in one] for one in cuts]
+
+
 def _by_rank(names: Sequence[str], degree: int) -> list[list[str]]:
     count = len(names) // degree
     return [list(names[rank * count : (rank + 1) * count]) for rank in range(degree)]
@@ -356,50 +401,3 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
         for key, slot in parameter.slots.items()
     }
     return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
-
-
-def written_rules(
-    origin: Origin, stages: Sequence[Sequence[RankFiles]], checkpoint: Checkpoint
-) -> Mapping[str, object] | None:
-    """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged.
-
-    Parameters
-    ----------
-    stages : sequence of sequence of RankFiles
-        By stage and tensor-parallel rank; where there is no pipeline, one stage.
-    checkpoint : Checkpoint
-        The source.
-    """
-    degree, tp = len(stages[0]), checkpoint.topology.tp
-    given = origin.rules_path is not None
-    if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, checkpoint)):
-        return None
-    own = origin.model.content.get(INFO_KEY)
-    node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
-    written = info_for(node, _rows(origin, stages), degree)
-    if AFFINE_KEY in written:
-        rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
-        names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].state.parameters)
-        written[AFFINE_KEY] = rules.maps_for(list(names), degree)
-    return written
-
-
-def _resized(origin: Origin, stages: Sequence[Sequence[RankFiles]], checkpoint: Checkpoint) -> bool:
-    """Tell whether some parameter of a first rank has another shape than in the source."""
-    firsts = [files.state.parameters for files in origin.ranks[:: checkpoint.topology.tp]] or [checkpoint.parameters]
-    old = {name: p.shape for parameters in firsts for name, p in parameters.items()}
-    return any(p.shape != old.get(n, p.shape) for of_stage in stages for n, p in of_stage[0].state.parameters.items())
-
-
-def _rows(origin: Origin, stages: Sequence[Sequence[RankFiles]]) -> int | None:
-    """Return the padded size of the vocabularies; None where they do not have the same."""
-    rules = (
-        Rules({key: origin.rules[key] for key in VOCABULARY_KEYS if key in origin.rules}, "") if origin.rules else None
-    )
-    found = {
-        sum(files.state.parameters[name].shape[0] for files in of_stage)
-        for of_stage in stages
-        for name, p in of_stage[0].state.parameters.items()
-        if rules is not None and rules.is_vocabulary(name) and p.shape
-    }
-    return found.pop() if len(found) == 1 else None

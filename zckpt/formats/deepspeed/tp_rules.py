@@ -345,15 +345,20 @@ def read_rules(path: Path) -> dict[str, object]:
         raise UsageError(
             "holds no tensor-parallel rules", path=path, expected="a JSON object", found=type(info).__name__
         )
-    unknown = sorted(set(info) - RULE_KEYS - OTHER_KEYS)
+    check_rules(info, str(path))
+    return info
+
+
+def check_rules(info: Mapping[str, object], path: str) -> None:
+    """Raise UsageError if there is a key that is none of `universal_checkpoint_info`, or a rule that is unusable."""
+    unknown = sorted(map(str, set(info) - RULE_KEYS - OTHER_KEYS))
     if unknown:
         raise UsageError("unknown tensor-parallel rules", path=path, expected=", ".join(sorted(RULE_KEYS)),
                          found=", ".join(unknown[:4]))  # fmt: skip
     try:
-        Rules(info, str(path))
+        Rules(info, path)
     except SourceError as error:
         raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
-    return info
 
 
 def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[str, object]:

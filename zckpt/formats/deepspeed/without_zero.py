@@ -18,6 +18,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.auto_ep import listed_layers
+from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files
@@ -131,7 +132,7 @@ def _paths(checkpoint: Checkpoint) -> list[str]:
 
 
 def _file(folder: str, path: str, model: ModelShard | None, options: RecutOptions) -> TargetFile:
-    name = f"{folder}{Path(path).name}"
+    name = f"{folder}{name_to_load(path)}"
     if model is None:
         return copy_of(Path(path), name)
     ranks = {"dp_world_size": options.world_size, "ds_config": _config(model, options.world_size)}

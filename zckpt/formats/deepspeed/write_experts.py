@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.auto_ep import auto_layers, filed_name, fused_name
@@ -88,7 +87,7 @@ def _from_files(target: Target) -> Iterator[ExpertFile]:
             mp_rank = stage * target.tp + lane
             shard, file = by_lane.get(lane, first) if same else first
             kept = (layer, mp_rank) == (shard.layer, shard.mp_rank)
-            name = Path(shard.path).name if kept else _name(layer, expert, mp_rank)
+            name = shard.name if kept else _name(layer, expert, mp_rank)
             if whole or (same and lane in by_lane):
                 yield ExpertFile(name, mp_rank, file)
             else:

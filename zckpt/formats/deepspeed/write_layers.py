@@ -6,7 +6,6 @@ A layer has the same number in any number of stages, so that its file stays what
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
@@ -63,9 +62,9 @@ def layer_files(target: Target) -> Iterator[tuple[str, object]]:
         return
     if target.tp == tp and target.rules is None:
         for shard, file in layers:
-            yield Path(shard.path).name, FromFile.of(file, file.root)
+            yield shard.name, FromFile.of(file, file.root)
         return
-    sliced = any("-model_" in Path(shard.path).name.partition("-model_states")[0] for shard, _ in layers)
+    sliced = any("-model_" in shard.name.partition("-model_states")[0] for shard, _ in layers)
     for rank in range(target.tp):
         parameters: dict[str, Parameter] = {}
         buffers: dict[str, Parameter] = {}

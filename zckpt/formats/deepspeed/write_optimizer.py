@@ -12,7 +12,6 @@ from zckpt.formats.deepspeed.auto_ep_target import partition_groups
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
-from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
 from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
@@ -134,7 +133,7 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
     if target.codes:
         group = next((one for one in mp.groups if one.index == partition), None)
         codes = target.codes.get(partition)
-        return {} if group is None or codes is None else {NESTED: codes.of(group.position(rank), group.partition)}
+        return {} if group is None or codes is None else codes.of(group.position(rank), group.partition)
     return {
         one.key: value_node(one.value)
         for one in target.own_values(mp.mp_rank, rank)

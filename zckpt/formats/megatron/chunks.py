@@ -133,7 +133,7 @@ def _of_chain(
         return groups[first * ranks.tp + tensor]
 
     queues = [sorted(group(stage, 0, 0)) for stage in range(stages)]
-    tied = stages > 1 and OUTPUT not in order.back
+    tied = stages > 1 and (OUTPUT not in order.back or order.further)
     done, at_front = 0, True
     while any(queues):
         for stage, queue in enumerate(queues):
@@ -204,14 +204,17 @@ def _layout(members: list[Member], buffer: Buffer, guess: Guess) -> Layout | Non
 
 
 def _candidates(order: Order, done: int, at_front: bool, tied: bool) -> Iterator[tuple[int, list[str]]]:
-    """Yield what the next chunk may have: how many layers, and all names."""
+    """Yield what the next chunk may have: how many layers, and all names.
+
+    The last one has a copy of the embedding for an output layer, or for layers that predict further tokens.
+    """
     front = order.front if at_front else []
-    last = [*order.back, *([EMBEDDING] if tied and not at_front else [])]
+    last = [*order.back, *([EMBEDDING] if tied and not at_front and not order.further else [])]
     for count in range(len(order.layers) - done + 1):
-        names = [*front, *(name for layer in order.layers[done : done + count] for name in layer)]
-        yield count, names
+        inside = [name for layer in order.layers[done : done + count] for name in layer]
+        yield count, [*front, *inside]
         if done + count == len(order.layers):
-            yield count, [*names, *last]
+            yield count, [*(order.front if order.further else front), *inside, *last]
 
 
 def _by_type(

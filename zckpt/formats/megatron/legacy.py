@@ -18,7 +18,7 @@ Source: megatron-core 0.16, Megatron-LM's `checkpointing.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,8 +27,9 @@ from zckpt.errors import LayoutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import KEPT, PARTNER, Cut, cut_of, joined
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
+from zckpt.formats.megatron.fused import is_fused, name_of_one
 from zckpt.formats.megatron.heads import CURRENT, reordered, splits_of
-from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED
+from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED, ORDER
 from zckpt.formats.megatron.local import (
     GROUPS,
     MASTERS,
@@ -44,7 +45,8 @@ from zckpt.formats.megatron.objects import Common, topology_of
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.own import add_absent, read_own, restore_own, trim
 from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
-from zckpt.formats.megatron.wholes import TIED, Whole, gather, label_of
+from zckpt.formats.megatron.stages import BLOCK
+from zckpt.formats.megatron.wholes import FURTHER, TIED, Whole, gather, label_of
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -87,6 +89,7 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     for whole in wholes.values():
         whole.given = own.names.get(whole.name, whole.name) if own is not None else whole.name
     _add(checkpoint, wholes, tensor_ranks, first)
+    _settle_order(checkpoint, wholes, [its for one in ranks for its in _sequences(one, numbering)])
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
     _add_groups(checkpoint, locals_[0], common, own.groups if own is not None else None)
     _carry(checkpoint, ranks, locals_)
@@ -107,9 +110,33 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     return checkpoint
 
 
+def _sequences(one: RankFile, numbering: Numbering) -> Iterator[list[str]]:
+    """Yield the names of each chunk of a rank's model in its order, of experts in one parameter the first's."""
+    for chunk in range(len(one.chunks)):
+        every = (renamed for _, renamed in numbering.names(one, chunk))
+        yield [name_of_one(name, 0) if is_fused(name) else name for name in every]
+
+
+def _settle_order(checkpoint: Checkpoint, wholes: Mapping[str, Whole], sequences: Sequence[Sequence[str]]) -> None:
+    """Have parameters in the order in which the module has them, or say that it is not known.
+
+    That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
+    """
+    given = [[wholes[name].given for name in its if name in wholes] for its in sequences]
+    given = [[name for name in its if name in checkpoint.parameters] for its in given]
+    places = {name: at for at, name in enumerate(checkpoint.parameters)}
+    if all([places[name] for name in its] == sorted(places[name] for name in its) for its in given):
+        return
+    whole = next((its for its in given if set(its) == checkpoint.parameters.keys()), None)
+    if whole is None:
+        checkpoint.details[ORDER] = "not known: that of each rank is not the one of GPT's layers"
+        return
+    checkpoint.parameters = {name: checkpoint.parameters[name] for name in whole}
+
+
 def _add_stages(checkpoint: Checkpoint, numbering: Numbering, chunks: int) -> None:
     """Say how layers are dealt to stages, where there are several."""
-    fronts = numbering.fronts()
+    fronts = [front for front in numbering.fronts() if BLOCK.fullmatch(front)]
     if checkpoint.topology.pp > 1 and len(fronts) == 1:
         checkpoint.details[BOUNDS] = ",".join(map(str, numbering.bounds(fronts[0])))
     if chunks > 1:
@@ -150,6 +177,8 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
     chunks: list[list[str]] = []
     shared: list[str] = []
     rules = []
+    # The copy of an embedding for further tokens has its own name; the output layer beside it is shared with none.
+    further = any(FURTHER.match(name) for chunk in one.chunks for name in chunk)
     for at, chunk in enumerate(one.chunks):
         chunks.append([])
         for name, value in chunk.items():
@@ -163,7 +192,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
             own.parameters[label] = Parameter(label, value.shape, value.dtype, {WEIGHT: slot})
             chunks[-1].append(label)
             whole = names[at][name]
-            if whole in TIED or whole in TIED.values():
+            if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
         rules += [Rule((one.keys[at], REST), IMPLIED, "modules that keep no state of their own")]
     parts = parts_of(one.content[OPTIMIZER], path) if one.content.get(OPTIMIZER) else []

@@ -22,6 +22,9 @@ from zckpt.torchfile import FromFile, Namespace, Object
 CHUNKS, BOUNDS, ROWS, EXPERTS = "virtual stages", "stage bounds", "padded vocabulary", "experts"
 """Under which `Checkpoint.details` have them."""
 
+ORDER = "order of parameters"
+"""Under which they say that it is not known."""
+
 FUSED = "one parameter of all of a rank (GroupedMLP)"
 NUMBERED = "a parameter of each in one module (TEGroupedMLP)"
 APART = "a module each (SequentialMLP)"

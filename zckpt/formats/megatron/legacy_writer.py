@@ -25,7 +25,16 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE, OWN_N
 from zckpt.formats.megatron.fused import numbered_name
 from zckpt.formats.megatron.legacy import UNTIED
 from zckpt.formats.megatron.legacy_state import Model, Rank, buffers_node, optimizer_node
-from zckpt.formats.megatron.legacy_target import BOUNDS, FUSED, NUMBERED, Target, target_of, wanted_of, with_sizes
+from zckpt.formats.megatron.legacy_target import (
+    BOUNDS,
+    FUSED,
+    NUMBERED,
+    ORDER,
+    Target,
+    target_of,
+    wanted_of,
+    with_sizes,
+)
 from zckpt.formats.megatron.norms import live_names
 from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.order import order_of
@@ -52,7 +61,7 @@ from zckpt.state import Checkpoint
 
 RNG, ARGUMENTS = "rng_state", "args"
 
-_MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|query_key_value|dense\w*))\.weight[0-9]*")
+_MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 
@@ -161,7 +170,7 @@ def _order(
 ) -> list[str] | None:
     """Return the parameters in the module's order: as the files had them where they are its own, or by its layers."""
     own = checkpoint.format_version == "legacy" and all(name == live for name, live in names.items())
-    return list(parameters) if own else order_of(parameters, engine=target.engine)
+    return list(parameters) if own and ORDER not in checkpoint.details else order_of(parameters, engine=target.engine)
 
 
 def _tied(checkpoint: Checkpoint, tensors: Mapping[str, object], stages: int) -> dict[str, str]:

@@ -82,6 +82,11 @@ class Order:
     back: list[str]
     fused: bool = False
 
+    @property
+    def further(self) -> bool:
+        """Whether there are layers that predict further tokens."""
+        return any(map(_FURTHER.fullmatch, self.back))
+
 
 def orders(names: Iterable[str]) -> list[Order]:
     """Return the orders in which parameters may be in memory; none where a name is not known.

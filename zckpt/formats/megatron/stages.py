@@ -4,7 +4,11 @@ Chunk v of stage p of P is number v P + p of all chunks in the model's order. Th
 layers, the last one what is behind them; of a tied embedding it has a copy, under another name. Layers are numbered
 from 0 in each chunk, experts on each expert-parallel rank: the other way round than `ranks.Numbering`.
 
-Source: megatron-core 0.16, `get_transformer_layer_offset`, `get_num_layers_to_build`.
+Layers that predict further tokens (`mtp`) are on the last chunk, which has a copy of the embedding for them, under its
+own name; the last norm is then where the last layer is. What sees images is on the first chunk.
+
+Source: megatron-core 0.16, `get_transformer_layer_offset`, `get_num_layers_to_build`, `mtp_on_this_rank`,
+`TransformerBlock.has_final_layernorm_in_this_stage`, `LLaVAModel`.
 """
 
 from __future__ import annotations
@@ -19,11 +23,15 @@ from zckpt.formats.megatron.fused import is_fused, name_of_all
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]+)(\..*)")
 _EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]+)((?:\..*)?)")
 
-_BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
+BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
 _BACK = re.compile(r"(?:(?:language_model\.)?(?:decoder|encoder|transformer)\.final_(?:layernorm|norm)|"
                    r"(?:language_model\.)?output_layer)\..+")  # fmt: skip
 """What is known to be before the layers, and behind them. Anything else has a stage that only its program knows."""
+
+_FURTHER = re.compile(r"(?:language_model\.)?mtp\.layers\..+")
+_WORDS = re.compile(r"(?:language_model\.)?embedding\.word_embeddings\.weight")
+_IMAGES = re.compile(r"vision_(?:model|projection)\..+")
 
 Bounds = tuple[int, ...]
 
@@ -49,7 +57,7 @@ class Dealt:
 
 def layer_count(names: Iterable[str]) -> int:
     """Return how many layers the block of a model has, that stages share."""
-    numbers = [int(match[2]) for match in map(_LAYER.fullmatch, names) if match and _BLOCK.fullmatch(match[1])]
+    numbers = [int(match[2]) for match in map(_LAYER.fullmatch, names) if match and BLOCK.fullmatch(match[1])]
     return 1 + max(numbers, default=-1)
 
 
@@ -108,19 +116,30 @@ def dealt(
         Of something it is not known which stage has it.
     """
     chunks = len(bounds) - 1
+    further = chunks > 1 and any(map(_FURTHER.fullmatch, names))
+    if further:
+        _check_further(names, tied, path)
+    with_last = next((at for at in reversed(range(chunks)) if bounds[at] < bounds[-1]), chunks - 1)
     found: list[list[Dealt]] = [[] for _ in range(chunks)]
     unknown = []
     for name in names:
         layer = _LAYER.fullmatch(name)
         if chunks == 1:
             found[0].append(Dealt(name, name))
-        elif layer is not None and _BLOCK.fullmatch(layer[1]):
+        elif further and _WORDS.fullmatch(name):
+            found[0].append(Dealt(name, name, shared=True))
+            found[-1].append(Dealt(name, name, shared=True))
+        elif _FURTHER.fullmatch(name):
+            found[-1].append(Dealt(name, name))
+        elif _IMAGES.fullmatch(name):
+            found[0].append(Dealt(name, name))
+        elif layer is not None and BLOCK.fullmatch(layer[1]):
             at = next(at for at in range(chunks) if bounds[at] <= int(layer[2]) < bounds[at + 1])
             found[at].append(Dealt(name, f"{layer[1]}.{int(layer[2]) - bounds[at]}{layer[3]}"))
         elif _FRONT.fullmatch(name):
             found[0].append(Dealt(name, name, shared=name in tied))
         elif _BACK.fullmatch(name):
-            found[-1].append(Dealt(name, name))
+            found[with_last if further and "output_layer" not in name else -1].append(Dealt(name, name))
         else:
             unknown.append(name)
     if unknown:
@@ -129,6 +148,18 @@ def dealt(
     if chunks > 1:
         found[-1] += [Dealt(name, local, shared=True) for name, local in tied.items() if name in set(names)]
     return [[found[chunk * stages + stage] for chunk in range(chunks // stages)] for stage in range(stages)]
+
+
+def _check_further(names: Sequence[str], tied: Mapping[str, str], path: str) -> None:
+    """Raise UnsupportedError where the copy of the embedding for further tokens is not one of the words' alone."""
+    odd = next((name for name in names if _FRONT.fullmatch(name) and not _WORDS.fullmatch(name)), None)
+    if odd is not None or tied:
+        raise UnsupportedError(
+            "multi-token prediction on several stages is of words' embeddings alone, which are no output layer",
+            path=path,
+            found=odd or "a tied embedding, which megatron-core does not save on several stages, either",
+            advice="give --pipeline-parallel-size 1",
+        )
 
 
 def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int, ranks: int) -> list[Dealt]:

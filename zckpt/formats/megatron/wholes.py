@@ -5,6 +5,7 @@ Source: megatron-core 0.16, `LanguageModule.setup_embeddings_and_output_layer`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,10 @@ TIED = {
     "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
 }
 """What the last stage calls its copy of an embedding that is the output layer, too."""
+
+
+FURTHER = re.compile(r"(?:language_model\.)?mtp\.layers\.")
+"""Layers that predict further tokens."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.latest import is_name, latest_name
+from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.options import option
 from zckpt.storage.files import read_head
 from zckpt.storage.ownership import Owned
@@ -119,7 +119,7 @@ class Zckpt(Format):
             return None
         name = search.tag or latest_name(path) or ""
         try:
-            if is_name(name) and (path / name / DOCUMENT_NAME).is_file():
+            if is_tag(name) and (path / name / DOCUMENT_NAME).is_file():
                 return Found(path / name)
         except OSError:  # a name too long to be one
             pass

@@ -83,6 +83,8 @@ class Source:
         Whether all parameters must be there.
     elsewhere : frozenset of str
         Parameters of its groups that are not this optimizer's, but another part's or rank's.
+    is_sliced : bool
+        Whether parameters are the slices that this rank has.
     """
 
     checkpoint: OpenedCheckpoint
@@ -93,6 +95,7 @@ class Source:
     listed: Sequence[str] | None = None
     strict: bool = True
     elsewhere: frozenset[str] = frozenset()
+    is_sliced: bool = False
 
 
 class OptimizerState(Protocol):
@@ -117,6 +120,8 @@ class OptimizerState(Protocol):
     renamed : callable or None
         Ranks have different parameters under the same names, such as experts: returns the name in a checkpoint of one
         that the model has here.
+    is_sliced : bool
+        Whether who asks puts tensor-parallel slices together. Without that, an optimizer of slices refuses.
     """
 
     optimizer: Optimizer
@@ -124,6 +129,7 @@ class OptimizerState(Protocol):
     is_remote: bool
     writes: str | None
     renamed: Callable[[str], str] | None
+    is_sliced: bool
 
     def names(self) -> Names:
         """Return the names of all parameters of each param group, in the optimizer's order."""

@@ -29,6 +29,7 @@ class ByParameter:
     is_remote = False
     writes: str | None = None
     renamed: Callable[[str], str] | None = None
+    is_sliced = False
 
     def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
         if not isinstance(getattr(optimizer, "state", None), Mapping):  # torchao's CPUOffloadOptimizer has none

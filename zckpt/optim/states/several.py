@@ -76,6 +76,8 @@ class Optimizers:
         Those that FullyShardedDataParallel has.
     in_parts : bool
         Whether the model is in parts.
+    is_sliced : bool
+        Whether ranks have tensor-parallel slices of parameters, which are cut from a checkpoint before it is given.
 
     Raises
     ------
@@ -86,9 +88,13 @@ class Optimizers:
     """
 
     def __init__(
-        self, given: Given, known: Mapping[torch.Tensor, str], members: Members = NONE, *, in_parts: bool = False
-    ) -> None:
+        self, given: Given, known: Mapping[torch.Tensor, str], members: Members = NONE, *,
+        in_parts: bool = False, is_sliced: bool = False,
+    ) -> None:  # fmt: skip
         self.states = {name: state_of(one, known, members) for name, one in named(given).items()}
+        self.is_sliced = is_sliced
+        for state in self.states.values():
+            state.is_sliced = is_sliced
         self.is_one = in_parts and isinstance(given, (list, tuple)) and bool(given)
         if in_parts:
             _check_of_parts(self.states)
@@ -98,8 +104,8 @@ class Optimizers:
 
     @property
     def are_parts(self) -> bool:
-        """Whether ranks have different parameters under the same names."""
-        return any(state.renamed is not None for state in self.states.values())
+        """Whether ranks have different parameters, or slices of them, under the same names."""
+        return self.is_sliced or any(state.renamed is not None for state in self.states.values())
 
     def renamed(self, name: str) -> str:
         """Return the name in a checkpoint of a tensor that the model has here."""
@@ -172,7 +178,8 @@ class Optimizers:
         for name, (groups, metadata) in self._each(checkpoint, path, called, strict=strict).items():
             its = self.states[name]
             elsewhere = frozenset(everywhere).difference(*its.names())
-            found.append(its.restore(Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere)))
+            source = Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere, self.is_sliced)
+            found.append(its.restore(source))
         return found
 
     def _called(self) -> Iterator[tuple[str, OptimizerState]]:
@@ -342,11 +349,14 @@ def workers_of(given: Given) -> DistributedOptimizer | None:
 
 
 def process_group_of(given: Given) -> dist.ProcessGroup | None:
-    """Return the process group of all optimizers that have one.
+    """Return the process group of all optimizers that have one; None: the world.
 
     Raises UsageError: they have several, of other ranks.
     """
-    groups = [one for one in (getattr(each, "process_group", None) for each in named(given).values()) if one]
+    every = named(given).values()
+    if any(getattr(each, "is_model_parallel", False) for each in every):  # whose slices are on all ranks
+        return None
+    groups = [one for one in (getattr(each, "process_group", None) for each in every) if one]
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
         raise UsageError("the optimizers are of several process groups", advice="give process_group=, that of all")
     return groups[0] if groups else None

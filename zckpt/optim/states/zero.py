@@ -25,7 +25,7 @@ from zckpt.optim.zero.deepspeed_state import scaler_object, settings
 from zckpt.optim.zero.files import experts_of
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.stepping import Scaler, model_rank, scaler_like
+from zckpt.optim.zero.stepping import Scaler, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import FlatShare
 from zckpt.torchfile import FromFile, Object, plain
@@ -53,7 +53,8 @@ class ZeroState(ByParameter):
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of the parameters that were trained when a group was made."""
         optimizer = self.optimizer
-        files.refuse_parts(optimizer)
+        if not self.is_sliced:
+            files.refuse_parts(optimizer)
         trained = [
             [self._called[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups
         ]
@@ -105,6 +106,9 @@ class ZeroState(ByParameter):
         agreed = torch.tensor([same], dtype=torch.int32, device=groups[0].flat.device)
         with answering():
             dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
+            if self.optimizer.model_parallel is not None and self.optimizer.is_model_parallel:
+                of_slices = self.optimizer.model_parallel.get_model_parallel_group()
+                dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=of_slices)
         return bool(agreed.item())
 
     def values(self) -> Values:
@@ -149,12 +153,13 @@ class ZeroRestoring(Restoring):
     def prepare(self) -> None:
         """Make room for masters and state."""
         optimizer = self.optimizer
-        if model_rank(optimizer.model_parallel)[1] > 1:
+        if optimizer.is_model_parallel and not self.source.is_sliced:
             raise UnsupportedError(
                 "a model whose parts lie on several ranks is not loaded by name: "
                 "which part of a tensor is this rank's, no name says",
                 path=self.source.path,
-                advice="give load_state_dict() what this rank's file holds, at the same degrees",
+                advice="give zckpt.load tp_rules=, which say how parts are cut; or load_state_dict() what this rank's "
+                "file holds, at the same degrees",
             )
         names = [self._group_names(index) for index in range(len(optimizer.groups))]
         known = optimizer.optim.state_dict()["param_groups"]

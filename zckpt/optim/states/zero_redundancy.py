@@ -142,6 +142,7 @@ class WorkersState:
     process_group = None
     writes: str | None = "zero-redundancy"
     renamed: Callable[[str], str] | None = None
+    is_sliced = False
 
     def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
         del known  # of tensors of this process

@@ -80,12 +80,11 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """Raise UnsupportedError for slices of models, of which only DeepSpeed's files say what they are of."""
+    """Raise UnsupportedError for slices of models of which nothing says what they are of."""
     if model_rank(optimizer.model_parallel)[1] > 1:
         raise UnsupportedError(
-            "a model whose parts lie on several ranks is saved in DeepSpeed's files",
-            advice='give format="deepspeed", and universal_checkpoint_info in extra, which says how parts are cut; '
-            "zckpt convert makes other formats of that",
+            "a model whose parts lie on several ranks, and no rules that say how they are cut",
+            advice="give tp_rules=, in the form of universal_checkpoint_info",
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
@@ -144,6 +145,11 @@ def _check(trained: Sequence[torch.Tensor]) -> None:
                 f"a param group of several {what}, {', '.join(sorted(found))}, which one flat buffer cannot hold; "
                 f"give each its own group"
             )
+    if any(isinstance(parameter, DTensor) for parameter in trained):
+        raise ValueError(
+            "DTensors, which know by themselves how they are cut: use fully_shard, or give the slices as plain tensors "
+            "and model_parallel="
+        )
     if any(not parameter.dtype.is_floating_point for parameter in trained):
         raise ValueError(f"parameters must be of a floating-point type, not {', '.join(sorted(dtypes))}")
 

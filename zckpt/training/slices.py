@@ -1,0 +1,369 @@
+"""Tensor-parallel slices of a ZeroOptimizer's model, saved as parts of whole parameters and cut from these again.
+
+What a rank has of a slice is saved as the box of the whole parameter that it is. Where a slice is of several boxes
+(query, key and value; gate and up), of which a file of zckpt's format has one for each slot, one rank collects the
+parameter, each another one, and writes it.
+
+Rules say how slices make up parameters (`universal_checkpoint_info`, see `zckpt.formats.deepspeed.tp_rules`). What they
+say of ranks that have the same is compared.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zckpt.engine.boxes import Box, boxes_of, row_major
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed.tensor_parallel import cut
+from zckpt.formats.deepspeed.tp_rules import Rules, check_rules, read_rules
+from zckpt.formats.deepspeed.tp_shares import SLICED, Rule
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.tensors import dtype_name
+from zckpt.optim import ZeroOptimizer
+from zckpt.optim.ranks import Ranks, answering
+from zckpt.optim.states import NamedShare
+from zckpt.optim.states.several import Given, named
+from zckpt.optim.tensors import ModelState, Share, world_rank
+from zckpt.optim.zero.files import refuse_parts
+from zckpt.optim.zero.stepping import model_rank
+from zckpt.state import WEIGHT, Extent, Parameter
+from zckpt.training.parts import SAMPLE_NBYTES, digest_of
+
+TpRules = str | os.PathLike[str] | Mapping[str, Any] | None
+"""What `save` and `load` take as `tp_rules`."""
+
+GIVEN = "tp_rules"
+"""Stands for the file where rules are given as a mapping."""
+
+NOT_COPIES = "give tp_rules that say how it is cut; what each rank trains by itself, to be averaged, is not saved"
+"""What to do where ranks have other values of what they should have alike."""
+
+Key = tuple[str, str]
+"""A parameter and a slot."""
+
+
+@dataclass(slots=True)
+class Several:
+    """What a rank has of one slot that is in several boxes: those, and their elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[tuple[Box, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Sliced:
+    """What a rank has of slices: shares of whole parameters, those in several boxes, and what is to be compared.
+
+    Parameters
+    ----------
+    shares : list of NamedShare
+    several : dict
+        By parameter and slot.
+    same : dict of str to bytes
+        By what is to be said if they differ: digests of what ranks of all slices have alike.
+    apart : dict of str to bytes
+        By parameter: digests of what would be no slices if ranks of all slices had it alike; empty if it is one number.
+    """
+
+    shares: list[NamedShare] = field(default_factory=list)
+    several: dict[Key, Several] = field(default_factory=dict)
+    same: dict[str, bytes] = field(default_factory=dict)
+    apart: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """The slices that a rank has of the parameters of a model.
+
+    Parameters
+    ----------
+    rules : Rules
+    rank, degree : int
+        Which slices, of how many.
+    is_first : bool
+        Whether this rank is the first of those that have the same slices.
+    """
+
+    rules: Rules
+    rank: int
+    degree: int
+    is_first: bool
+
+    def rule(self, name: str, shape: tuple[int, ...]) -> Rule:
+        """Return how slices of a shape make up a parameter.
+
+        Raises
+        ------
+        LayoutError
+            The shape does not fit the rules.
+        UnsupportedError
+            The rules say that none describes it, or that ranks have some of the same elements.
+        """
+        found = self.rules.rule(name, [shape] * self.degree, padded=True)
+        if any(found.copies):
+            raise UnsupportedError(f"slices of {name} overlap", path=self.rules.path, advice='give format="deepspeed"')
+        return found
+
+    def whole(self, model: ModelState) -> ModelState:
+        """Return the model with tensors of whole parameters, without elements, in the place of slices."""
+        tensors = {
+            name: torch.empty(self.rule(name, tuple(one.shape)).shape, dtype=one.dtype, device="meta")
+            if name in model.parameters
+            else one
+            for name, one in model.tensors.items()
+        }
+        return replace(model, tensors=tensors)
+
+    def sliced(self, model: ModelState, shares: Iterable[NamedShare]) -> Sliced:
+        """Return what this rank has, as parts of whole parameters.
+
+        Parameters
+        ----------
+        model : ModelState
+            With slices.
+        shares : iterable of NamedShare
+            Of slices.
+        """
+        found = Sliced()
+        for name, slot, share in shares:
+            if name not in model.parameters:
+                found.shares.append((name, slot, share))
+                if self.is_first:
+                    found.same[f"{name} is a buffer with other values on ranks of other slices"] = digest_of(share)
+                continue
+            rule = self.rule(name, share.shape)
+            if rule.kind != SLICED:  # bytes of weights are compared, too
+                alone = (world_rank(),) if share.ranks is None else share.ranks
+                found.shares.append((name, slot, replace(share, ranks=alone)))
+                continue
+            if slot == WEIGHT and self.is_first and self.rules.matching(name) is None:
+                found.apart[name] = b"" if _is_constant(share) else digest_of(share, SAMPLE_NBYTES)
+            own = rule.shares[self.rank]
+            if len(own) == 1 and (own[0].source, own[0].size) == (0, share.shape[rule.dim]):
+                offsets = tuple(own[0].target if dim == rule.dim else 0 for dim in range(len(share.shape)))
+                extent = replace(share.extent, offsets=offsets, sizes=share.shape)
+                found.shares.append((name, slot, replace(share, shape=rule.shape, extent=extent)))
+            else:
+                boxes = list(_boxes(share, rule, self.rank))
+                found.several[name, slot] = Several(rule.shape, share.tensor.dtype, boxes)
+        return found
+
+    def cut(self, checkpoint: OpenedCheckpoint, names: Iterable[str]) -> None:
+        """Put this rank's slices in the place of a checkpoint's whole parameters.
+
+        Raises
+        ------
+        LayoutError
+            A parameter does not divide among the ranks.
+        """
+        for name in dict.fromkeys(names):
+            for section in (checkpoint.parameters, checkpoint.unnamed):
+                its = section.get(name)
+                if its is not None and its.tied_to is None:
+                    section[name] = self._cut(its)
+
+    def _cut(self, whole: Parameter) -> Parameter:
+        rule = self.rules.cut(whole.name, whole.shape, self.degree)
+        for key, slot in whole.slots.items():
+            if rule.kind == SLICED and slot.shape and slot.shape != whole.shape:
+                raise UsageError(
+                    f"{key} of {whole.name} is not one value for each element, and cannot be cut",
+                    expected=whole.shape, found=slot.shape,
+                )  # fmt: skip
+        return cut(whole, rule, self.rank)
+
+
+def _is_constant(share: Share) -> bool:
+    """Tell whether the elements that are compared are all the same, as those of a bias that was never trained."""
+    flat = share.tensor.detach().reshape(-1)[: SAMPLE_NBYTES // share.tensor.element_size()]
+    return bool((flat == flat[:1]).all())
+
+
+def _boxes(share: Share, rule: Rule, rank: int) -> Iterable[tuple[Box, torch.Tensor]]:
+    """Yield the boxes of a whole parameter that a share of a slice has, with their elements."""
+    extent, dim = share.extent, rule.dim
+    flat, steps = share.tensor.detach().reshape(-1), row_major(share.shape)
+    for offsets, sizes in boxes_of(extent):
+        for source, target, size in rule.shares[rank]:
+            low, high = max(offsets[dim], source), min(offsets[dim] + sizes[dim], source + size)
+            if low >= high:
+                continue
+            here, box = _with(offsets, dim, low), _with(sizes, dim, high - low)
+            first = sum(o * step for o, step in zip(here, steps, strict=True)) - extent.start
+            there = _with(offsets, dim, low - source + target)
+            yield (there, box), flat.as_strided(box, steps, flat.storage_offset() + first)
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
+    """Return which slices of its model's parameters this rank has; None: it has whole parameters.
+
+    All ranks call it together.
+
+    Parameters
+    ----------
+    given : path-like or mapping, optional
+    optimizer : Optimizer, or list or mapping of them, optional
+
+    Raises
+    ------
+    UsageError
+        The rules cannot be read, or it is not known which slices are this rank's; or other ranks are to have them.
+    UnsupportedError
+        Slices and no rules, slices besides experts, or of several optimizers.
+    """
+    every = list(named(optimizer).values())
+    if given is None and not any(isinstance(one, ZeroOptimizer) and one.is_model_parallel for one in every):
+        return None
+    return ranks.do(lambda: _slices_of(given, every, ranks.world_size))  # a file may be missing on one rank
+
+
+def _slices_of(given: TpRules, every: Sequence[Optimizer], world_size: int) -> Slices | None:
+    cut_apart = [one for one in every if isinstance(one, ZeroOptimizer) and one.is_model_parallel]
+    if given is None:
+        for one in cut_apart:
+            refuse_parts(one)
+        return None
+    rules = _rules(given)
+    if not cut_apart:
+        if (world_size > 1 and not any(isinstance(one, ZeroOptimizer) for one in every)) or any(map(_is_alone, every)):
+            raise UsageError(
+                "tp_rules are given, and nothing says which slices are this rank's",
+                expected="one ZeroOptimizer(process_group=DATA_PARALLEL, model_parallel=...)",
+                found=", ".join(type(one).__name__ for one in every) or "no optimizer",
+                advice="give model_parallel= with the group of the ranks that hold the model together",
+            )
+        return None
+    if len(every) > 1:
+        raise UnsupportedError("tensor-parallel slices are saved and loaded with one optimizer", found=len(every))
+    [only] = cut_apart
+    if any(group.is_expert for group in only.groups):
+        raise UnsupportedError(
+            "experts of a model in tensor-parallel slices are not saved or loaded by name",
+            advice='give format="deepspeed" to save, and load_state_dict() what is in this rank\'s file',
+        )
+    rank, degree = model_rank(only.model_parallel)
+    if only.world_size * degree != world_size:
+        raise UsageError(
+            "slices of a model are saved and loaded by all ranks that have some of them",
+            expected=f"{only.world_size * degree} ranks, {only.world_size} for each of {degree} slices",
+            found=world_size,
+            advice="leave process_group out, or give the group of all",
+        )
+    return Slices(rules, rank, degree, only.rank == 0)
+
+
+def _is_alone(optimizer: object) -> bool:
+    """Tell whether ranks that are not the optimizer's may have other slices, of which it has not been told."""
+    if not isinstance(optimizer, ZeroOptimizer) or optimizer.model_parallel is not None:
+        return False
+    return optimizer.world_size < dist.get_world_size()
+
+
+def _rules(given: str | os.PathLike[str] | Mapping[str, Any]) -> Rules:
+    if not isinstance(given, Mapping):
+        return Rules(read_rules(Path(given)), os.fspath(given))
+    check_rules(given, GIVEN)
+    return Rules(given, GIVEN)
+
+
+# --- what one rank collects
+
+
+def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
+    """Return what this rank has collected of slots that are in several boxes. All ranks call it together.
+
+    Raises
+    ------
+    LayoutError
+        Ranks have other values, or not together the whole: on all ranks.
+    """
+    described = {
+        key: (one.shape, dtype_name(one.dtype), [box for box, _ in one.boxes]) for key, one in own.several.items()
+    }
+    told = ranks.gather_all((described, own.same, own.apart))
+    _compare(told)
+    every = [its for its, _, _ in told]
+    keys = sorted({key for its in every for key in its})
+    for key in keys:
+        _check_whole(key, [its[key] for its in every if key in its])
+    loads = [0] * ranks.world_size
+    found: list[NamedShare] = []
+    for key in keys:
+        shape, dtype, _ = next(its[key] for its in every if key in its)
+        at = loads.index(min(loads))
+        loads[at] += math.prod(shape)
+        mine = own.several.get(key) or Several(shape, getattr(torch, dtype))
+        whole = _collect(ranks, at, mine, [its[key][2] if key in its else [] for its in every])
+        if whole is not None:
+            found.append((*key, Share(shape, Extent.whole(shape), whole, (world_rank(),))))
+    return found
+
+
+def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]]) -> None:
+    """Refuse values that contradict the rules."""
+    for message in dict.fromkeys(message for _, same, _ in told for message in same):
+        if len({same[message] for _, same, _ in told if message in same}) > 1:
+            raise LayoutError(message, advice="keep there only what is the same on all of them")
+    for name in dict.fromkeys(name for _, _, apart in told for name in apart):
+        digests = {apart[name] for _, _, apart in told if name in apart}
+        if len(digests) == 1 and digests != {b""}:
+            raise LayoutError(
+                f"{name} is the same on ranks of all slices, though no rule says that each has the whole",
+                advice="say so in tp_rules: tp_replicated_parameter_patterns",
+            )
+
+
+def _check_whole(key: Key, its: Sequence[tuple[tuple[int, ...], str, list[Box]]]) -> None:
+    """Refuse boxes that are not together the whole."""
+    boxes = {box for _, _, every in its for box in every}
+    shape, dtype, _ = its[0]
+    if any(one[:2] != (shape, dtype) for one in its) or sum(math.prod(s) for _, s in boxes) != math.prod(shape):
+        name, slot = key
+        raise LayoutError(
+            f"{slot} of {name}: slices of all ranks are not together the whole",
+            expected=f"{dtype} {shape}",
+            found=", ".join(dict.fromkeys(f"{dtype} {shape}" for shape, dtype, _ in its)),
+        )
+
+
+def _collect(ranks: Ranks, at: int, own: Several, every: Sequence[Sequence[Box]]) -> torch.Tensor | None:
+    """Bring all boxes to the rank `at`, each from the first rank that has it; return the whole there."""
+    is_here = ranks.rank == at
+    whole = torch.empty(own.shape, dtype=own.dtype) if is_here else None
+    held = dict(own.boxes)
+    taken: set[Box] = set()
+    for sender, boxes in enumerate(every):
+        for box in boxes:
+            if box in taken:
+                continue
+            taken.add(box)
+            if ranks.rank == sender:
+                elements = held[box].cpu().contiguous()
+                if not is_here:
+                    with answering():
+                        dist.send(_bytes(elements), ranks.members[at], group=ranks.group)
+            elif is_here:
+                elements = torch.empty(box[1], dtype=own.dtype)
+                with answering():
+                    dist.recv(_bytes(elements), ranks.members[sender], group=ranks.group)
+            if whole is not None:
+                whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] = elements
+    return whole
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
