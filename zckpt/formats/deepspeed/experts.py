@@ -157,7 +157,7 @@ def check_empty(files: Files) -> None:
                 "holds state of an optimizer next to the files of ZeRO, which have all of it",
                 path=shard.path,
                 expected="{'optimizer': None}",
-                advice="if it is left over from a run without ZeRO, remove it",
+                advice="if it is left over from a run without ZeRO, move it elsewhere",
             )
 
 
