@@ -255,6 +255,16 @@ def test_a_map_of_another_order_or_another_age_is_refused(made: MakeIt, tmp_path
         zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")
 
 
+def test_universal_folders_of_fewer_keys_than_heads_are_said_to_be_for_one_rank(made: MakeIt, tmp_path: Path) -> None:
+    def shared(content: dict[str, Any]) -> None:
+        content["args"].num_key_value_heads = 1
+
+    source = edited(made(FEW[1].source), tmp_path / "shared", shared)
+    done = zckpt.convert(source, tmp_path / "universal", to="universal")
+    assert [note for note in done.notes if "right at one tensor-parallel rank only" in note]
+    assert "one block of rows" not in str(zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal").notes)
+
+
 def test_universal_folders_say_how_the_program_cuts_them(made: MakeIt, tmp_path: Path) -> None:
     """What no rule says is known: DeepSpeed would cut by rows what has no other key beside it."""
     zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal")

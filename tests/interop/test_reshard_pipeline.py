@@ -182,9 +182,13 @@ def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(
     made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
     """The training lists them so in each stage; of one stage all weights are before all biases."""
+    source = made(pipeline("pp2_one_group", 2, 2, groups=1))
     with pytest.raises(zckpt.UnsupportedError, match="not in the order of the stage's modules"):
-        zckpt.reshard(made(pipeline("pp2_one_group", 2, 2, groups=1)), tmp_path / "cut", world_size=1,
-                      pipeline_parallel_size=1)  # fmt: skip
+        zckpt.reshard(source, tmp_path / "cut", world_size=1, pipeline_parallel_size=1)
+    zckpt.convert(source, tmp_path / "between", to="zckpt")
+    with pytest.raises(zckpt.UnsupportedError, match="not in the order of a pipeline's modules"):
+        zckpt.convert(tmp_path / "between", tmp_path / "cut", to="deepspeed", stage=1, world_size=1,
+                      pipeline_parallel_size=3, pipeline_layers=LAYERS)  # fmt: skip
 
 
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]

@@ -15,6 +15,7 @@ from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
+from zckpt.formats.deepspeed.restage import goes_by_modules
 
 PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
@@ -325,6 +326,20 @@ def test_stages_of_another_format_have_to_be_said(options: dict[str, Any], match
     zckpt.convert(run_of(PLAIN), tmp_path / "native", to="zckpt")
     with pytest.raises((UnsupportedError, UsageError), match=match):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["3.scale", "3.up.weight", "3.up.bias", "3.down.weight"], True),
+        (["tied_modules.embed.weight", "1.a.b.weight", "1.a.c.weight", "11.a.weight"], True),
+        (["3.up.weight", "3.down.weight", "3.up.bias"], False),
+        (["3.a.up.weight", "3.b.weight", "3.a.down.weight"], False),
+        ([], True),
+    ],
+)
+def test_parameters_that_come_module_by_module(names: list[str], expected: bool) -> None:
+    assert goes_by_modules(names) is expected
 
 
 def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path: Path) -> None:

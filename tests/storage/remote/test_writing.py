@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -392,13 +393,17 @@ def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatc
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
     monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1)
     source, target = SOURCE, "memory://others/target"
-    write, sent = FileSink._write, []
+    write, sent, noted = FileSink._write, [], threading.Event()
 
     def failing(sink: FileSink, nbytes: int, parts: Any) -> str:
         sent.append(sink._name)
         if sent.count("") < len(sent) - 5:
+            assert noted.wait(60)  # that one has come of those which other threads are sending
             raise PermissionError("no more")
-        return write(sink, nbytes, parts)
+        digest = write(sink, nbytes, parts)
+        if sink._key.rpartition("/")[2].isdecimal():  # of the record
+            noted.set()
+        return digest
 
     monkeypatch.setattr(FileSink, "_write", failing)
     with pytest.raises(TargetError, match="--resume goes on with them"):

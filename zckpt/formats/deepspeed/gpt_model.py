@@ -185,6 +185,12 @@ def _is_gated(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return found == {2.0}
 
 
+def _without_rule(info: Mapping[str, object] | None, names: Iterable[str], path: str) -> list[str]:
+    """Return the names that no rule for slices is about."""
+    said = Rules(info or {}, path)
+    return [name for name in names if said.matching(name) is None]
+
+
 def _refuse_unknown_order(names: Iterable[str], path: str) -> None:
     first = next((name for name in names if re.match(_ATTENTION, name)), None)
     if first is not None:
@@ -217,10 +223,8 @@ def check_degree(
     if not is_gpt(every):
         return
     known = arguments_in(arguments)
-    said = Rules(info or {}, path)
-    free = [name for name in every if said.matching(name) is None]
     if known is None or (JOINED in known and _has_fewer_keys(known)):
-        _refuse_unknown_order(free, path)
+        _refuse_unknown_order(_without_rule(info, every, path), path)
         return
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = known.get(key)
@@ -229,6 +233,19 @@ def check_degree(
                 f"heads of attention would be on two of {degree} tensor-parallel ranks",
                 path=path, expected=f"a number that divides {key}", found=heads,
             )  # fmt: skip
+
+
+def shared_keys(
+    arguments: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
+) -> str | None:
+    """Return the first queries, keys and values in one of which no rule says where each begins; None if there is none.
+
+    Parameters are those of `check_degree`.
+    """
+    every, known = list(names), arguments_in(arguments)
+    if known is None or JOINED not in known or not _has_fewer_keys(known) or not is_gpt(every):
+        return None
+    return next((name for name in _without_rule(info, every, path) if re.match(_ATTENTION, name)), None)
 
 
 def padded_rows(content: Mapping[str, object], info: Mapping[str, object] | None, degree: int) -> int | None:

@@ -217,7 +217,20 @@ def _is_ordered(names: Sequence[str], places: Mapping[str, int]) -> bool:
     All weights before all biases are such an order in a stage of one layer, and not in one of two.
     """
     found = [(0, 0, 0) if name.startswith(TIED) else (1, layer_of(name), places.get(name, 0)) for name in names]
-    return all(one <= other for one, other in pairwise(found))
+    return all(one <= other for one, other in pairwise(found)) and (bool(places) or goes_by_modules(names))
+
+
+def goes_by_modules(names: Sequence[str]) -> bool:
+    """Tell whether parameters come module by module: none is come back to after another, as `parameters()` has them."""
+    within: list[str] = []
+    left: set[str] = set()
+    for name in names:
+        modules = [name[:end] for end, character in enumerate(name) if character == "."]
+        left.update(one for one in within if one not in modules)
+        if not left.isdisjoint(modules):
+            return False
+        within = modules
+    return True
 
 
 def check_order(checkpoint: Checkpoint) -> None:

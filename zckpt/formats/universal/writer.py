@@ -24,6 +24,7 @@ from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
+from zckpt.formats.deepspeed.gpt_model import shared_keys
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
@@ -37,7 +38,7 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import Folder, folders, weight
+from zckpt.formats.universal.folders import Folder, Slices, folders, weight
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
@@ -124,6 +125,10 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
                      "over several, all get those of the first; load it with ep_size=1, or use "
                      "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
+    shared = shared_keys(checkpoint.metadata, Slices(checkpoint).info, checkpoint.parameters, checkpoint.source)
+    if shared is not None:
+        found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is right at one tensor-"
+                     "parallel rank only: where keys begin that several heads share, its rules cannot say")  # fmt: skip
     if of_auto_ep(checkpoint) and not expert_counts(checkpoint):
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
                      "rank its own: their layers are not listed under these names")  # fmt: skip
