@@ -3,8 +3,9 @@
     python bench/any_world_size.py [--repeat N] [--work DIR] [--size GB] [--stage 1|2|3] [--ranks N]
 
 A bf16 model is saved by two engines, of N ranks and of N - 1. N ranks then load the first, with DeepSpeed alone, and
-the second, in place, in turns; the page cache is warm, the slowest rank counts, and medians do. Bytes read and written
-are those that the processes asked the system for, of the rank with the most. Exit 1 if a target is missed.
+the second, in place, in turns; the page cache is warm, the slowest rank counts, and medians do. Bytes read are those
+that the processes asked the system for, bytes written those for a disk (what ranks send each other is not in them),
+of the rank with the most. Exit 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.gloo import run
 # The targets.
 TIME_RATIO = 1.2  # in place / stock, at most
 READ_RATIO = 1.2
-WRITTEN_MB = 1.0  # what the processes print is in it
+WRITTEN_MB = 1.0  # what the processes print into a file is in it
 
 STATE_NBYTES = 14  # of each parameter: weight in two bytes, master and two moments in four
 WIDTH = 1024
@@ -72,9 +73,9 @@ def save(rank: int, _: int, directory: Path, stage: int, layers: int) -> None:
 
 
 def counted() -> tuple[int, int]:
-    """Return the bytes that this process has read and written so far."""
+    """Return the bytes that this process has read so far, of cached pages too, and those written to disks."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(lines["rchar"]), int(lines["wchar"])
+    return int(lines["rchar"]), int(lines["write_bytes"])
 
 
 def load(
@@ -127,7 +128,7 @@ def main() -> int:
     )
     met = ratio <= TIME_RATIO and more <= READ_RATIO and written <= WRITTEN_MB
     print(f"time x {ratio:.2f} (target {TIME_RATIO}), bytes x {more:.2f} (target {READ_RATIO}), "
-          f"{written:.2f} MB written: {'met' if met else 'MISSED'}")  # fmt: skip
+          f"{written:.2f} MB written to disk: {'met' if met else 'MISSED'}")  # fmt: skip
     return 0 if met else 1
 
 
