@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
-from zckpt.formats.deepspeed.restage import is_asked
+from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
@@ -74,6 +74,7 @@ def _from_elsewhere(job: Job) -> TargetFiles:
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
+    keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
     strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
@@ -83,7 +84,7 @@ def _from_elsewhere(job: Job) -> TargetFiles:
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
     target = _decide(converted, _recut(options, options.world_size, stage))
-    notes = [*foreign.notes(checkpoint, stage=stage), *stage_notes(target)]
+    notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target)]
     if target.ranks[0].lanes > 1:
         notes.append(
             f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "
@@ -224,8 +225,8 @@ def rank_notes(target: Target) -> list[str]:
     found: dict[str, str] = {}
     if target.bf16_optimizer and target.checkpoint.zero_stage == 0:
         found["zero_stage"] = (
-            "BF16_Optimizer's state is written as that of ZeRO-1: DeepSpeed 0.19 does not load what it saves of it at "
-            "stage 0"
+            "BF16_Optimizer's state is written as that of ZeRO-1, with which the same training goes on as stage 1 with "
+            "grad_accum_dtype fp32: at stage 0, DeepSpeed 0.19 loads no masters, and raises on what it saved itself"
         )
     if target.regrouped and len(ranks) > 1:
         for key in _differing([files.models[0] for files in ranks]):
