@@ -17,7 +17,7 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed import RecutOptions
-from zckpt.formats.deepspeed.auto_ep import listed_layers
+from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.experts import is_expert, named_degree
 from zckpt.formats.deepspeed.origin import origin_of

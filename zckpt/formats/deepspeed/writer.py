@@ -13,14 +13,14 @@ from pathlib import Path
 from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
+from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
-from zckpt.formats.deepspeed.restage import is_asked
+from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
@@ -74,8 +74,9 @@ def _from_elsewhere(job: Job) -> TargetFiles:
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
+    keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
-    strange = sorted(checkpoint.optimizer_metadata.keys() - foreign.HANDLED)
+    strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
             f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
@@ -83,14 +84,14 @@ def _from_elsewhere(job: Job) -> TargetFiles:
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
     target = _decide(converted, _recut(options, options.world_size, stage))
-    notes = [*foreign.notes(checkpoint, stage=stage), *stage_notes(target)]
+    notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target)]
     if target.ranks[0].lanes > 1:
         notes.append(
             f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "
             f"enable_expert_tensor_parallelism"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
-    restated = foreign.HANDLED | none
+    restated = loss_scaling.HANDLED | none
     written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=restated)
     return _without_clipping(written, checkpoint, stage)
 
@@ -224,8 +225,8 @@ def rank_notes(target: Target) -> list[str]:
     found: dict[str, str] = {}
     if target.bf16_optimizer and target.checkpoint.zero_stage == 0:
         found["zero_stage"] = (
-            "BF16_Optimizer's state is written as that of ZeRO-1: DeepSpeed 0.19 does not load what it saves of it at "
-            "stage 0"
+            "BF16_Optimizer's state is written as that of ZeRO-1, with which the same training goes on as stage 1 with "
+            "grad_accum_dtype fp32: at stage 0, DeepSpeed 0.19 loads no masters, and raises on what it saved itself"
         )
     if target.regrouped and len(ranks) > 1:
         for key in _differing([files.models[0] for files in ranks]):
