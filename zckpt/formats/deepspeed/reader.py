@@ -18,8 +18,9 @@ from zckpt.formats.deepspeed.directory import (
     Shard,
     TagDirectory,
 )
+from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
-from zckpt.formats.deepspeed.experts import attach_experts, check_empty, is_expert
+from zckpt.formats.deepspeed.experts import check_empty, is_expert
 from zckpt.formats.deepspeed.gpt_model import completed
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights, with_shapes
