@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
+from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.origin import origin_of
@@ -85,7 +85,7 @@ def _from_elsewhere(
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
-    strange = sorted(checkpoint.optimizer_metadata.keys() - foreign.HANDLED)
+    strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
             f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
@@ -103,7 +103,7 @@ def _from_elsewhere(
             f"enable_expert_tensor_parallelism"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
-    restated = foreign.HANDLED | none
+    restated = loss_scaling.HANDLED | none
     files = target_files(target, copies, run_directory=run_directory)
     written = TargetFiles(files, notes=notes, restated=restated)
     return _without_clipping(written, checkpoint, stage)
