@@ -35,6 +35,7 @@ class Spec:
     model: str = "rich"
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
+    named: bool = False  # the optimizer is made of `named_parameters()`, and writes the names down
     batch: int = GLOBAL_BATCH  # over all ranks
     steps: int = 5
     steps_after: int = 5  # trained past the checkpoint, for the losses that a resumed run must repeat

@@ -72,7 +72,7 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
         mpu = None  # the pipeline brings its own
     model = models.build_model(spec, seed)
     own = spec.optimizer not in optimizers.BY_CONFIGURATION
-    optimizer = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model)) if own else None
+    optimizer = optimizers.KINDS[spec.optimizer](_groups(spec, model)) if own else None
     trained = None if own else [p for p in model.parameters() if p.requires_grad]
     if "expert_parallel" in spec.config:  # DeepSpeed replaces layers, and makes groups of what it then has
         optimizer, trained = _of_experts(spec), list(model.parameters())
@@ -84,6 +84,12 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
     if spec.is_pipeline:
         engine._take_model_step = torch.no_grad()(engine._take_model_step)  # as the steps of `train_step`
     return engine
+
+
+def _groups(spec: Spec, model: Any) -> list[dict[str, Any]]:
+    groups = models.param_groups(spec, model)
+    names = {p: name for name, p in model.named_parameters()} if spec.named else {}
+    return [{**one, "params": [(names[p], p) for p in one["params"]]} for one in groups] if names else groups
 
 
 def _of_experts(spec: Spec) -> Any:

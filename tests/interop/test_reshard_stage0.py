@@ -57,15 +57,18 @@ NAMES = [
 SHORT = {"stage": 0, "steps": 3, "steps_after": 2}
 SLICED = sliced("pp2_tp2_s0", 2, 2, dtype="fp16", **SHORT)
 FLAT = pipeline("pp2_s0_flat", 2, 1, dtype="fp16", optimizer="fused", **SHORT)
+NAMED = pipeline("pp2_s0_named", 2, 1, named=True, **SHORT)
 BF16 = pipeline("pp2_s0_bf16", 2, 2, dtype="bf16", **SHORT)
 
 REGROUPED = [
+    (NAMED, {"world_size": 2, "pipeline_parallel_size": 1}),
     (FLAT, {"world_size": 2, "pipeline_parallel_size": 1}),
     (FLAT, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
     (pipeline("pp2_s0_fp16", 2, 1, dtype="fp16", **SHORT), {"world_size": 1, "stage_bounds": "0,2,4,6",
                                                                   "pipeline_layers": LAYERS}),
     (pipeline("pp2_s0_fp32", 2, 2, **SHORT), {"world_size": 1, "pipeline_parallel_size": 3, "names": NAMES,
                                              "partition_method": "uniform"}),
+    (NAMED, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
     (SLICED, {"world_size": 1, "tensor_parallel_size": 1}),
     (SLICED, {"world_size": 2, "pipeline_parallel_size": 1}),
     (SLICED, {"world_size": 1, "pipeline_parallel_size": 1, "tensor_parallel_size": 4}),
@@ -77,7 +80,7 @@ REGROUPED = [
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [REGROUPED[0], *(pytest.param(*one, marks=pytest.mark.nightly) for one in REGROUPED[1:])],
+    [*REGROUPED[:2], *(pytest.param(*one, marks=pytest.mark.nightly) for one in REGROUPED[2:])],
     ids=lambda one: one.name if isinstance(one, Spec) else "-".join(map(str, one.values()))[:40],
 )
 def test_deepspeed_resumes_other_stages_and_slices(

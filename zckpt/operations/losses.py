@@ -40,10 +40,12 @@ def check_nothing_lost(
     dropped, lost, idle = take_inventory(checkpoint).without(drop)
     others = [item for item in lost if item.file not in copied and (item.kind != FILE or item.file not in kept)]
     if others:
+        unnamed = any("--names FILE" in warning for warning in checkpoint.warnings)
         raise LeftOutError(
             f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",
             path=checkpoint.opened or checkpoint.source,
-            advice=f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
+            advice=f"{'--names FILE may tell what they are (see the warnings); ' if unnamed else ''}"
+            f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
             names=[item.name for item in others],
         )
     if idle:

@@ -210,14 +210,12 @@ class _Remains:
             if said is not None:
                 if isinstance(error, KeyboardInterrupt):
                     raise Interrupted.of(error, said) from error
-                if isinstance(error, ZckptError):
-                    error.advice = said if error.advice is None else f"{error.advice}; {said}"
+                _advise(error, said)
                 raise
             try:
                 self._uploads.abort()
             except ZckptError as left:
-                if isinstance(error, ZckptError):
-                    error.advice = str(left)
+                _advise(error, str(left))
             raise
 
     def _kept(self, error: BaseException) -> str | None:
@@ -236,6 +234,12 @@ class _Remains:
             f"{left} of {journal.purpose.nbytes} bytes are sent and kept in {self._uploads.kept_in}: "
             "--resume goes on with them, --restart begins anew"
         )
+
+
+def _advise(error: BaseException, said: str) -> None:
+    """Add to what an error says is to be done."""
+    if isinstance(error, ZckptError):
+        error.advice = said if error.advice is None else f"{error.advice}; {said}"
 
 
 def _said(noted: bytes) -> tuple[Purpose, Sent] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,50 @@ def test_other_changes_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(zckpt.UsageError, match="experts spread over 2 ranks"):
         zckpt.reshard(run_of("moe_ep2_s0_fp32_dp4"), tmp_path / "cut", world_size=3)
     assert not (tmp_path / "cut").exists()
+
+
+NUMBERED = [
+    "0.weight", "1.mix.weight", "1.alpha", "1.norm.weight", "1.norm.bias", "1.mix.bias",
+    "0.weight", "3.up.weight", "3.down.weight", "3.up.bias", "4.weight", "4.bias",
+]  # fmt: skip
+KEYED = [name.replace("0.weight", "tied_modules.embed.weight") for name in NUMBERED]
+LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
+
+
+def test_a_list_of_layers_tells_the_key_of_a_tied_one(tmp_path: Path) -> None:
+    """No file of stage 0 has it: under the number of its layer it would be no tied one for ZeRO-1."""
+    how: dict[str, Any] = {"to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "verify": True}
+    written = zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", names=NUMBERED, **how)
+    assert "0.weight is called tied_modules.embed.weight, as --pipeline-layers says" in written.notes
+    zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "keyed", names=KEYED, **how)
+    for path in (tmp_path / "keyed" / "global_step5").iterdir():
+        assert (tmp_path / "cut" / "global_step5" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path: Path) -> None:
+    with pytest.raises(zckpt.LeftOutError, match="--names FILE may tell what they are"):
+        zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")
+
+
+def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path: Path) -> None:
+    """As of an optimizer made of `named_parameters()`; the target has them, too, and none is taken that cannot be."""
+    run = tmp_path / "run"
+    shutil.copytree(run_of("pp2_s0_fp32_dp2"), run)
+    _record(run / "global_step5", KEYED)
+    checkpoint = zckpt.open(run)
+    assert not checkpoint.warnings
+    assert zckpt.diff(checkpoint, zckpt.open(run_of("pp2_s0_fp32_dp2"), names=KEYED)).equal
+    zckpt.reshard(run, tmp_path / "one", world_size=1, pipeline_parallel_size=1, verify=True)
+    assert zckpt.diff(checkpoint, tmp_path / "one").equal
+    for wrong in (KEYED[:1] * 2 + KEYED[2:], ["x." + name for name in KEYED]):
+        _record(run / "global_step5", wrong)
+        assert "is not certain" in zckpt.open(run).warnings[0]
+
+
+def _record(tag: Path, names: list[str]) -> None:
+    rest = list(names)
+    for path in sorted(tag.glob("mp_rank_*")):
+        content = load(path)
+        for group in content["optimizer"]["param_groups"]:
+            group["param_names"] = [rest.pop(0) for _ in group["params"]]
+        torch.save(content, path)

@@ -364,14 +364,18 @@ def test_files_that_have_come_are_not_sent_again(
     save_file({f"w{n}": torch.randn(3 << 20) for n in range(4)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{place.url}/again", "--max-shard-size", "13MB")
     partial, journal = (place.directory / f".again.zckpt-{what}" for what in ("partial", "journal"))
-    write, sent = FileSink._write, []
+    write, sent, come = FileSink._write, [], threading.Event()
 
     def failing(sink: FileSink, nbytes: int, parts: Any) -> str:
         if nbytes > 1 << 20:
             sent.append(sink._name)
             if len(sent) == 3:
+                assert come.wait(60)  # one of those that other threads are sending
                 raise PermissionError("no more")
-        return write(sink, nbytes, parts)
+        version = write(sink, nbytes, parts)
+        if nbytes > 1 << 20:
+            come.set()
+        return version
 
     monkeypatch.setattr(FileSink, "_write", failing)
     refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume goes on with them",))
@@ -389,21 +393,56 @@ def test_files_that_have_come_are_not_sent_again(
     assert not journal.exists()
 
 
+def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what another run will know of: files in lines that have come, not those in lines that have not."""
+    monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
+    monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1)
+    target, write = "memory://refusing/target", FileSink._write
+    sent: dict[str, int] = {}
+    recorded: dict[str, int] = {}
+    refuses = True
+
+    def failing(sink: FileSink, nbytes: int, parts: Any) -> str:
+        if refuses and recorded and len(sent) > len(recorded):
+            raise PermissionError(f"not {sink._name or 'the record'}")
+        version = write(sink, nbytes, parts)
+        if sink._name:
+            sent[sink._name] = nbytes
+        elif refuses:
+            recorded.update(sent)
+            monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1 << 20)
+        return version
+
+    monkeypatch.setattr(FileSink, "_write", failing)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TargetError) as refusal:
+        zckpt.convert(SOURCE, target, to="universal", executor=pool)
+    assert recorded
+    assert "not zero/" in str(refusal.value)
+    assert f" {sum(recorded.values())} of " in str(refusal.value)
+    assert "--resume goes on with them" in str(refusal.value)
+    refuses = False
+    sent.clear()
+    zckpt.convert(SOURCE, target, to="universal", resume=True)
+    assert not recorded.keys() & sent.keys()
+    assert zckpt.diff(SOURCE, target).equal
+    assert not [key for key in store(target).fs.find("refusing") if "zckpt-" in key]
+
+
 def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
     monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1)
     source, target = SOURCE, "memory://others/target"
-    write, sent, noted = FileSink._write, [], threading.Event()
+    write, sent, come = FileSink._write, [], threading.Event()
 
     def failing(sink: FileSink, nbytes: int, parts: Any) -> str:
         sent.append(sink._name)
         if sink._name and sent.count("") < len(sent) - 5:  # what is recorded comes
-            assert noted.wait(60)  # that one has come of those which other threads are sending
+            assert come.wait(60)  # one of those that other threads are sending
             raise PermissionError("no more")
-        digest = write(sink, nbytes, parts)
-        if sink._key.rpartition("/")[2].isdecimal():  # of the record
-            noted.set()
-        return digest
+        version = write(sink, nbytes, parts)
+        if sink._name.startswith("zero/"):
+            come.set()
+        return version
 
     monkeypatch.setattr(FileSink, "_write", failing)
     with pytest.raises(TargetError, match="--resume goes on with them"):

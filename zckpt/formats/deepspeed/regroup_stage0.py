@@ -17,7 +17,7 @@ from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import layer_names
 from zckpt.formats.deepspeed.restage import stage_states
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS
+from zckpt.formats.deepspeed.stage0 import STATE_KEYS, recorded_names
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -148,4 +148,4 @@ def _form(mp: TargetRank) -> Unpartitioned | None:
         return None
     kept = {str(key): FromFile.of(mp.model.file, value) for key, value in held.items() if key not in STATE_KEYS}
     names = [[p.name for p in group.experts[0]] for group in mp.groups]
-    return Unpartitioned(form_of(held), names, kept, own_state=True)
+    return Unpartitioned(form_of(held), names, kept, own_state=True, named=recorded_names(mp.model) is not None)

@@ -18,9 +18,12 @@ from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
+from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
-from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, local_states, split_experts
+from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, split_experts
+from zckpt.formats.deepspeed.target_slices import local_states
 from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state.names import renamed
 from zckpt.torchfile import Digests
 
 
@@ -111,6 +114,27 @@ def is_asked(options: Options) -> bool:
     """Tell whether options say that layers are to be dealt to stages."""
     asked = options.partition_method, options.stage_bounds, options.pipeline_layers
     return options.pipeline_parallel_size not in (None, 1) or asked != (None, None, None)
+
+
+def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
+    """Give tied layers that have the number of their file the names that a list of layers has for them; say which.
+
+    No file of stage 0 has their keys, so that a model read from there, and whatever it was converted to, has numbers.
+    """
+    layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
+    uses: dict[str, list[str]] = {}
+    for number, layer in enumerate(layers):
+        if layer.tied is not None:
+            uses.setdefault(layer.tied, []).append(f"{number}.")
+    known = [*checkpoint.parameters, *checkpoint.buffers]
+    names: dict[str, str] = {}
+    for key, prefixes in uses.items():
+        numbered = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in known)]
+        if numbered == prefixes[:1] and not any(name.startswith(f"{TIED}{key}.") for name in known):
+            own = [name for name in known if name.startswith(numbered[0])]
+            names |= {name: f"{TIED}{key}.{name.removeprefix(numbered[0])}" for name in own}
+    renamed(checkpoint, names)
+    return [f"{old} is called {new}, as --pipeline-layers says" for old, new in names.items()]
 
 
 def _dealt(

@@ -79,6 +79,26 @@ def numbers_of(model: ModelShard, numels: Sequence[int]) -> int:
     return next((n for n, held in enumerate(accumulate(numels, initial=0)) if held >= total), len(numels))
 
 
+def recorded_names(model: ModelShard) -> list[str] | None:
+    """Return the names that torch's optimizer wrote down with its numbers, where it was made of `named_parameters()`.
+
+    They are those of the engine's module, as ZeRO's files have them. None: not all parameters have one.
+    """
+    content = model.content.get("optimizer")
+    if not isinstance(content, dict):
+        return None
+    flat = FLAT_KEY in content
+    optimizer = (
+        parse(content.get("optimizer_state_dict"), model.shard.path) if flat else of_content(content, model.shard.path)
+    )
+    names = optimizer.recorded_names
+    counts = [
+        len(its) if isinstance(its := group.get("param_names"), (list, tuple)) else 0 for group in optimizer.groups
+    ]
+    whole = all(counts) if flat else counts == [len(numbers) for numbers in optimizer.numbers]
+    return names if names and whole and len(set(names)) == len(names) else None
+
+
 def of_content(content: Mapping[object, object], path: str) -> OptimizerState:
     """Return an optimizer with its masters, which are no flat ones.
 

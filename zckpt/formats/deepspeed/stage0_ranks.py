@@ -13,10 +13,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.origin import RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED
-from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numbers_of
+from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numbers_of, recorded_names
 from zckpt.formats.deepspeed.stage_bounds import MOST_LAYERS
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.tp_rules import Rules
@@ -58,6 +58,8 @@ def attach_to_ranks(
     """
     if ranks[0].models[0].content.get("optimizer") is None:
         return None
+    if layers and names is None:
+        names = names_by_themselves(ranks, tp)
     # A vocabulary's padding is in the optimizer's state, too, and is to be taken off both.
     padded = rules is not None and any(map(rules.is_vocabulary, ranks[0].state.parameters))
     if len(ranks) == 1 and not padded and not (layers and names is not None):
@@ -69,6 +71,23 @@ def attach_to_ranks(
     else:
         reasons = attach_to_slices(source, ranks, names)
     return None if reasons and len(ranks) == 1 else reasons
+
+
+def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None:
+    """Return the names that the optimizers of all stages have recorded, stage by stage, where they are of the files.
+
+    They tell the keys of tied layers, too. Where which layer has a key is not known, none is taken.
+    """
+    recorded = [recorded_names(files.models[0]) for files in ranks]
+    alike = all(names == recorded[number // tp * tp] for number, names in enumerate(recorded))
+    if not alike or any(names is None for names in recorded):
+        return None
+    found = [name for names in recorded[::tp] for name in names or ()]
+    try:
+        whole, _ = layer_numbers(found, ranks[0], "")
+    except (UsageError, LayoutError):
+        return None
+    return found if set(whole or ()) <= set(ranks[0].state.parameters) else None
 
 
 def layer_numbers(

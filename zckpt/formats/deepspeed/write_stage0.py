@@ -36,12 +36,15 @@ class Unpartitioned:
         What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing.
     own_state : bool
         Whether each parameter has all of its state itself; else a group's single values are those of its parameters.
+    named : bool
+        Whether groups list the names of their parameters, too, as torch does of `named_parameters()`.
     """
 
     form: str
     numbered: Sequence[Sequence[str]]
     scaling: Mapping[str, object] = field(default_factory=dict)
     own_state: bool = False
+    named: bool = False
 
 
 def form_of(held: Mapping[object, object]) -> str:
@@ -67,7 +70,7 @@ def stage0_tree(tree: object, mp: TargetRank, how: Unpartitioned | None) -> obje
     scaling = {**how.scaling, **{key: value for key, value in _known_scaling(mp).items() if key in how.scaling}}
     if how.form == FUSED:
         flat = {"fp32_groups_flat": [_flat(group, MASTER) for group in mp.groups]}
-        return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _of_groups(mp), **flat}}
+        return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _of_groups(mp, how), **flat}}
     masters = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
     return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}}
 
@@ -89,11 +92,11 @@ def _numbered(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
                 values = {key: value_node(value) for key, value in single.items()}
                 state[number] = {**values, **{key: _whole(owner, key) for key in keys}}
             number += 1
-        groups.append(_group(group, numbers))
+        groups.append(_group(group, numbers, names if how.named else ()))
     return {"state": state, "param_groups": groups}
 
 
-def _of_groups(mp: TargetRank) -> dict[str, object]:
+def _of_groups(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
     """Return an optimizer with one flat tensor for each group."""
     state: dict[int, object] = {}
     for group in mp.groups:
@@ -104,11 +107,19 @@ def _of_groups(mp: TargetRank) -> dict[str, object]:
         values = {key: value_node(value) for key, value in single.items()}
         if keys or values:
             state[group.index] = {**values, **{key: _flat(group, key) for key in keys}}
-    return {"state": state, "param_groups": [_group(group, [group.index]) for group in mp.groups]}
+    groups = [
+        _group(group, [group.index], names if how.named else ())
+        for group, names in zip(mp.groups, how.numbered, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
 
 
-def _group(group: TargetGroup, numbers: list[int]) -> dict[object, object]:
-    return {**{key: value_node(value) for key, value in group.values.hyperparameters.items()}, "params": numbers}
+def _group(group: TargetGroup, numbers: list[int], names: Sequence[str]) -> dict[object, object]:
+    found: dict[object, object] = {key: value_node(value) for key, value in group.values.hyperparameters.items()}
+    found["params"] = numbers
+    if names:
+        found["param_names"] = list(names)
+    return found
 
 
 def _whole(parameter: Parameter, key: str) -> SlotTensor:

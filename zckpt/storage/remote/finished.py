@@ -50,6 +50,7 @@ class Record:
         self._lines: list[bytes] = []
         self._nbytes = 0
         self._number = 0
+        self._unwritten: set[str] = set()
         self.files: dict[str, Finished] = {}
 
     def read(self, number: int, data: bytes) -> None:
@@ -68,6 +69,7 @@ class Record:
         """Note that a file has come; in any thread."""
         with self._lock:
             self.files[name] = one
+            self._unwritten.add(name)
             self._append([name, *one], one.nbytes)
 
     def forget(self, name: str) -> None:
@@ -81,6 +83,12 @@ class Record:
         with self._lock:
             self._flush()
 
+    @property
+    def written_nbytes(self) -> int:
+        """Bytes of the files whose lines are written: another run knows of these."""
+        with self._lock:
+            return sum(one.nbytes for name, one in self.files.items() if name not in self._unwritten)
+
     def _append(self, content: list[object], nbytes: int) -> None:
         text = json.dumps(content, separators=(",", ":")).encode()
         self._lines.append(b"%08x %b\n" % (crc32(text), text))
@@ -93,4 +101,5 @@ class Record:
             self._write(self._number + 1, b"".join(self._lines))
             self._number += 1
             self._lines.clear()
+            self._unwritten.clear()
             self._nbytes = 0

@@ -51,10 +51,11 @@ class NamedUploads(Uploads):
     def left(self) -> int:
         """Return how many bytes have come in whole files."""
         if self._keeps:
-            self._record.flush()
+            with suppress(TargetError):  # of the same store, as a rule, whose first error is what there is to say
+                self._record.flush()
         else:
             self._read_record()
-        return sum(one.nbytes for one in self._record.files.values())
+        return self._record.written_nbytes
 
     def _write_record(self, number: int, data: bytes) -> None:
         self._write(f"{self.journal}/{number:08d}", self.store.address.shown, data)

@@ -72,7 +72,10 @@ class Uploads(ABC):
 
     @abstractmethod
     def left(self) -> int:
-        """Return how many bytes a run that was killed has sent, or this one, of those that can be gone on with."""
+        """Return how many bytes a run that was killed has sent, or this one, of those that can be gone on with.
+
+        Of this one that is what is known to be kept, whatever the store refuses by now.
+        """
 
     @abstractmethod
     def sent(self) -> Sent:
