@@ -74,6 +74,17 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
     return converted
 
 
+def as_bf16_optimizer(members: Sequence[OptimizerShard]) -> list[OptimizerShard]:
+    """Return optimizer files as BF16_Optimizer has them, of those that ZeRO-1 has."""
+    made = []
+    for one in members:
+        content = {**one.content, "ds_version": VERSION}
+        if content.get("clip_grad") is None:  # DeepSpeed takes what is there for a number
+            content.pop("clip_grad", None)
+        made.append(replace(one, bf16_optimizer=True, content=content))
+    return made
+
+
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     """Say what DeepSpeed's form holds that the source does not, and what of the source it has no place for.
 
