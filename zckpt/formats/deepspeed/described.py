@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zckpt.formats.deepspeed.auto_ep_lists import common
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import data_parallel_size
@@ -39,8 +40,15 @@ def describe_whole(
     *,
     pp: int,
     tp: int,
+    lanes: int,
 ) -> None:
-    """Fill in what is true of the checkpoint as a whole."""
+    """Fill in what is true of the checkpoint as a whole.
+
+    Parameters
+    ----------
+    lanes : int
+        Tensor-parallel ranks over which experts are spread.
+    """
     model = models[0]
     dp = data_parallel_size(models, members)
     checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
@@ -66,6 +74,8 @@ def describe_whole(
     checkpoint.metadata |= {
         key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
     }
+    if tp > 1 and any(map(is_expert, checkpoint.parameters)):
+        checkpoint.details[SLICED_EXPERTS] = lanes == 1
     if model.configuration is not None:
         checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
     if model.extra:

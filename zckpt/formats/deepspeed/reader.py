@@ -117,7 +117,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp)
+    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp, lanes=states[0].lanes)
     keep_all_others(checkpoint, models, optimizers, members, of_experts)
     checkpoint.warnings += attached or []
     if not optimizers:
