@@ -49,7 +49,6 @@ EXTRA_STATE_KEY = "module_extra_state"
 OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """What an optimizer file holds besides the optimizer's state and how it is cut."""
 
-
 KEPT_KEYS = (
     "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
     "ds_config", "sparse_tensor_module_names",
@@ -332,21 +331,17 @@ def _describe(
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
-    checkpoint.metadata = {
-        key: carried(model.file, value) for key, value in model.content.items() if key not in MODEL_KEYS
-    }
-    checkpoint.metadata |= {
-        key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
-    }
+    content = model.content
+    checkpoint.metadata = {key: carried(model.file, value) for key, value in content.items() if key not in MODEL_KEYS}
+    checkpoint.metadata |= {key: carried(model.file, content[key]) for key in KEPT_KEYS if content.get(key) is not None}
     if model.configuration is not None:
         checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
     if model.extra:
         checkpoint.metadata[EXTRA_STATE_KEY] = carried(model.file, dict(model.extra))
     if members:
-        content = members[0].content
-        checkpoint.optimizer_metadata = {
-            key: carried(members[0].file, content[key]) for key in OPTIMIZER_METADATA_KEYS if key in content
-        }
+        lead = members[0]
+        found = {key: carried(lead.file, lead.content[key]) for key in OPTIMIZER_METADATA_KEYS if key in lead.content}
+        checkpoint.optimizer_metadata = found
 
 
 def _keep_others(
@@ -357,10 +352,14 @@ def _keep_others(
     of_experts: Sequence[tuple[Shard, TorchFile]],
 ) -> None:
     """Keep what ranks have of their own, and say of everything else in their files what it is."""
-    first = models[0]
     keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    metadata, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in models[1:]], [*keys])
-    checkpoint.metadata |= metadata
+    held = [(m.file, common(m)) for m in models]
+    metadata, rules = keep_others(held[0], held[1:], [*keys])
+    keys = dict.fromkeys(key for m in models for key in m.extra)
+    held = [(m.file, m.extra) for m in models]
+    of_modules, copies = keep_others(held[0], held[1:], [*keys], ("module",))
+    checkpoint.metadata |= metadata | of_modules
+    rules = {path: (*one, *copies[path]) for path, one in rules.items()}
     if members:
         lead = members[0]
         others = [(o.file, o.content) for o in optimizers if o is not lead]
