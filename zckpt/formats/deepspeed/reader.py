@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
 from zckpt.formats.deepspeed.auto_ep import auto_layers, common, fused, split_files, split_names
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
@@ -39,6 +39,7 @@ from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import MODEL_RULES, apart_in_groups, copies_of_optimizers, keep_others, shard_rules
+from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
@@ -133,7 +134,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
+    _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp, transposed=states[0].transposed)
     _keep_others(checkpoint, models, optimizers, members, of_experts)
     checkpoint.warnings += attached or []
     if not optimizers:
@@ -186,14 +187,6 @@ def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> No
     for model in models:
         if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
-        zero = model.config.get("zero_optimization")
-        if isinstance(zero, dict) and zero.get("zenflow") is not None:
-            raise UnsupportedError(
-                "masters and moments that ZenFlow keeps are transposed, and behind its weights: they are not read",
-                path=model.shard.path,
-                expected="zero_optimization without `zenflow` in its ds_config",
-                advice="go on in DeepSpeed with `zenflow`; the weights are in `module` of this file",
-            )
 
 
 def _ranks(
@@ -311,6 +304,7 @@ def _describe(
     *,
     pp: int,
     tp: int,
+    transposed: bool,
 ) -> None:
     """Fill in what is true of the checkpoint as a whole."""
     model = models[0]
@@ -330,6 +324,9 @@ def _describe(
         pads = any(any(group) for group in members[0].alignment_paddings or [])
         checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
+        if uses_zenflow(model.config):
+            checkpoint.details[DETAIL] = transposed
+            checkpoint.warnings.append(WARNING)
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
     checkpoint.metadata = {
