@@ -33,7 +33,7 @@ def _spec(stage: int, warm_up: int) -> Spec:
         groups=1,
         zero=zero,
         config=config,
-    )
+    )  # fmt: skip
 
 
 SPECS = [_spec(2, 0), _spec(3, 100)]
