@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.formats.deepspeed.agreement import check_models_alike
 from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
 from zckpt.formats.deepspeed.described import describe_whole, keep_all_others
 from zckpt.formats.deepspeed.directory import (
@@ -38,7 +39,7 @@ from zckpt.formats.deepspeed.stage0_auto_ep import attach_auto_experts
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
-from zckpt.formats.deepspeed.values import MODEL_RULES, apart_in_groups
+from zckpt.formats.deepspeed.values import MODEL_RULES, apart_between
 from zckpt.formats.torch_files.tensors import by_name, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile
 from zckpt.torchfile import TorchFile, plain, read_torchfile
@@ -106,14 +107,10 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
     state = fused(join(stages, models[0].shard.path))
-    checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
-        state.parameters,
-        state.buffers,
-        state.groups,
-    )
+    checkpoint.parameters, checkpoint.buffers = state.parameters, state.buffers
+    checkpoint.param_groups, checkpoint.per_rank = state.groups, state.per_rank
     checkpoint.padding, checkpoint.padding_spans = state.padding, state.padding_spans
     checkpoint.duplicates = state.duplicates
-    checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
         directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),
@@ -206,6 +203,7 @@ def _ranks(
     shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
+    check_models_alike(firsts)
     tp = degrees(firsts, directory.of(PIPELINE_LAYER))[1]
     models = with_shapes(models, optimizers, layers, tp) if layers else models
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
@@ -228,7 +226,7 @@ def _ranks(
     auto = auto_layers(models[0])
     every = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
     ranks: list[RankFiles] = []
-    apart = apart_in_groups([members[0] for _, _, members in found if members])
+    apart = apart_between([members[0] for _, _, members in found if members])
     for number, (mp_rank, files, members) in enumerate(found):
         first, lane = number - number % tp, number % tp
         of_stage = found[first : first + tp]
