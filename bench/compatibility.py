@@ -12,10 +12,12 @@ on, in directories of their own that come first on the path: they run with the i
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,6 +71,10 @@ CAUSES = {
         ("s1_bf16_dp2_bf16opt", _LOSSES),
     ],
 }
+
+
+class CannotInstallError(Exception):
+    """What pip said of a version that it could not install."""
 
 
 class Kind(NamedTuple):
@@ -137,14 +143,27 @@ def main() -> int:
 
 
 def environment_of(version: str, directory: Path) -> Path | None:
-    """Return the directory that this version of DeepSpeed is installed in, installing it; None for .venv's own."""
+    """Return the directory that this version of DeepSpeed is installed in, installing it; None for .venv's own.
+
+    It appears whole or not at all, and processes that want it at the same time wait for the first.
+    """
     if importlib.metadata.version("deepspeed") == version:
         return None
     place = directory / version
-    if not (place / f"deepspeed-{version}.dist-info").exists():
-        command = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", str(place)]
-        without_kernels = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-        subprocess.run([sys.executable, *command, f"deepspeed=={version}"], check=True, env=without_kernels)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{version}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / f"deepspeed-{version}.dist-info").exists():
+            with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=directory) as name:
+                target = Path(name) / version
+                how = ("--quiet", "--no-deps", "--no-build-isolation", "--target", str(target))
+                command = [sys.executable, "-m", "pip", "install", *how, f"deepspeed=={version}"]
+                without_kernels = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+                done = subprocess.run(command, check=False, env=without_kernels, capture_output=True, text=True)
+                if done.returncode:
+                    raise CannotInstallError(done.stderr)
+                shutil.rmtree(place, ignore_errors=True)  # half of it
+                target.rename(place)
     return place
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed import STAGES, RecutOptions, aliases
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
 from zckpt.formats.deepspeed.codes import FLOATS, HINT, codes_of
@@ -90,6 +90,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
         target.ranks.append(rank)
     cut_rank_values(target)
+    _check_aliases(target)
     return target
 
 
@@ -243,6 +244,14 @@ def _refuse_sums(target: Target) -> None:
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
         )
+
+
+def _check_aliases(target: Target) -> None:
+    """Raise UnsupportedError where one tensor is the state of several partitions, and there would be others."""
+    first, own = target.origin.members[0], {value.key for value in target.checkpoint.per_rank}
+    rank = target.ranks[0]
+    count = sum(len(target.sub_groups(group)) for group in rank.groups) if target.stage == 3 else len(rank.groups)
+    aliases.check(aliases.aliases(first), len(first.masters), count, own, target.checkpoint.source)
 
 
 def is_cut_alike(target: Target) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
+from zckpt.formats.deepspeed.aliases import notes
 from zckpt.formats.deepspeed.auto_ep import KEY
 from zckpt.formats.deepspeed.auto_ep_shards import cut_experts, has_own_groups, router_names
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
@@ -33,6 +34,7 @@ from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, b
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.values import (
+    Apart,
     group_values,
     hyperparameter,
     own_hyperparameters,
@@ -58,7 +60,7 @@ def read_rank(
     shared: Mapping[str, str] | None = None,
     *,
     spread: Spread[OptimizerShard] | None = None,
-    apart: Sequence[Collection[str]] = (),
+    apart: Apart = Apart(),  # noqa: B008  # frozen
 ) -> RankState:
     """Put together what the files of one model-parallel rank say.
 
@@ -75,8 +77,8 @@ def read_rank(
         rank of all list them, and the others none.
     spread : Spread, optional
         The ranks over which experts are spread; by default `members`.
-    apart : sequence of collection of str, optional
-        For each param group the hyperparameters that other model-parallel ranks have otherwise.
+    apart : Apart, optional
+        What other model-parallel ranks have otherwise.
 
     Raises
     ------
@@ -89,6 +91,7 @@ def read_rank(
         _read_parameterwise(state, models, members, trained, apart)
     elif members:
         _read_flat(state, models[0], members, weights, trained, spread or Spread(members), apart)
+    state.warnings += notes(members, {value.key for value in state.per_rank})
     parameterwise = bool(members) and members[0].stage == 3
     state.transposed = state.transposed or (parameterwise and uses_zenflow(models[0].config))
     if state.transposed:
@@ -109,7 +112,7 @@ def _read_flat(
     weights: Mapping[str, tuple[str, Tensor]],
     trained: Trained,
     spread: Spread[OptimizerShard],
-    apart_by_group: Sequence[Collection[str]],
+    apart_from_others: Apart,
 ) -> None:
     known = {name: tensor.shape for name, tensor in model.module.items()}
     known |= {name: tensor.shape for name, (_, tensor) in weights.items()}
@@ -126,7 +129,7 @@ def _read_flat(
     keys = element_slots(
         case for (group, ranks), one in zip(shared, apart, strict=True) for case in flat_cases(group, ranks, one)
     )
-    own = own_keys(members)
+    own = own_keys(members) | apart_from_others.state
     per_rank = experts_per_rank(name for group in groups for name in group.shapes)
     cuts = iter(zip(shared, apart, strict=True))
     read: dict[int, set[str]] = {}
@@ -138,7 +141,7 @@ def _read_flat(
         names: list[str] = []
         for expert_rank in range(ep):
             (_, ranks), aside = next(cuts)
-            per_element = keys.difference(*aside)
+            per_element = keys[group.index].difference(*aside)
             slots, padding, padding_spans = cut_group(group, ranks, per_element)
             read[group.index] = per_element
             if any(MOMENTUM in one for one in aside):
@@ -154,7 +157,7 @@ def _read_flat(
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
-        _add_group(state, members, group.index, [group.index], names, own, apart_by_group)
+        _add_group(state, members, group.index, [group.index], names, own, apart_from_others.groups)
     state.per_rank += rank_values(members, {index: index for index in read}, own, read)
 
 
@@ -187,7 +190,7 @@ def _read_parameterwise(
     models: Sequence[ModelShard],
     members: Sequence[OptimizerShard],
     trained: Trained,
-    apart_by_group: Sequence[Collection[str]],
+    apart_from_others: Apart,
 ) -> None:
     model = models[0]
     if model.param_shapes is None:
@@ -201,8 +204,8 @@ def _read_parameterwise(
     keys = element_slots(
         Case(member, index, numel, numel, quantised_keys(member.tensors[index])) for member, index, numel in sizes
     )
-    own = own_keys(members)
-    read = {sub: keys - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
+    own = own_keys(members) | apart_from_others.state
+    read = {sub: keys[sub] - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
     if has_own_groups(members):
         cut = cut_experts(models, members, read)
         shapes, slots, sub_groups, state.padding = cut.shapes, cut.slots, cut.sub_groups, cut.padding
@@ -229,7 +232,7 @@ def _read_parameterwise(
         names[index].append(name)
         trained[name] = (shape, slots[name], index)
     for index, its_subs in enumerate(subs):
-        _add_group(state, members, index, its_subs, names[index], own, apart_by_group)
+        _add_group(state, members, index, its_subs, names[index], own, apart_from_others.groups)
     state.per_rank += rank_values(members, group_of, own, {sub: read[sub] for sub in group_of})
     state.padding = by_group(state.padding, group_of)
 

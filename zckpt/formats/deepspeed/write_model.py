@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import auto_layers, expert_names, fused_name, fused_shapes, listed_layers
+from zckpt.formats.deepspeed.auto_ep import auto_layers, expert_names, fused_name, fused_shapes
+from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
 from zckpt.formats.deepspeed.gpt_model import ARGUMENTS, SHARED, arguments_in, with_degrees
