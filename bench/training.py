@@ -171,7 +171,7 @@ class Training:
 
     def digests(self) -> dict[str, int]:
         """Return a checksum of every tensor."""
-        from zckpt.operations.tensors import memory_of
+        from zckpt.engine.tensors import memory_of
         from zckpt.storage.crc32 import crc32
 
         return {name: crc32(memory_of(tensor)) for name, tensor in self.tensors().items()}

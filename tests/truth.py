@@ -110,3 +110,14 @@ def _named(key: str, names: dict[str, str]) -> str:
     """A key under a number (a parameter whose name the file does not tell) as the key under its name."""
     slot, name = key.split("/", 1)
     return f"{slot}/{names.get(name, name)}"
+
+
+def assert_slots_equal(opened: zckpt.OpenedCheckpoint, truth: Path) -> None:
+    """Hold every slot but the steps against a file with slot/parameter of each, bit for bit."""
+    expected = load_file(truth)
+    assert {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots if slot != "step"} == expected.keys()
+    for key, tensor in expected.items():
+        slot, _, parameter = key.partition("/")
+        read = opened.read(parameter, slot=slot)
+        assert read.dtype == tensor.dtype, key
+        assert torch.equal(read, tensor), key

@@ -30,7 +30,7 @@ def launched(kind: str, ranks: int, module: str, *arguments: object, **more: str
     words = [*LAUNCHERS[kind], str(ranks), *([sys.executable] if kind == "mpi" else []), "-m", module]
     words += map(str, (*arguments, *(["--executor", "mpi"] if kind == "mpi" else [])))
     given = {**environment(), "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(words, env=given, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(words, env=given, capture_output=True, text=True, check=False, timeout=600)
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
@@ -60,7 +60,7 @@ def test_rank_that_is_killed_ends_all_and_nothing_has_the_name(kind, source, tmp
     given = {MARK: str(tmp_path / "mark"), RANK: "1"}
     done = launched(kind, 4, "tests.executors.dying", "consolidate", source, target, **given)
     assert done.returncode != 0
-    assert time.time() - (tmp_path / "mark").stat().st_mtime < 30
+    assert time.time() - (tmp_path / "mark").stat().st_mtime < 120
     assert not target.exists()
     if kind == "torchrun":  # MPI kills the first rank, too
         assert "zckpt: " in done.stderr
@@ -76,5 +76,5 @@ def test_ray_writes_what_threads_write(source, tmp_path):
 
     run("consolidate", source, tmp_path / "threads.safetensors")
     words = command("consolidate", source, tmp_path / "ray.safetensors", "--executor", "ray")
-    subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=120)
+    subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=600)
     assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()

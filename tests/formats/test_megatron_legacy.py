@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
+from tests.truth import assert_slots_equal
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import Layout, Member, Placed, fit, gaps, lay_out
 from zckpt.formats.megatron.order import orders
@@ -41,14 +42,7 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[ty
 @pytest.mark.parametrize("name", KINDS)
 def test_every_slot_is_bit_equal_to_the_live_optimizer(name: str) -> None:
     opened = zckpt.open(OTHER / name / "ckpt")
-    truth = load_file(OTHER / name / "truth.safetensors")
-    found = {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots if slot != "step"}
-    assert found == truth.keys()
-    for key, tensor in truth.items():
-        slot, _, parameter = key.partition("/")
-        read = opened.read(parameter, slot=slot)
-        assert read.dtype == tensor.dtype, key
-        assert torch.equal(read, tensor), key
+    assert_slots_equal(opened, OTHER / name / "truth.safetensors")
     topology = opened.topology
     assert (topology.tp, topology.pp, topology.ep) == KINDS[name]
     assert opened.step == 3

@@ -16,7 +16,7 @@ from tests.deepspeed_engine.universal import resume_universal
 from tests.gloo import WorkerError
 from tests.interop.test_universal import converted_by_deepspeed
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.formats.deepspeed.auto_ep import layers_for
+from zckpt.formats.deepspeed.auto_ep_lists import layers_for
 from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
 
 pytestmark = pytest.mark.interop
@@ -41,6 +41,7 @@ NONE = mixtral("autoep2_s0_bf16_dp2", 2, 2, dtype="bf16", stage=0)
 CUT = mixtral("autoep2_s3_fp32_dp2", 2, 2, stage=3)
 SHARDS = mixtral("autoep2_s3_bf16_dp4", 4, 2, dtype="bf16", stage=3, sub_group_size=2000)
 FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
+FLAT = mixtral("autoep2_s0_flat_dp2", 2, 2, dtype="bf16", stage=0, optimizer="fused")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,9 @@ def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(
     assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
 
 
-@pytest.mark.parametrize("spec", [NONE, pytest.param(FLOATS, marks=pytest.mark.nightly)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "spec", [NONE, *(pytest.param(one, marks=pytest.mark.nightly) for one in (FLOATS, FLAT))], ids=lambda one: one.name
+)
 def test_experts_without_zero_are_resumed_on_other_ranks(
     spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:

@@ -174,6 +174,21 @@ def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Sp
     assert verdict.loss_difference <= MOE_TOLERANCE["fp32"], verdict.losses
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("degree", [2, 1])
+def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(
+    degree: int, made: Callable[[Spec], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = moe("split", expert_parallel=2, dtype="fp32", world_size=2, expert_group_size=200)
+    monkeypatch.setattr("zckpt.formats.deepspeed.target_groups.EXPERT_GROUP_NUMEL", spec.expert_group_size)
+    zckpt.convert(made(spec), tmp_path / "other", to="zckpt")
+    options = {"world_size": 2, "stage": 2, "expert_parallel_size": degree}
+    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", **options)
+    verdict = resume(tmp_path / "run", spec.at(2, expert_parallel=degree), made(spec))
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= MOE_TOLERANCE["fp32"], verdict.losses
+
+
 TP2 = {stage: sliced(f"tp2_s{stage}", 2, stage=stage, dtype="fp32") for stage in (1, 2, 3)}
 TP1 = sliced("tp1_s1", 1, stage=1, dtype="fp32")
 TP2_BF16 = sliced("tp2_bf16", 2, universal_version=0.4)

@@ -209,6 +209,17 @@ def test_deepspeed_resumes_one_model_from_a_pipeline(
     assert verdict.loss_difference <= TOLERANCE[TWO.dtype], verdict.losses
 
 
+@pytest.mark.nightly
+def test_one_model_from_a_pipeline_has_the_optimizer_that_it_had(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    source = pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True)
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "one", world_size=3, rename=UNSTAGED, verify=True)
+    truth = renamed_truth(folder, tmp_path / "truth")
+    verdict = resume(tmp_path / "one", source.at(3, model="unstaged", pipeline_parallel=1), truth)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE["bf16"], verdict.losses
+
+
 def renamed_truth(folder: Path, target: Path) -> Path:
     """Write the truth about a pipeline under the names that one model has."""
     target.mkdir()

@@ -74,7 +74,7 @@ def of_parts(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("check", [of_flat_groups, of_parts], ids=lambda check: check.__name__)
 def test_get_state_dict(check: Any) -> None:
-    run(check, 3, timeout=60)
+    run(check, 3)
 
 
 def private_names(rank: int, world_size: int) -> None:

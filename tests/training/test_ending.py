@@ -159,7 +159,7 @@ def first_runs_ahead(rank: int, world_size: int, directory: Path) -> bool:
     """Let the first rank make all of its calls before the others make any."""
     torch.set_num_threads(1)
     checkpointer = zckpt.Checkpointer(directory / "run", every=STEPS)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while rank and not (directory / "done").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)

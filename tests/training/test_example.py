@@ -42,7 +42,7 @@ if __name__ == "__main__":
 def example(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, ROOT / "examples" / "train_and_resume.py", *map(str, arguments)],
-        capture_output=True, text=True, env=environment(), timeout=180, check=False,
+        capture_output=True, text=True, env=environment(), timeout=600, check=False,
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT / "examples"), environment()["PYTHONPATH"]])
     done = subprocess.run(
         [sys.executable, program, "--quick", "--directory", place],
-        capture_output=True, text=True, env=environment() | {"PYTHONPATH": paths}, timeout=180, check=False,
+        capture_output=True, text=True, env=environment() | {"PYTHONPATH": paths}, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]

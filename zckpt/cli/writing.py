@@ -126,7 +126,8 @@ def reshard_command(
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
     comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
     N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
-    and the Trainer resumes from TARGET. Names stay as they are: `convert --to deepspeed` changes them.
+    and the Trainer resumes from TARGET. Names stay as they are (`convert --to deepspeed` changes them),
+    but of a pipeline, of which --rename or --map makes one model.
 
     Megatron's legacy files (mp_rank_TT_PPP) are cut for other tensor-, pipeline- and expert-parallel ranks, too.
     """

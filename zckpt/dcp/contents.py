@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import Keys
@@ -22,7 +23,6 @@ from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.formats.torch_files.tensors import encode
-from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile

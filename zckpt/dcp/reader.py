@@ -18,10 +18,10 @@ from torch.futures import Future
 
 from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
 from zckpt.engine.read import Read, check_reads
+from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from zckpt.engine.tensors import dtype_name
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
-from zckpt.operations.tensors import dtype_name
 
 ENGINE = "deepspeed.runtime.engine"
 

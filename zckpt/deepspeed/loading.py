@@ -29,6 +29,7 @@ from zckpt.deepspeed.engine import (
     stages,
     training_of,
 )
+from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.engine.virtual import VirtualFile, check_readable
 from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
@@ -36,7 +37,6 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
 from zckpt.formats.registry import find_format
-from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent

@@ -16,9 +16,9 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from zckpt.engine.targets import TargetFile
+from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.writer import ValueContent, lay_out_pickled, new_storage
-from zckpt.operations.tensors import memory_of
 from zckpt.torchfile import Mentioned, Pickled
 from zckpt.training.pieces import Staging
 

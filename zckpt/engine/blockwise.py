@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -124,15 +124,11 @@ class InPortions:
 
     portions: tuple[Portion, ...]
 
-    @property
-    def step(self) -> None:
-        """Any elements can be computed by themselves."""
-        return
+    step: ClassVar[None] = None
+    """Any elements can be computed by themselves."""
 
-    @property
-    def width(self) -> int:
-        """Bytes of a float32."""
-        return 4
+    width: ClassVar[int] = 4
+    """Bytes of a float32."""
 
     def inputs(self, start: int, numel: int) -> list[Input]:
         """Return of each portion that has some of the elements their codes, the scale of each, and the map."""

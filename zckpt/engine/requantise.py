@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -54,15 +54,11 @@ class Floats:
 
     slot: Slot
 
-    @property
-    def step(self) -> None:
-        """Any elements can be read by themselves."""
-        return
+    step: ClassVar[None] = None
+    """Any elements can be read by themselves."""
 
-    @property
-    def width(self) -> int:
-        """Bytes of a float32."""
-        return 4
+    width: ClassVar[int] = 4
+    """Bytes of a float32."""
 
     def inputs(self, start: int, numel: int) -> list[Input]:
         """Return the elements themselves."""

@@ -323,8 +323,14 @@ class Format(Protocol):
         raise UnsupportedError("nothing can be taken out of this format", path=checkpoint.source, expected=expected,
                                found=self.name, advice="`zckpt consolidate` writes the model alone")  # fmt: skip
 
+    def renames(self, checkpoint: Checkpoint) -> bool:  # noqa: ARG002
+        """Tell whether `recut` makes one model of a checkpoint whose tensors have other names now."""
+        return False
+
     def recut(self, job: Job) -> TargetFiles:
         """Return the files of a checkpoint of this format, cut for other ranks.
+
+        Where it `renames`, the checkpoint may have other names than its files, and no `origin`.
 
         Raises
         ------

@@ -120,7 +120,7 @@ def convert(
     if dequantize:
         [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
-        _round_means(found)
+        round_means(found)
     checkpoint, notes, followed = naming.traced(found)
     if naming.changes:
         notes += follow_names(checkpoint, found, followed)
@@ -148,7 +148,7 @@ def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
     """
     check_nothing_lost(found, ())
     if not written.keeps_ranks:
-        _round_means(found)
+        round_means(found)
     return _as_expected(found, written)
 
 
@@ -194,7 +194,7 @@ def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite
     return owned
 
 
-def _round_means(checkpoint: Checkpoint) -> None:
+def round_means(checkpoint: Checkpoint) -> None:
     """Let weights that are means over ranks be the rounded means of masters: the mean of weights need not be."""
     for name, parameter in checkpoint.parameters.items():
         weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)

@@ -54,7 +54,7 @@ class OpenedCheckpoint(Checkpoint):
         require_torch("read()")
         import torch
 
-        from zckpt.operations.tensors import TensorRead, read_tensors
+        from zckpt.engine.tensors import TensorRead, read_tensors
 
         found = self._slot(name, slot)
         tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))

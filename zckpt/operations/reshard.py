@@ -15,13 +15,14 @@ from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming.inside import follow_names
+from zckpt.operations.convert import round_means
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, write_from
-from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.distant import place
 
@@ -80,7 +81,8 @@ def reshard(
     roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
-        Refused: ranks' files have names in many places that only their program knows. `convert` writes new ones.
+        Of a pipeline of DeepSpeed: as for `convert`, the names that its layers get as one model. Of all else refused:
+        ranks' files have names in many places that only their program knows. `convert` writes new ones.
     **options
         What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
         `stage`, the ZeRO stage, 1, 2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as the target's training
@@ -104,15 +106,18 @@ def reshard(
         options={"world_size": world_size, "drop": drop, "names": names, "dequantize": dequantize, **options},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-    if naming.changes:
-        raise UnsupportedError(
-            "reshard leaves the names in a checkpoint as they are",
-            path=named(source) if isinstance(source, Checkpoint) else source,
-            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks",
-        )
     if dequantize and options.get("requantize"):
         raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
-    checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    own = get(checkpoint.format)
+    if naming.changes and not own.renames(checkpoint):
+        raise UnsupportedError(
+            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
+            path=checkpoint.opened or checkpoint.source,
+            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
+            "with --pipeline-layers as a pipeline",
+        )
+    checkpoint = checkpoint if naming.changes else as_filed(checkpoint)
     path, origin = Path(target), named(checkpoint)
     for root in (str(origin), *checkpoint.roots):
         if place(root) in place(path).parents:
@@ -120,15 +125,22 @@ def reshard(
     whole = checkpoint
     checkpoint, values, drop = without_rank_values(checkpoint, drop)
     if dequantize:
-        [checkpoint] = with_floats(checkpoint, keeps_files=True)
-    own = get(checkpoint.format)
+        [checkpoint] = with_floats(checkpoint, keeps_files=not naming.changes)
+    notes: tuple[str, ...] = ()
+    if naming.changes:
+        dropped = (*values, *check_nothing_lost(whole, drop))
+        round_means(checkpoint)
+        before = checkpoint
+        checkpoint, notes, followed = naming.traced(before)
+        notes += follow_names(checkpoint, before, followed)
     given = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
     laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
-    dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
+    if not naming.changes:
+        dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names,
                   laid.in_floats, direct, laid.rounded)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified)
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes))

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.native.reader import headers_shared
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.places import at_path, place_of
-from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.states import Restoring

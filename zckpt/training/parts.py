@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states import NamedShare
 from zckpt.optim.states.several import Optimizers, Snapshot, merged_groups, one_class

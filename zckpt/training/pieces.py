@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
-from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.optim.tensors import Share
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.engine.boxes import Box, boxes_of, row_major
+from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.tensor_parallel import cut
 from zckpt.formats.deepspeed.tp_rules import Rules, check_rules, read_rules
 from zckpt.formats.deepspeed.tp_shares import SLICED, Rule
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.operations.tensors import dtype_name
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states import NamedShare

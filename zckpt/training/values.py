@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from zckpt.engine.tensors import TensorRead, dtype_name, memory_of, read_tensors
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.operations.tensors import TensorRead, dtype_name, memory_of, read_tensors
 from zckpt.state import Extent, Scalar
 from zckpt.torchfile import (
     MAX_DEPTH,

@@ -99,16 +99,23 @@ def test_expert_rank_of_another_run_is_named(tmp_path: Path) -> None:
         zckpt.open(tag)
 
 
-def test_experts_of_several_degrees_are_refused_by_name(tmp_path: Path) -> None:
+def test_degree_is_what_the_groups_say(tmp_path: Path) -> None:
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
-    for rank in range(2):
-        edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][1].update(name="ep_size_4"))
-    with pytest.raises(zckpt.ShardError, match="missing"):
+
+    def name(group: int, value: str, **others: Any) -> None:
+        for rank in range(2):
+            edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][group].update(
+                name=value, **others))  # fmt: skip
+
+    name(1, "ep_size_4")
+    with pytest.raises(zckpt.ShardError, match="missing, or too many: expected 4 ranks, found 0, 1"):
         zckpt.open(tag)
-    for rank in range(2):
-        edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][0].update(
-            name="ep_size_1", moe=True))  # fmt: skip
-    with pytest.raises(zckpt.UnsupportedError, match="different numbers of ranks"):
+    name(1, "mine")
+    with pytest.raises(zckpt.UnsupportedError, match="does not say over how many ranks"):
+        zckpt.open(tag)
+    name(1, "ep_size_2")
+    name(0, "ep_size_1", moe=True)
+    with pytest.raises(zckpt.UnsupportedError, match="which layer's are over how many is not certain"):
         zckpt.open(tag)
 
 

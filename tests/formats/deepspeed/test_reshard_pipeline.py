@@ -393,3 +393,39 @@ def test_experts_lost_from_a_stage_are_named(tmp_path: Path) -> None:
     next(folder.rglob("layer_0_expert_3_mp_rank_01_model_states.pt")).unlink()
     with pytest.raises(ShardError, match="no file holds the weights of expert 3"):
         zckpt.open(folder)
+
+
+UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
+
+
+def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path: Path) -> None:
+    done = zckpt.reshard(run_of(PLAIN), tmp_path / "cut", world_size=3, stage=2, rename=UNSTAGED, verify=True)
+    assert any("has to list its parameters alike" in note for note in done.notes)
+    zckpt.convert(run_of(PLAIN), tmp_path / "made", to="deepspeed", world_size=3, stage=2, rename=UNSTAGED)
+    files = sorted(path.relative_to(tmp_path / "made") for path in (tmp_path / "made").rglob("*") if path.is_file())
+    assert len(files) == 5
+    for name in files:
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
+    tag = tag_of(run_of(PLAIN))
+    zckpt.reshard(tag, tmp_path / "tag", world_size=1, add_prefix="layers.")
+    assert (tmp_path / "tag" / "mp_rank_00_model_states.pt").exists()  # a tag directory, as the source is one
+    assert "layers.tied_modules.embed.weight" in zckpt.open(tmp_path / "tag").parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        (PLAIN, {"rename": UNSTAGED[1:]}, "tied_modules.embed.weight: such names only a pipeline has"),
+        (PLAIN, {"rename": UNSTAGED, "pipeline_parallel_size": 2}, "pipeline_parallel_size does not apply"),
+        (PLAIN, {"rename": UNSTAGED, "stage_bounds": "0,6"}, "stage_bounds does not apply"),
+        (SLICED, {"add_prefix": "layers."}, "expected --tensor-parallel-size 1"),
+        ("pp2_s0_fp32_dp2", {"add_prefix": "layers."}, "would be lost"),
+        ("s1_fp32_dp2", {"add_prefix": "model."}, "--pipeline-layers as a pipeline"),
+    ],
+)
+def test_other_names_that_make_no_model_are_refused(
+    name: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises((UnsupportedError, UsageError, zckpt.LeftOutError), match=words):
+        cut(run_of(name), tmp_path / "cut", 1, **options)
+    assert list(tmp_path.iterdir()) == []

@@ -598,7 +598,7 @@ def in_turn(rank: int, world_size: int, checks: list[Check]) -> None:
 def test_every_option_changes_what_it_should(world_size: int) -> None:
     """In one group of processes, because to start one takes longer than most checks."""
     checks = {check: None for its in OPTIONS.values() for size, check in its if size == world_size}
-    run(in_turn, world_size, list(checks), timeout=60)
+    run(in_turn, world_size, list(checks))
 
 
 IN_TEST_PARTITION = {"round_robin_gradients", "parameter_alignment", "fp16_master_weights_and_gradients"}

@@ -284,4 +284,4 @@ def in_turn(rank: int, world_size: int) -> None:
 
 
 def test_flat_groups() -> None:
-    run(in_turn, 3, timeout=60)
+    run(in_turn, 3)

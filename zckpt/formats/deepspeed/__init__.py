@@ -145,6 +145,12 @@ class DeepSpeed(Format):
 
         return lay_out(job)
 
+    def renames(self, checkpoint: Checkpoint) -> bool:
+        """Tell whether a checkpoint is a pipeline's, whose layers get the names of one model."""
+        from zckpt.formats.deepspeed.pipeline import is_of_layer
+
+        return any(is_of_layer(name) for name in checkpoint.parameters)
+
     def recut(self, job: Job) -> TargetFiles:
         """Return a run or a tag directory, as the source is one."""
         from zckpt.formats.deepspeed import without_zero

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed import STAGES, RecutOptions, aliases
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
 from zckpt.formats.deepspeed.codes import FLOATS, HINT, codes_of
@@ -21,6 +21,7 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
 from zckpt.formats.deepspeed.write_rules import written_rules
+from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Parameter, Topology
@@ -78,6 +79,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
+    target = replace(target, transposed=keeps_transposed(checkpoint, first.stage, stage))
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
@@ -88,6 +90,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
         target.ranks.append(rank)
     cut_rank_values(target)
+    _check_aliases(target)
     return target
 
 
@@ -100,6 +103,8 @@ def _group(
     if target.round_robin:
         order = round_robin_order(len(experts[0]), shared_by)
         experts = [[parameters[i] for i in order] for parameters in experts]
+    if target.transposed:
+        experts = [[transposed(p) for p in parameters] for parameters in experts]
     pads = [0] * len(experts[0])
     if target.alignment and experts[0]:
         multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
@@ -239,6 +244,14 @@ def _refuse_sums(target: Target) -> None:
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
         )
+
+
+def _check_aliases(target: Target) -> None:
+    """Raise UnsupportedError where one tensor is the state of several partitions, and there would be others."""
+    first, own = target.origin.members[0], {value.key for value in target.checkpoint.per_rank}
+    rank = target.ranks[0]
+    count = sum(len(target.sub_groups(group)) for group in rank.groups) if target.stage == 3 else len(rank.groups)
+    aliases.check(aliases.aliases(first), len(first.masters), count, own, target.checkpoint.source)
 
 
 def is_cut_alike(target: Target) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
-from zckpt.errors import LayoutError
+from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.torch_files.tensors import span_of, unresolved
@@ -94,34 +94,44 @@ def flat_cases(
     ]
 
 
-def element_slots(cases: Iterable[Case]) -> set[str]:
-    """Return the optimizer's keys that have a value for each element; the others have one for a whole group.
+def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
+    """Return the optimizer's keys that have a value for each element, by group; others have one for a whole group.
+
+    An optimizer may keep a key in full in some groups, and factored in others; all ranks of a group have it alike.
 
     Raises
     ------
     LayoutError
-        A key has a value for each element on some ranks or in some groups, and not on others.
+        A key has a value for each element on some ranks of a group, and not on others.
     """
-    votes: dict[str, dict[bool, Case]] = {}
+    votes: dict[str, dict[int, dict[bool, Case]]] = {}
+    groups: dict[int, set[str]] = {}
     for case in cases:
+        groups.setdefault(case.group, set())
         for key, tensor in case.member.tensors[case.group].items():
             if key in case.others:
                 continue
             fits = len(tensor.shape) == 1 and case.low <= tensor.numel <= case.high
+            found = votes.setdefault(key, {}).setdefault(case.group, {})
             if case.high > 1 or not fits:  # one element of one element says nothing
-                votes.setdefault(key, {}).setdefault(fits, case)
-            else:
-                votes.setdefault(key, {})
-    for key, found in votes.items():
-        if len(found) == 2:
-            odd = found[False]
-            raise LayoutError(
-                f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
-                path=odd.member.path,
-                expected=f"{odd.high} elements, as elsewhere",
-                found=odd.member.tensors[odd.group][key].shape,
-            )
-    return {key for key, found in votes.items() if False not in found}
+                found.setdefault(fits, case)
+    for key, by_group in votes.items():
+        elsewhere = {fits for found in by_group.values() for fits in found}
+        for group, found in by_group.items():
+            if len(found) == 2 or (not found and len(elsewhere) == 2):
+                raise _not_alike(key, next(case for one in by_group.values() for fits, case in one.items() if not fits))
+            if False not in (found or elsewhere):
+                groups[group].add(key)
+    return groups
+
+
+def _not_alike(key: str, odd: Case) -> LayoutError:
+    return LayoutError(
+        f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
+        path=odd.member.path,
+        expected=f"{odd.high} elements, as elsewhere",
+        found=odd.member.tensors[odd.group][key].shape,
+    )
 
 
 def cut_group(
@@ -314,8 +324,16 @@ def _checked(group: int, key: str, member: OptimizerShard, shares: Sequence[Flat
         )
     if tensor is None:
         return member.masters[group]
-    for one in shares[-1:] if tensor.is_contiguous else shares:
-        if one.position + one.numel > tensor.numel or not tensor.is_contiguous:
+    if shares and not tensor.is_contiguous:
+        raise UnsupportedError(
+            f"rank {member.rank}, group {group}: {key} is a view with strides",
+            path=member.path,
+            expected="a partition, element after element",
+            found=f"shape {tensor.shape}, strides {tensor.strides}",
+            advice="resume in the program that saved it",
+        )
+    for one in shares[-1:]:
+        if one.position + one.numel > tensor.numel:
             raise LayoutError(
                 f"rank {member.rank}, group {group}: {key} is too short",
                 path=member.path,

@@ -2,35 +2,28 @@
 
 DeepSpeed's flat buffers hold float32 masters, one value of each kind (`step`) for a whole group, and state for every
 element. What does not fit that is refused by name.
-
-Loss scaling is carried where it is known, and never invented:
-
-ZeRO-1, 2     loss_scaler, dynamic_loss_scale, overflow: each may be missing; then the training's configuration decides
-ZeRO-3        all three must be there
-Stage 0       dynamic_loss_scale, cur_scale, cur_iter and, where it is dynamic, last_overflow_iter, scale_factor,
-              scale_window; without hysteresis, which ZeRO has
-
-Source: DeepSpeed 0.14.5 to 0.19.8, `_load_global_state`, `_rigid_load_state_dict`, `FP16_UnfusedOptimizer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
+from zckpt.formats.deepspeed.experts import experts_per_rank
 from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
-from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.foreign_experts import check_split, numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.gpt_model import rules_of_whole
+from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
-from zckpt.torchfile import DType, FromFile, Global, Object, OrderedMapping, TorchFile, plain
+from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -40,6 +33,9 @@ _FLAT_KEYS = (
     "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
 )  # fmt: skip
 _PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_groups")
+
+NONE_IF_ABSENT = ("lr_scheduler", "data_sampler", "random_ltd")
+"""Keys of metadata that DeepSpeed's files always have: a None there is the same as nothing."""
 
 
 def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) -> Checkpoint:
@@ -61,19 +57,32 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
     if layers and stage != 3:
         checkpoint = parted(checkpoint, layers)
     parameters = dict(checkpoint.parameters)
-    groups = []
+    groups: list[ParamGroup] = []
+    totals = experts_per_rank(parameters)
     for index, group in enumerate(checkpoint.param_groups):
         values = _common(checkpoint, group, index)
-        names = of_experts(group, checkpoint.source)
+        names = of_experts(group, totals, checkpoint.source)
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             parameters[name] = _with_master(parameters[name], values)
+    check_split(groups, checkpoint.source)
     for parameter in parameters.values():
         if parameter.tied_to is None and parameter.group is None:
             parameters[parameter.name] = replace(parameter, frozen=True)
     converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
     converted.origin = _origin(converted, stage, layers)
     return converted
+
+
+def as_bf16_optimizer(members: Sequence[OptimizerShard]) -> list[OptimizerShard]:
+    """Return optimizer files as BF16_Optimizer has them, of those that ZeRO-1 has."""
+    made = []
+    for one in members:
+        content = {**one.content, "ds_version": VERSION}
+        if content.get("clip_grad") is None:  # DeepSpeed takes what is there for a number
+            content.pop("clip_grad", None)
+        made.append(replace(one, bf16_optimizer=True, content=content))
+    return made
 
 
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
@@ -284,119 +293,3 @@ def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
         content=content,
         version=VERSION,
     )
-
-
-LOSS_SCALER = "loss_scaler"
-DYNAMIC = "dynamic_loss_scale"
-OVERFLOW = "overflow"
-
-_MODULE = "deepspeed.runtime.fp16.loss_scaler"
-_COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""What a dynamic loss scale of stage 0 consists of."""
-
-HANDLED = frozenset({LOSS_SCALER, DYNAMIC, OVERFLOW, *_COUNTED, "clip_grad"})
-"""Keys next to an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
-
-NONE_IF_ABSENT = ("lr_scheduler", "data_sampler", "random_ltd")
-"""Keys of metadata that DeepSpeed's files always have: a None there is the same as nothing."""
-
-_DEFAULTS: Mapping[str, object] = {
-    "min_loss_scale": 1, "hysteresis": 2, "consecutive_hysteresis": False, "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-}  # fmt: skip
-"""Of the section `fp16` of DeepSpeed's configuration."""
-
-
-@dataclass(slots=True)
-class Scaling:
-    """The keys of an optimizer file, and what to know of them."""
-
-    keys: dict[str, object] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: int, dtype: str) -> Scaling:
-    """Return what the optimizer files of a checkpoint hold of loss scaling.
-
-    Parameters
-    ----------
-    config : mapping
-        DeepSpeed's configuration, as far as there is one.
-    stage : {1, 2, 3}
-    dtype : str
-        Of most of the model.
-    """
-    known, found = checkpoint.optimizer_metadata, Scaling()
-    if known.get(LOSS_SCALER) is not None:
-        found.keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
-    elif isinstance(known.get("cur_scale"), (int, float)):
-        found = _of_stage0(known, config)
-    elif checkpoint.loss_scale is not None and checkpoint.loss_scale != 1.0 and stage != 3:
-        found.notes.append(
-            f"the loss scale {checkpoint.loss_scale:g} is left to the training's configuration: how it changes, the "
-            "source does not say"
-        )
-    if stage == 3:
-        _complete(found, checkpoint, config, dtype)
-    return found
-
-
-def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> Scaling:
-    """Return the loss scaler for a stage-0 optimizer."""
-    dynamic = known.get(DYNAMIC) is True and all(key in known for key in _COUNTED)
-    if not dynamic:
-        scale = known["cur_scale"]
-        return Scaling({LOSS_SCALER: _static(scale), DYNAMIC: False},
-                       ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
-    values = {key: known[key] for key in _COUNTED}
-    notes = [
-        "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
-        "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
-        "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
-    ]
-    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, notes)
-
-
-def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:
-    """Add what ZeRO-3 does not load without, and say so."""
-    if LOSS_SCALER not in found.keys:
-        scale = checkpoint.loss_scale
-        if dtype == "float16":
-            power = _option(config, "initial_scale_power")
-            begun = 2.0 ** int(power) if isinstance(power, int) else 2.0**16
-            values = {"cur_scale": begun if scale is None else scale, "cur_iter": 0, "last_overflow_iter": -1,
-                      "scale_factor": 2.0, "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
-            found.keys[LOSS_SCALER] = _dynamic(values, config)
-            what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
-            found.notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
-        else:
-            found.keys[LOSS_SCALER] = _static(1.0)
-            found.notes.append("ZeRO-3 loads nothing without a loss scaler, and the source has none: it scales by 1")
-    scaler = found.keys[LOSS_SCALER]
-    node = scaler.node if isinstance(scaler, FromFile) else scaler
-    dynamic = node.get("dynamic") if isinstance(node, Object) else False
-    found.keys.setdefault(DYNAMIC, dynamic is True)
-    found.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
-
-
-def _option(config: Mapping[object, object], name: str) -> object:
-    section = plain(config.get("fp16"))
-    return section.get(name, _DEFAULTS[name]) if isinstance(section, dict) else _DEFAULTS[name]
-
-
-def _static(scale: object) -> Object:
-    state: dict[object, object] = {"cur_scale": scale, "dynamic": False}
-    return Object(Global(_MODULE, "LossScaler"), how="newobj", state=state, has_state=True)
-
-
-def _dynamic(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
-    hysteresis = _option(config, "hysteresis")
-    state: dict[object, object] = {
-        "cur_scale": values["cur_scale"], "dynamic": True,
-        **{key: values[key] for key in _COUNTED[1:]},
-        "min_scale": _option(config, "min_loss_scale"),
-        "delayed_shift": hysteresis, "cur_hysteresis": hysteresis,
-        "consecutive_hysteresis": _option(config, "consecutive_hysteresis"),
-        "raise_error_at_min_scale": True, "dtype": DType("float16"),
-    }  # fmt: skip
-    return Object(Global(_MODULE, "DynamicLossScaler"), how="newobj", state=state, has_state=True)

@@ -254,10 +254,7 @@ def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
     changed = {**(zero if isinstance(zero, dict) else {}), "sub_group_size": training.sub_group_size}
     members = origin.members
     if training.bf16_optimizer and not members[0].bf16_optimizer:
-        content = {**members[0].content, "ds_version": foreign.VERSION}
-        if content.get("clip_grad") is None:  # DeepSpeed takes what is there for a number
-            content.pop("clip_grad", None)
-        members = [replace(one, bf16_optimizer=True, content=content) for one in members]
+        members = foreign.as_bf16_optimizer(members)
     model = replace(origin.model, configuration={**config, "zero_optimization": changed})
     return replace(origin, model=model, members=members)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.deepspeed.agreement import check_stages_alike
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.origin import RankState
@@ -295,6 +296,8 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
     ------
     LayoutError
         A parameter that is not tied is in two stages.
+    ShardError
+        Stages have taken other steps.
     """
     if len(stages) == 1:
         return stages[0]
@@ -318,7 +321,9 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
     degrees = {id(g): degree for one in stages for g, degree in zip(one.groups, one.degrees, strict=False)}
-    for row, groups in enumerate(align_groups([stage.groups for stage in stages])):
+    rows = align_groups([stage.groups for stage in stages])
+    check_stages_alike(stages, rows, path)
+    for row, groups in enumerate(rows):
         own = [group for group in groups if group is not None]
         names = _names_in_order(own, degrees)
         joined.groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))

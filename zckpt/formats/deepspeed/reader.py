@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import auto_layers, common, fused, split_files, split_names
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.formats.deepspeed.agreement import check_models_alike
+from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
+from zckpt.formats.deepspeed.described import describe_whole, keep_all_others
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -17,43 +19,30 @@ from zckpt.formats.deepspeed.directory import (
     Shard,
     TagDirectory,
 )
+from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
-from zckpt.formats.deepspeed.experts import attach_experts, check_empty, is_expert
+from zckpt.formats.deepspeed.experts import check_empty, is_expert
 from zckpt.formats.deepspeed.gpt_model import completed
-from zckpt.formats.deepspeed.groups import zero_option
-from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
+from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.rank_state import read_rank
-from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
+from zckpt.formats.deepspeed.ranks import check_models, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import (
-    MODEL_KEYS,
     ModelShard,
     OptimizerShard,
     configuration,
     read_models,
     read_optimizer,
 )
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
+from zckpt.formats.deepspeed.stage0 import attach_optimizer, keep_other_state
 from zckpt.formats.deepspeed.stage0_auto_ep import attach_auto_experts
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
-from zckpt.formats.deepspeed.values import MODEL_RULES, apart_in_groups, copies_of_optimizers, keep_others, shard_rules
-from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
-from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
-
-EXTRA_STATE_KEY = "module_extra_state"
-"""Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
-
-OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What an optimizer file holds besides the optimizer's state and how it is cut."""
-
-KEPT_KEYS = (
-    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
-    "ds_config", "sparse_tensor_module_names",
-)  # fmt: skip
-"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
+from zckpt.formats.deepspeed.values import MODEL_RULES, apart_between
+from zckpt.formats.torch_files.tensors import by_name, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile
+from zckpt.torchfile import TorchFile, plain, read_torchfile
 
 
 def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rules: Path | None = None) -> Checkpoint:
@@ -118,22 +107,18 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
     state = fused(join(stages, models[0].shard.path))
-    checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
-        state.parameters,
-        state.buffers,
-        state.groups,
-    )
+    checkpoint.parameters, checkpoint.buffers = state.parameters, state.buffers
+    checkpoint.param_groups, checkpoint.per_rank = state.groups, state.per_rank
     checkpoint.padding, checkpoint.padding_spans = state.padding, state.padding_spans
     checkpoint.duplicates = state.duplicates
-    checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
         directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),
         [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
-    _keep_others(checkpoint, models, optimizers, members, of_experts)
+    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp, transposed=states[0].transposed)
+    keep_all_others(checkpoint, models, optimizers, members, of_experts)
     checkpoint.warnings += attached or []
     if not optimizers:
         _attach_without_zero(checkpoint, models, of_experts, names, by_rank=attached is not None)
@@ -185,14 +170,6 @@ def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> No
     for model in models:
         if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
-        zero = model.config.get("zero_optimization")
-        if isinstance(zero, dict) and zero.get("zenflow") is not None:
-            raise UnsupportedError(
-                "masters and moments that ZenFlow keeps are transposed, and behind its weights: they are not read",
-                path=model.shard.path,
-                expected="zero_optimization without `zenflow` in its ds_config",
-                advice="go on in DeepSpeed with `zenflow`; the weights are in `module` of this file",
-            )
 
 
 def _ranks(
@@ -218,6 +195,7 @@ def _ranks(
     shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
+    check_models_alike(firsts)
     tp = degrees(firsts, directory.of(PIPELINE_LAYER))[1]
     models = with_shapes(models, optimizers, layers, tp) if layers else models
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
@@ -240,7 +218,7 @@ def _ranks(
     auto = auto_layers(models[0])
     every = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
     ranks: list[RankFiles] = []
-    apart = apart_in_groups([members[0] for _, _, members in found if members])
+    apart = apart_between([members[0] for _, _, members in found if members])
     for number, (mp_rank, files, members) in enumerate(found):
         first, lane = number - number % tp, number % tp
         of_stage = found[first : first + tp]
@@ -299,101 +277,3 @@ def _rules(info: Mapping[str, object] | None, path: str, tp: int) -> Rules | Non
         return None
     keys = VOCABULARY_KEYS if tp == 1 else info
     return Rules({key: info[key] for key in keys if key in info}, path)
-
-
-def _describe(
-    checkpoint: Checkpoint,
-    directory: TagDirectory,
-    models: Sequence[ModelShard],
-    members: Sequence[OptimizerShard],
-    state: RankState,
-    *,
-    pp: int,
-    tp: int,
-) -> None:
-    """Fill in what is true of the checkpoint as a whole."""
-    model = models[0]
-    dp = data_parallel_size(models, members)
-    checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
-    checkpoint.world_size = dp * tp * pp
-    version = model.content.get("ds_version") or (members[0].version if members else None)
-    checkpoint.format_version = version if isinstance(version, str) else None
-    step = model.content.get("global_steps")
-    checkpoint.step = step if type(step) is int else None
-    checkpoint.zero_stage = _stage(model, members)
-    checkpoint.loss_scale = _loss_scale(members)
-    checkpoint.details["tag"] = directory.tag
-    if members:
-        checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
-        checkpoint.details["round_robin_gradients"] = zero_option(model, "round_robin_gradients")
-        pads = any(any(group) for group in members[0].alignment_paddings or [])
-        checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
-        checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
-        if members[0].elastic and not members[0].groups:
-            checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
-    content = model.content
-    checkpoint.metadata = {key: carried(model.file, value) for key, value in content.items() if key not in MODEL_KEYS}
-    checkpoint.metadata |= {key: carried(model.file, content[key]) for key in KEPT_KEYS if content.get(key) is not None}
-    if model.configuration is not None:
-        checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
-    if model.extra:
-        checkpoint.metadata[EXTRA_STATE_KEY] = carried(model.file, dict(model.extra))
-    if members:
-        lead = members[0]
-        found = {key: carried(lead.file, lead.content[key]) for key in OPTIMIZER_METADATA_KEYS if key in lead.content}
-        checkpoint.optimizer_metadata = found
-
-
-def _keep_others(
-    checkpoint: Checkpoint,
-    models: Sequence[ModelShard],
-    optimizers: Sequence[OptimizerShard],
-    members: Sequence[OptimizerShard],
-    of_experts: Sequence[tuple[Shard, TorchFile]],
-) -> None:
-    """Keep what ranks have of their own, and say of everything else in their files what it is."""
-    keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    held = [(m.file, common(m)) for m in models]
-    metadata, rules = keep_others(held[0], held[1:], [*keys])
-    keys = dict.fromkeys(key for m in models for key in m.extra)
-    held = [(m.file, m.extra) for m in models]
-    of_modules, copies = keep_others(held[0], held[1:], [*keys], ("module",))
-    checkpoint.metadata |= metadata | of_modules
-    rules = {path: (*one, *copies[path]) for path, one in rules.items()}
-    if members:
-        lead = members[0]
-        others = [(o.file, o.content) for o in optimizers if o is not lead]
-        own, more = keep_others((lead.file, lead.content), others, OPTIMIZER_METADATA_KEYS, ("optimizer_state_dict",))
-        checkpoint.optimizer_metadata |= own
-        rules |= {path: (*one, *shard_rules(first=False)) for path, one in more.items()}
-        rules[lead.path] = shard_rules(first=True)
-        for path, one in copies_of_optimizers(models, optimizers).items():
-            rules[path] = (*rules.get(path, ()), *one)
-    else:
-        plain_ones = [(file, file.root) for _, file in of_experts] + [
-            (m.file, m.content) for m in models if of_experts or checkpoint.param_groups
-        ]
-        contents = [(file, root["optimizer"]) for file, root in plain_ones
-                    if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
-        kept = dict.fromkeys(str(key) for _, one in contents for key in one if key not in STATE_KEYS)
-        own, more = keep_others(contents[0], contents[1:], [*kept], ("optimizer",)) if contents else ({}, {})
-        checkpoint.optimizer_metadata |= own
-        rules |= {path: (*rules.get(path, ()), *one) for path, one in more.items()}
-    for file in checkpoint.files:
-        file.rules = (*file.rules, *rules.get(file.path, ()))
-
-
-def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:
-    zero = model.config.get("zero_optimization")
-    configured = zero.get("stage") if isinstance(zero, dict) else None
-    if members and not members[0].bf16_optimizer:
-        return members[0].stage
-    return configured if isinstance(configured, int) else (1 if members else 0)
-
-
-def _loss_scale(members: Sequence[OptimizerShard]) -> float | None:
-    scaler = members[0].content.get("loss_scaler") if members else None
-    scale: object = None
-    if isinstance(scaler, Object):
-        scale = scaler.get("cur_scale")
-    return float(scale) if isinstance(scale, (int, float)) else None

@@ -20,7 +20,8 @@ from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
-from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, local_states, split_experts
+from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, split_experts
+from zckpt.formats.deepspeed.target_slices import local_states
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.names import renamed
 from zckpt.torchfile import Digests

@@ -18,10 +18,11 @@ from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.experts import FLAT_EXPERTS, content_of, is_expert
+from zckpt.formats.deepspeed.expert_optimizers import content_of
+from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
-from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY
+from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, certain_flat
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.optimizer import attach
@@ -127,13 +128,15 @@ def _rank(
     file: TorchFile,
     names: Sequence[str] | None,
 ) -> _Rank:
-    if FLAT_KEY in content:
-        raise UnsupportedError(FLAT_EXPERTS, path=file.path)
-    optimizer = of_content(content, file.path)
     own = Checkpoint(checkpoint.source, checkpoint.format)
     own.parameters = _parameters(checkpoint, layers, rank)
     replaced = {name for name in own.parameters if any(_is_of(name, layer) for layer in layers)}
-    attach(own, optimizer, file.path, names=names, sample=rounds_to_weight(own, file.path, optimizer), last=replaced)
+    if FLAT_KEY in content:
+        flat = certain_flat(own, content, file.path, names, last=replaced)
+        attach(own, flat.state, file.path, certain=flat.names)
+    else:
+        numbered = of_content(content, file.path)
+        attach(own, numbered, file.path, names=names, sample=rounds_to_weight(own, file.path, numbered), last=replaced)
     shapes = {own.parameters[name].shape for layer in layers for name in expert_names(layer)}
     doubtful = [name for name, parameter in own.unnamed.items() if parameter.shape in shapes]
     if doubtful:

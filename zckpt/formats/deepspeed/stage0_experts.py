@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zckpt.formats.deepspeed.experts import Files, attach_experts
+from zckpt.formats.deepspeed.expert_optimizers import attach_experts
+from zckpt.formats.deepspeed.experts import Files
 from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.stage0 import has_all_names
 from zckpt.formats.deepspeed.stage0_ranks import names_by_stage

@@ -12,11 +12,11 @@ Source: `FP16_Optimizer.__init__`, DeepSpeed 0.14 to 0.19.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.engine.boxes import row_major
-from zckpt.errors import DamagedFileError, UsageError
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -38,8 +38,32 @@ class Unflattened:
     names: Mapping[int, str]
 
 
+def certain_flat(
+    checkpoint: Checkpoint,
+    content: Mapping[object, object],
+    path: str,
+    names: Sequence[str] | None,
+    *,
+    last: Collection[str] = (),
+) -> Unflattened:
+    """Return what `flat_optimizer` does, or raise UnsupportedError where the order is not certain."""
+    found = flat_optimizer(checkpoint, content, path, names, last=last)
+    if found is None:
+        raise UnsupportedError(
+            "flat masters with experts among them, and in which order parameters make them up is not certain",
+            path=path,
+            advice="give --names FILE, one name a line in the optimizer's order, experts by their number on a rank",
+        )
+    return found
+
+
 def flat_optimizer(
-    checkpoint: Checkpoint, content: Mapping[object, object], path: str, names: Sequence[str] | None
+    checkpoint: Checkpoint,
+    content: Mapping[object, object],
+    path: str,
+    names: Sequence[str] | None,
+    *,
+    last: Collection[str] = (),
 ) -> Unflattened | None:
     """Return the optimizer with the state of each parameter; None where their order is not certain.
 
@@ -49,6 +73,8 @@ def flat_optimizer(
         Has its parameters already.
     names : sequence of str, optional
         All of the optimizer's, in its order, from the user.
+    last : collection of str
+        Names that groups may also list after all others.
 
     Raises
     ------
@@ -76,7 +102,7 @@ def flat_optimizer(
         for flat in flats:
             fits = _by_value(slot_of(MASTER, flat, path), candidates, sources)
             if names is None:
-                found = _order(list(candidates), {n: p.numel for n, p in candidates.items()}, flat.numel, fits)
+                found = _order(list(candidates), {n: p.numel for n, p in candidates.items()}, flat.numel, fits, last)
                 if found is None:
                     return None
             else:
@@ -110,9 +136,12 @@ def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fit
     return found
 
 
-def _order(names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[str] | None:
+def _order(
+    names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits, last: Collection[str]
+) -> list[str] | None:
     """Return the names that make up a flat tensor in its order; None where that is not certain."""
-    readings = [_reading(order, numels, numel, fits) for order in (list(names), sorted(names))]
+    orders = [list(names), sorted(names), *([sorted(names, key=lambda name: name in last)] if last else ())]
+    readings = [_reading(order, numels, numel, fits) for order in orders]
     ways = {tuple(way) for found in readings for way in found}
     return list(ways.pop()) if len(ways) == 1 else None
 

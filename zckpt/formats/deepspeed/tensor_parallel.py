@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from zckpt.engine.boxes import boxes_of, row_major
 from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError, listed
 from zckpt.formats.account.ranges import reach
+from zckpt.formats.deepspeed.agreement import check_slices_alike
 from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
@@ -51,6 +52,8 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
         There are slices and no rules.
     LayoutError
         The ranks do not fit together.
+    ShardError
+        They have taken other steps, or have other hyperparameters.
     """
     first = states[0]
     names = list(first.parameters)
@@ -65,6 +68,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
             or [g.parameters for g in other.groups] != [g.parameters for g in first.groups]
         ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0", path=path)
+    check_slices_alike(states, path)
     merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel, degrees=first.degrees,
                        lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
     for name in names:

@@ -22,6 +22,7 @@ sampler's position), that is kept under the file's stem and the key: `zero_pp_ra
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -72,7 +73,7 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         ),
         *(Rule((*where, "*", key), STATE, "a value of each rank") for where in groups for key in OF_ONE_RANK_IN_GROUPS),
         Rule((_Z, "base_optimizer_state", "state", "*", "*", "**"), STATE, "single values of a group"),
-        Rule((_Z, "base_optimizer_state", "*", "*"), STATE, "single values of a group"),
+        Rule((_Z, "base_optimizer_state", "*", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
         Rule((_Z, "optimizer_state_dict", "state", "*", "*", "**"), STATE, "single values of a group"),
         *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
@@ -126,13 +127,38 @@ def own_hyperparameters(members: Sequence[OptimizerShard], index: int) -> frozen
     return frozenset(key for key, value in group.items() if _is_each_own(key, value, index, members))
 
 
-def apart_in_groups(firsts: Sequence[OptimizerShard]) -> list[frozenset[str]]:
-    """Return for each param group the keys of what model-parallel ranks have otherwise, of each the first file given.
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """What model-parallel ranks have otherwise: each its own.
+
+    Parameters
+    ----------
+    groups : list of frozenset of str
+        For each param group, keys in it.
+    state : frozenset of str
+        Keys of state that is one value.
+    """
+
+    groups: Sequence[frozenset[str]] = ()
+    state: frozenset[str] = frozenset()
+
+
+def apart_between(firsts: Sequence[OptimizerShard]) -> Apart:
+    """Return what model-parallel ranks have otherwise, given of each the first file.
 
     A stage of a pipeline may have fewer groups than the first.
     """
-    count = len(firsts[0].groups) if len(firsts) > 1 else 0
-    return [own_hyperparameters([one for one in firsts if index < len(one.groups)], index) for index in range(count)]
+    if len(firsts) < 2:
+        return Apart()
+    count = len(firsts[0].groups)
+    groups = [own_hyperparameters([one for one in firsts if index < len(one.groups)], index) for index in range(count)]
+    found = set()
+    for index in range(len(firsts[0].scalars)):
+        states = [one.scalars[index] for one in firsts if index < len(one.scalars)]
+        for key in dict.fromkeys(key for state in states for key in state if key not in FOLLOWS_FROM_STEPS):
+            if len({repr(_plain(state[key])) for state in states if key in state}) > 1:
+                found.add(key)
+    return Apart(groups, frozenset(found))
 
 
 def _is_each_own(key: str, value: object, index: int, members: Sequence[OptimizerShard]) -> bool:
@@ -181,7 +207,13 @@ def _is_common(values: Sequence[object]) -> bool:
         return False
     if len({repr(_plain(value)) for value in values}) > 1:
         return False
-    return len(values) > 1 or not isinstance(_plain(first), float)
+    return len(values) > 1 or not _has_float(_plain(first))
+
+
+def _has_float(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_float, value.values()))
+    return any(map(_has_float, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, float)
 
 
 def _plain(value: object) -> object:

@@ -14,11 +14,12 @@ from functools import partial
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed import RecutOptions
-from zckpt.formats.deepspeed.auto_ep import listed_layers
+from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
+from zckpt.formats.deepspeed.experts import is_expert, named_degree
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files
@@ -117,6 +118,16 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
             f"stage 0 is resharded for other data-, tensor- and pipeline-parallel ranks, not for another {asked[0]}",
             path=checkpoint.source,
             advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
+        )
+    degrees = sorted(
+        {named_degree(group) for group in checkpoint.param_groups if any(map(is_expert, group.parameters))}
+    )
+    if any(topology.ep % degree for degree in degrees):
+        raise UnsupportedError(
+            f"experts over {listed([str(degree) for degree in degrees])} ranks, which DeepSpeed does not load right "
+            f"without ZeRO: each rank takes the file of its number among {topology.ep}, and that has others' experts",
+            path=checkpoint.source,
+            advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which has a file for each rank",
         )
     if options.world_size % topology.ep:
         raise UsageError(

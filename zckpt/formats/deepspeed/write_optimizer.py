@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers, fused_name, fused_pads
 from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY
 from zckpt.formats.deepspeed.auto_ep_target import partition_groups
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
+from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
 from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
@@ -92,6 +94,8 @@ def config_tree(target: Target) -> object:
         changed["zero_optimization"] = {**zero, "stage": target.stage} | {
             key: value for key, value in flat.items() if key in zero or value
         }
+        if not keeps_zenflow(target.checkpoint, target.origin.members[0].stage, target.stage):
+            changed["zero_optimization"].pop("zenflow", None)
     changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")
     if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
@@ -195,6 +199,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
         mappings.append(_mapping(parameters, shares))
+    joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
     rigid = {
         "state": {index: state for index, state in enumerate(states) if state},
         "param_groups": [_hyperparameters(target, mp, rank, group, [group.index]) for group in mp.groups],
@@ -269,7 +274,7 @@ def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMap
 def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     """Return the keys of a ZeRO-3 file that depend on how it is cut."""
     masters: list[object] = []
-    states: dict[object, object] = {}
+    states: dict[object, dict[object, object]] = {}
     groups: dict[int, object] = {}
     held: dict[int, list[int]] = {}
     source = mp.members[0]
@@ -289,6 +294,7 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             masters.append(master)
         held[group.index] = [*held.get(group.index, ()), *numbers]  # experts may be a part of a group
         groups[group.index] = _hyperparameters(target, mp, rank, group, held[group.index])
+    joined(states, aliases(source), len(source.masters), len(masters))
     apart = {GROUPS_KEY: partition_groups(target, mp.groups, rank)} if auto_layers(target.origin.model) else {}
     return {
         "zero_stage": _stage(target),

@@ -11,13 +11,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from zckpt.engine.targets import Lazily, Literal, TargetFile
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
+from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
 from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
@@ -34,6 +35,12 @@ from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile, TorchFile
+
+ONE_ORDER = (
+    "each param group keeps the pipeline's order, stage by stage: flat partitions have no names, so that the one model "
+    "has to list its parameters alike"
+)
+OF_STAGES = ("pipeline_parallel_size", "partition_method", "stage_bounds", "pipeline_layers")
 
 ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
 
@@ -60,8 +67,10 @@ def lay_out(job: Job) -> TargetFiles:
     return _without_clipping(replace(written, restated=restated), checkpoint, stage)
 
 
-def _from_elsewhere(job: Job) -> TargetFiles:
-    """Return the files of a checkpoint of any other format."""
+def _from_elsewhere(
+    job: Job, copies: Sequence[TargetFile] = (), *, run_directory: bool = True, bf16: bool = False
+) -> TargetFiles:
+    """Return the files of a checkpoint of any other format, as those of BF16_Optimizer on demand."""
     checkpoint, options = job.checkpoint, job.options
     stage = _known_stage(checkpoint) if options.stage is None else options.stage
     if options.world_size is None or stage is None:
@@ -76,13 +85,16 @@ def _from_elsewhere(job: Job) -> TargetFiles:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
-    strange = sorted(checkpoint.optimizer_metadata.keys() - foreign.HANDLED)
+    strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
             f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
             path=checkpoint.source,
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
+    made = origin_of(converted)
+    if bf16 and made is not None:
+        converted.origin = replace(made, members=foreign.as_bf16_optimizer(made.members))
     target = _decide(converted, _recut(options, options.world_size, stage))
     notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target)]
     if target.ranks[0].lanes > 1:
@@ -91,8 +103,9 @@ def _from_elsewhere(job: Job) -> TargetFiles:
             f"enable_expert_tensor_parallelism"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
-    restated = foreign.HANDLED | none
-    written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=restated)
+    restated = loss_scaling.HANDLED | none
+    files = target_files(target, copies, run_directory=run_directory)
+    written = TargetFiles(files, notes=notes, restated=restated)
     return _without_clipping(written, checkpoint, stage)
 
 
@@ -119,6 +132,8 @@ def recut(job: Job) -> TargetFiles:
     """Return the files of a DeepSpeed checkpoint, cut for other ranks; errors are those of `decide`."""
     checkpoint = job.checkpoint
     run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
+    if origin_of(checkpoint) is None:
+        return _one_model(job, run_directory=run_directory)
     target = _decide(checkpoint, job.options)
     copies: list[TargetFile] = []
     notes: list[str] = []
@@ -134,6 +149,54 @@ def recut(job: Job) -> TargetFiles:
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
         in_floats=bool(target.codes or target.forms),
         rounded=rounded(target),
+    )
+
+
+def _one_model(job: Job, *, run_directory: bool) -> TargetFiles:
+    """Return the files of a pipeline as those of one model, whose names it has now.
+
+    Raises
+    ------
+    UsageError
+        Options are about stages.
+    UnsupportedError
+        Some names are still a pipeline's, or it is to be sliced.
+    """
+    checkpoint, options = job.checkpoint, job.options
+    asked = [one.name for one in fields(options) if one.name in OF_STAGES and getattr(options, one.name) is not None]
+    if [one for one in asked if one != OF_STAGES[0]] or options.pipeline_parallel_size not in (None, 1):
+        raise UsageError(
+            f"layers under other names make one model, without stages, so {asked[0]} does not apply",
+            path=checkpoint.source,
+            advice="`zckpt convert --to deepspeed` deals layers under other names to stages",
+        )
+    left = [one.name for one in checkpoint.tensors() if is_of_layer(one.name)]
+    if left:
+        raise UnsupportedError(
+            f"{listed(left, most=4)}: such names only a pipeline has",
+            path=checkpoint.source,
+            expected="for each layer the name that it has in the one model: --rename, --map",
+        )
+    if checkpoint.topology.tp > 1 and options.tensor_parallel_size != 1:
+        raise UnsupportedError(
+            "the rules for slices name what a pipeline has, and not what one model has",
+            path=checkpoint.source,
+            expected="--tensor-parallel-size 1",
+        )
+    elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic
+    options = replace(options, elastic=elastic and options.stage != 3)
+    copies: list[TargetFile] = []
+    notes = [ONE_ORDER]
+    if run_directory:
+        copies, more = companion_files(checkpoint, job.source, processes=options.world_size, roots=job.roots)
+        notes += more
+    bf16 = bool(checkpoint.details.get("bf16_optimizer")) and options.stage in (None, 1)
+    written = _from_elsewhere(replace(job, options=options), copies, run_directory=run_directory, bf16=bf16)
+    return replace(
+        written,
+        notes=[*written.notes, *notes],
+        copied={one.name for one in copies},
+        replaceable=is_trainers_own if copies else lambda _: False,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.auto_ep import common, with_layers
+from zckpt.formats.deepspeed.auto_ep_lists import common, with_layers
 from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
 from zckpt.formats.deepspeed.shapes import Shapes

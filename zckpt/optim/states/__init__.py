@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.operations.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.optim.flat_parameters import Members, check_named
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
 from zckpt.optim.ranks import Place

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.compare.logical import parameter_values
+from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, is_trained, members_of, stored_groups
 from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse

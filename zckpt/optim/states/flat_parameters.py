@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from zckpt.compare.logical import parameter_values
+from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.operations.tensors import TensorRead
 from zckpt.optim.flat_parameters import Member, Members
 from zckpt.optim.param_groups import Group, Names
 from zckpt.optim.states import NamedShare, Restoring, Source, Values, is_trained

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.torch_files.tensors import TORCHAO
 from zckpt.formats.torch_files.torchao import CLASSES, PACKED, Quantised, is_quantised, quantised, slots_of
-from zckpt.operations.tensors import TensorRead
 from zckpt.optim.states import Restoring, Source, Values
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.tensors import Share, share_of

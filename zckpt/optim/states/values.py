@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.operations.tensors import TensorRead, dtype_name, read_tensors
 from zckpt.state import Extent, Parameter, Scalar, Slot
 
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from zckpt.compare.logical import parameter_values
+from zckpt.engine.tensors import TensorRead
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, by_tensor
 from zckpt.optim.ranks import answering
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, stored_groups

@@ -1,0 +1,46 @@
+"""Which layers of experts are spread over how many ranks, by shapes and numbers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from zckpt.formats.deepspeed.expert_degrees import Held, degrees_of_layers
+from zckpt.state import Parameter
+
+
+def model(*layers: tuple[int, int]) -> tuple[dict[str, Parameter], dict[str, int]]:
+    """Experts of one matrix each: how many of them a layer has, and how wide they are."""
+    names = [(f"{i}.deepspeed_experts.", count, width) for i, (count, width) in enumerate(layers)]
+    parameters = {
+        f"{layer}{number}.w": Parameter(f"{layer}{number}.w", (8, width), "float32")
+        for layer, count, width in names
+        for number in range(count)
+    }
+    return parameters, {layer: count for layer, count, _ in names}
+
+
+def held(**of: dict[tuple[int, int], int]) -> dict[int, Held]:
+    return {int(degree[2:]): Held(shapes=Counter(shapes)) for degree, shapes in of.items()}
+
+
+def test_shapes_and_numbers_tell() -> None:
+    parameters, totals = model((4, 9), (4, 11), (8, 9))
+    a, b, c = totals
+    found = degrees_of_layers(parameters, totals, held(ep1={(8, 11): 4}, ep4={(8, 9): 3}))
+    assert found == {a: 4, b: 1, c: 4}
+    assert degrees_of_layers(parameters, totals, held(ep2={(8, 11): 2, (8, 9): 2}, ep8={(8, 9): 1})) == {
+        a: 2,
+        b: 2,
+        c: 8,
+    }
+
+
+def test_what_fits_in_several_ways_is_not_certain() -> None:
+    parameters, totals = model((4, 9), (4, 9))
+    assert degrees_of_layers(parameters, totals, held(ep1={(8, 9): 4}, ep2={(8, 9): 2})) is None
+    parameters, totals = model((4, 9), (8, 9))  # 4 + 4 or 2 + 8 of those
+    assert degrees_of_layers(parameters, totals, {2: Held(count=4), 1: Held(count=4)}) is not None
+    assert degrees_of_layers(parameters, totals, {2: Held(numel=2 * 72), 1: Held(numel=8 * 72)}) is not None
+    assert degrees_of_layers(parameters, totals, held(ep2={(8, 9): 3}, ep1={(8, 9): 4})) is None
+    parameters, totals = model(*[(4, width) for width in range(20)])
+    assert degrees_of_layers(parameters, totals, {1: Held(count=40), 2: Held(count=20)}) is None

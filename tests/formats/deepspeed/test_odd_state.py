@@ -1,0 +1,163 @@
+"""Optimizers nobody has seen: state that is one tensor twice, or of some groups only; and ranks that do not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import cut, tag_of
+from tests.formats.deepspeed.shards import copy, edit, optimizer_file
+from zckpt.errors import ShardError, UnsupportedError
+
+
+def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    z = content["optimizer_state_dict"]
+    found: dict[int, dict[str, Any]] = (z.get("base_optimizer_state") or z["optimizer_state_dict"])["state"]
+    return found
+
+
+def changed(name: str, directory: Path, change: Callable[[dict[str, Any]], object], pattern: str = "*") -> Path:
+    """A copy of a fixture with other content of its optimizer files; returns the run directory."""
+    tag = copy(name, directory)
+    for path in tag.glob(f"{pattern}optim_states.pt"):
+        edit(path, change)
+    return tag.parent
+
+
+def loaded(run: Path, rank: int) -> dict[int, dict[str, Any]]:
+    found: list[dict[int, dict[str, Any]]] = []
+    edit(optimizer_file(tag_of(run), rank), lambda content: found.append(state_in(content)))
+    return found[0]
+
+
+def _again(content: dict[str, Any]) -> None:
+    for state in state_in(content).values():
+        state["again"] = state["exp_avg"]
+
+
+@pytest.mark.parametrize(("name", "options"), [("s2_fp32_dp2", {"stage": 3}), ("s3_fp32_dp2", {})])
+def test_two_keys_of_one_tensor_stay_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """torch gives back one tensor, and an optimizer that changes it under one key sees that under the other."""
+    run = changed(name, tmp_path, _again)
+    assert "exp_avg, again" in zckpt.open(run).warnings[0]
+    cut(run, tmp_path / "cut", 3, verify=True, **options)
+    for state in loaded(tmp_path / "cut", 1).values():
+        assert state["again"].data_ptr() == state["exp_avg"].data_ptr() != state["exp_avg_sq"].data_ptr()
+    assert zckpt.diff(run, tmp_path / "cut").equal
+
+
+def _one_step(content: dict[str, Any]) -> None:
+    states = state_in(content)
+    for state in states.values():
+        state["step"] = states[0]["step"]
+
+
+def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path: Path) -> None:
+    run = changed("s2_fp32_dp2", tmp_path, _one_step)
+    cut(run, tmp_path / "cut", 3)
+    pointers = {state["step"].data_ptr() for state in loaded(tmp_path / "cut", 2).values()}
+    assert len(pointers) == 1
+    own = {state["step"].data_ptr() for state in loaded(copy("s2_fp32_dp2", tmp_path / "own").parent, 0).values()}
+    assert len(own) > 1
+    sub = changed("s3_fp32_dp2", tmp_path, _one_step)
+    for path in tag_of(sub).glob("*model_states.pt"):
+        edit(path, lambda content: content["ds_config"]["zero_optimization"].update(sub_group_size=100))
+    with pytest.raises(UnsupportedError, match="step: one tensor for several of a rank's partitions"):
+        cut(sub, tmp_path / "subs", 3)
+
+
+def _factored(content: dict[str, Any]) -> None:
+    state_in(content)[1]["exp_avg"] = torch.arange(3.0)
+
+
+def test_a_key_may_be_in_full_in_some_groups_only(tmp_path: Path) -> None:
+    """What has a value for each element is read; what has not is each rank's own."""
+    run = changed("s2_fp32_dp2", tmp_path, _factored)
+    opened = zckpt.open(run)
+    first, second = (group.parameters[0] for group in opened.param_groups[:2])
+    assert "exp_avg" in opened.parameters[first].slots
+    assert "exp_avg" not in opened.parameters[second].slots
+    assert {(one.key, one.group) for one in opened.per_rank} == {("exp_avg", 1)}
+    cut(run, tmp_path / "same", 2, verify=True)
+    assert torch.equal(loaded(tmp_path / "same", 1)[1]["exp_avg"], torch.arange(3.0))
+    with pytest.raises(UnsupportedError, match="exp_avg: each rank has its own"):
+        cut(run, tmp_path / "cut", 3)
+    edit(optimizer_file(tag_of(run), 0), lambda content: state_in(content)[0].update(exp_avg=torch.zeros(5)))
+    with pytest.raises(zckpt.LayoutError, match="rank 0, group 0: exp_avg does not have a value for each"):
+        zckpt.open(run)
+
+
+def _strided(content: dict[str, Any]) -> None:
+    state = state_in(content)[0]
+    state["exp_avg"] = torch.zeros(1).expand(state["exp_avg"].numel())
+
+
+def test_a_view_with_strides_is_refused_as_such(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="exp_avg is a view with strides"):
+        zckpt.open(changed("s2_fp32_dp2", tmp_path, _strided))
+
+
+@pytest.mark.parametrize("value", [0.5, [1, 0.5], {"norms": (2, 0.5)}], ids=str)
+def test_computed_numbers_of_a_single_rank_are_its_own(value: object, tmp_path: Path) -> None:
+    """Of the elements that it holds: no other rank shows that they are not alike on all."""
+    run = changed("s1_fp32_dp1", tmp_path, lambda content: [one.update(n=value) for one in state_in(content).values()])
+    assert {one.key for one in zckpt.open(run).per_rank} == {"n"}
+    with pytest.raises(UnsupportedError, match="n: each rank has its own"):
+        cut(run, tmp_path / "cut", 2)
+
+
+def _other_rate(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["base_optimizer_state"]["param_groups"][0]["lr"] = 0.5
+
+
+def _other_step(content: dict[str, Any]) -> None:
+    for state in state_in(content).values():
+        state["step"] = torch.tensor(99.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("tp2_s2_fp32_dp2", _other_rate, "mp_rank 1 .* lr of its param group 0 differs .* expected 0.01, found 0.5"),
+        ("tp2_s2_fp32_dp2", _other_step, "mp_rank 1 .* step of its param group 0 differs: expected 5.0, found 99.0"),
+        ("pp2_s1_fp32_dp2", _other_step, "mp_rank 1 .* step of its param group 0 differs"),
+        (
+            "pp2_s1_fp32_dp2",
+            lambda c: [change(c) for change in (_other_step, _other_rate)],
+            "mp_rank 1 .* step of its param group",
+        ),
+    ],
+)
+def test_model_parallel_ranks_that_do_not_agree(
+    name: str, change: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
+) -> None:
+    run = changed(name, tmp_path, change, "*mp_rank_01_")
+    with pytest.raises(ShardError, match=said):
+        zckpt.open(run)
+    assert not zckpt.verify(run).sound
+
+
+def test_stages_may_have_rates_of_their_own(tmp_path: Path) -> None:
+    run = changed("pp2_s1_fp32_dp2", tmp_path, _other_rate, "*mp_rank_01_")
+    assert sorted(group.hyperparameters["lr"] for group in zckpt.open(run).param_groups) == [0.01, 0.02, 0.5]
+
+
+def test_a_model_file_of_another_step(tmp_path: Path) -> None:
+    tag = copy("tp2_s2_fp32_dp2", tmp_path)
+    edit(tag / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=9))
+    with pytest.raises(ShardError, match="model file of mp_rank 1 is from another step"):
+        zckpt.open(tag)
+
+
+def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path: Path) -> None:
+    run = changed("tp2_s2_fp32_dp2", tmp_path, lambda content: state_in(content)[0].update(count=4))
+    for path in tag_of(run).glob("*mp_rank_01_optim_states.pt"):
+        edit(path, lambda content: state_in(content)[0].update(count=5))
+    assert {(one.mp_rank, one.value) for one in zckpt.open(run).per_rank} == {(0, 4), (1, 5)}
+    with pytest.raises(UnsupportedError, match="count: each rank has its own"):
+        cut(run, tmp_path / "cut", 2, tensor_parallel_size=1)

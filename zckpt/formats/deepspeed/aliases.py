@@ -1,0 +1,101 @@
+"""State of an optimizer that is one tensor under several keys, or of several param groups, and has to stay one.
+
+state/0   m ----+               what `torch.save` finds in the same memory, it writes once, and `torch.load` gives back
+          again +-> a tensor    as one tensor: an optimizer that changes it under one key sees that under the other
+state/1   total ---> 0-d one
+
+A rank's own state is copied with its file's memory, and stays together by that; what is cut, or kept as a number, does
+not by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.formats.torch_files.tensors import identity_of
+from zckpt.torchfile import FromFile, Tensor
+
+Place = tuple[int, str]
+"""A partition's number in a file, and the key of its state."""
+
+
+def aliases(member: OptimizerShard) -> dict[Place, Place]:
+    """Return which state of a rank's file is one tensor with state that comes before it."""
+    found: dict[Place, Place] = {}
+    first: dict[tuple[object, ...], Place] = {}
+    for index, state in _states(member):
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.numel:
+                owner = first.setdefault(identity_of(value), (index, str(key)))
+                if owner != (index, str(key)):
+                    found[index, str(key)] = owner
+    return found
+
+
+def notes(members: Sequence[OptimizerShard], own: Collection[str]) -> list[str]:
+    """Say which state of a model-parallel rank is one tensor, that is not each rank's own."""
+    found = aliases(members[0]) if members else {}
+    keys = {key: None for key, its in [(one[1], other[1]) for one, other in found.items()] if key not in own
+            for key in dict.fromkeys((its, key))}  # fmt: skip
+    if not keys:
+        return []
+    return [f"{listed(list(keys))} of the optimizer's state: one tensor under several keys, or of several groups; "
+            f"DeepSpeed's files keep it one, other formats have one of each"]  # fmt: skip
+
+
+def _states(member: OptimizerShard) -> Iterator[tuple[int, Mapping[object, object]]]:
+    base = member.content.get("optimizer_state_dict" if member.stage == 3 else "base_optimizer_state")
+    states = base.get("state") if isinstance(base, dict) else base
+    numbered = states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, list) else ())
+    for index, state in numbered:
+        if type(index) is int and isinstance(state, dict):
+            yield index, state
+
+
+def joined(
+    states: Mapping[object, dict[object, object]], found: Mapping[Place, Place], partitions: int, count: int
+) -> None:
+    """Make what was one tensor one again, in the states of a rank's file that is to be written.
+
+    Parameters
+    ----------
+    states : mapping of int to dict
+        By number of the partition; changed.
+    found : mapping
+        From `aliases`, of the source's file.
+    partitions, count : int
+        How many the source's file has, and the target's. Where these differ, keys of one partition are still one.
+    """
+    if partitions == count:
+        for (index, key), (owner, its) in found.items():
+            _join(states.get(index, {}), key, states.get(owner, {}), its)
+        return
+    for key, its in {(key, its) for (index, key), (owner, its) in found.items() if index == owner}:
+        for state in states.values():
+            _join(state, key, state, its)
+
+
+def _join(state: dict[object, object], key: str, other: Mapping[object, object], its: str) -> None:
+    if key in state and its in other and not isinstance(state[key], FromFile):
+        state[key] = other[its]
+
+
+def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collection[str], path: str) -> None:
+    """Raise UnsupportedError where a number that several partitions share would have to be for others.
+
+    Parameters
+    ----------
+    own : collection of str
+        Keys of what is each rank's own, and refused or carried as such.
+    """
+    across = sorted({key for (index, key), (owner, _) in found.items() if index != owner} - set(own))
+    if across and partitions != count:
+        raise UnsupportedError(
+            f"{listed(across)}: one tensor for several of a rank's partitions, each of which may change it in a step, "
+            f"and in the target there is another number of them",
+            path=path,
+            expected=f"{partitions} partitions on a rank, as it is",
+            found=count,
+        )

@@ -1,0 +1,131 @@
+"""Loss scaling in the optimizer files of a checkpoint that another program wrote.
+
+It is carried where it is known, and never invented:
+
+ZeRO-1, 2     loss_scaler, dynamic_loss_scale, overflow: each may be missing; then the training's configuration decides
+ZeRO-3        all three must be there
+Stage 0       dynamic_loss_scale, cur_scale, cur_iter and, where it is dynamic, last_overflow_iter, scale_factor,
+              scale_window; without hysteresis, which ZeRO has
+
+Source: DeepSpeed 0.14.5 to 0.19.8, `_load_global_state`, `_rigid_load_state_dict`, `FP16_UnfusedOptimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zckpt.state import Checkpoint
+from zckpt.torchfile import DType, FromFile, Global, Object, plain
+
+LOSS_SCALER = "loss_scaler"
+DYNAMIC = "dynamic_loss_scale"
+OVERFLOW = "overflow"
+
+_MODULE = "deepspeed.runtime.fp16.loss_scaler"
+_COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""What a dynamic loss scale of stage 0 consists of."""
+
+HANDLED = frozenset({LOSS_SCALER, DYNAMIC, OVERFLOW, *_COUNTED, "clip_grad"})
+"""Keys next to an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
+
+_DEFAULTS: Mapping[str, object] = {
+    "min_loss_scale": 1, "hysteresis": 2, "consecutive_hysteresis": False, "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+}  # fmt: skip
+"""Of the section `fp16` of DeepSpeed's configuration."""
+
+
+@dataclass(slots=True)
+class Scaling:
+    """The keys of an optimizer file, and what to know of them."""
+
+    keys: dict[str, object] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: int, dtype: str) -> Scaling:
+    """Return what the optimizer files of a checkpoint hold of loss scaling.
+
+    Parameters
+    ----------
+    config : mapping
+        DeepSpeed's configuration, as far as there is one.
+    stage : {1, 2, 3}
+    dtype : str
+        Of most of the model.
+    """
+    known, found = checkpoint.optimizer_metadata, Scaling()
+    if known.get(LOSS_SCALER) is not None:
+        found.keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
+    elif isinstance(known.get("cur_scale"), (int, float)):
+        found = _of_stage0(known, config)
+    elif checkpoint.loss_scale is not None and checkpoint.loss_scale != 1.0 and stage != 3:
+        found.notes.append(
+            f"the loss scale {checkpoint.loss_scale:g} is left to the training's configuration: how it changes, the "
+            "source does not say"
+        )
+    if stage == 3:
+        _complete(found, checkpoint, config, dtype)
+    return found
+
+
+def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> Scaling:
+    """Return the loss scaler for a stage-0 optimizer."""
+    dynamic = known.get(DYNAMIC) is True and all(key in known for key in _COUNTED)
+    if not dynamic:
+        scale = known["cur_scale"]
+        return Scaling({LOSS_SCALER: _static(scale), DYNAMIC: False},
+                       ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
+    values = {key: known[key] for key in _COUNTED}
+    notes = [
+        "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
+        "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
+        "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
+    ]
+    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, notes)
+
+
+def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:
+    """Add what ZeRO-3 does not load without, and say so."""
+    if LOSS_SCALER not in found.keys:
+        scale = checkpoint.loss_scale
+        if dtype == "float16":
+            power = _option(config, "initial_scale_power")
+            begun = 2.0 ** int(power) if isinstance(power, int) else 2.0**16
+            values = {"cur_scale": begun if scale is None else scale, "cur_iter": 0, "last_overflow_iter": -1,
+                      "scale_factor": 2.0, "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
+            found.keys[LOSS_SCALER] = _dynamic(values, config)
+            what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
+            found.notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
+        else:
+            found.keys[LOSS_SCALER] = _static(1.0)
+            found.notes.append("ZeRO-3 loads nothing without a loss scaler, and the source has none: it scales by 1")
+    scaler = found.keys[LOSS_SCALER]
+    node = scaler.node if isinstance(scaler, FromFile) else scaler
+    dynamic = node.get("dynamic") if isinstance(node, Object) else False
+    found.keys.setdefault(DYNAMIC, dynamic is True)
+    found.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
+
+
+def _option(config: Mapping[object, object], name: str) -> object:
+    section = plain(config.get("fp16"))
+    return section.get(name, _DEFAULTS[name]) if isinstance(section, dict) else _DEFAULTS[name]
+
+
+def _static(scale: object) -> Object:
+    state: dict[object, object] = {"cur_scale": scale, "dynamic": False}
+    return Object(Global(_MODULE, "LossScaler"), how="newobj", state=state, has_state=True)
+
+
+def _dynamic(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
+    hysteresis = _option(config, "hysteresis")
+    state: dict[object, object] = {
+        "cur_scale": values["cur_scale"], "dynamic": True,
+        **{key: values[key] for key in _COUNTED[1:]},
+        "min_scale": _option(config, "min_loss_scale"),
+        "delayed_shift": hysteresis, "cur_hysteresis": hysteresis,
+        "consecutive_hysteresis": _option(config, "consecutive_hysteresis"),
+        "raise_error_at_min_scale": True, "dtype": DType("float16"),
+    }  # fmt: skip
+    return Object(Global(_MODULE, "DynamicLossScaler"), how="newobj", state=state, has_state=True)
