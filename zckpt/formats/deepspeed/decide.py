@@ -21,6 +21,7 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
 from zckpt.formats.deepspeed.write_rules import written_rules
+from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Parameter, Topology
@@ -78,6 +79,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
+    target = replace(target, transposed=keeps_transposed(checkpoint, first.stage, stage))
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
@@ -101,6 +103,8 @@ def _group(
     if target.round_robin:
         order = round_robin_order(len(experts[0]), shared_by)
         experts = [[parameters[i] for i in order] for parameters in experts]
+    if target.transposed:
+        experts = [[transposed(p) for p in parameters] for parameters in experts]
     pads = [0] * len(experts[0])
     if target.alignment and experts[0]:
         multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)

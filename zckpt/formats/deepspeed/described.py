@@ -13,6 +13,7 @@ from zckpt.formats.deepspeed.ranks import data_parallel_size
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS
 from zckpt.formats.deepspeed.values import copies_of_optimizers, keep_others, shard_rules
+from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Object, TorchFile
@@ -40,14 +41,14 @@ def describe_whole(
     *,
     pp: int,
     tp: int,
-    lanes: int,
+    first: RankState,
 ) -> None:
     """Fill in what is true of the checkpoint as a whole.
 
     Parameters
     ----------
-    lanes : int
-        Tensor-parallel ranks over which experts are spread.
+    state, first : RankState
+        That of all model-parallel ranks, put together, and that of the first one.
     """
     model = models[0]
     dp = data_parallel_size(models, members)
@@ -66,6 +67,9 @@ def describe_whole(
         pads = any(any(group) for group in members[0].alignment_paddings or [])
         checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
+        if uses_zenflow(model.config):
+            checkpoint.details[DETAIL] = transposed
+            checkpoint.warnings.append(WARNING)
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
     checkpoint.metadata = {
@@ -75,7 +79,7 @@ def describe_whole(
         key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
     }
     if tp > 1 and any(map(is_expert, checkpoint.parameters)):
-        checkpoint.details[SLICED_EXPERTS] = lanes == 1
+        checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
     if model.configuration is not None:
         checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
     if model.extra:
@@ -95,10 +99,14 @@ def keep_all_others(
     of_experts: Sequence[tuple[Shard, TorchFile]],
 ) -> None:
     """Keep what ranks have of their own, and say of everything else in their files what it is."""
-    first = models[0]
     keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    metadata, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in models[1:]], [*keys])
-    checkpoint.metadata |= metadata
+    held = [(m.file, common(m)) for m in models]
+    metadata, rules = keep_others(held[0], held[1:], [*keys])
+    keys = dict.fromkeys(key for m in models for key in m.extra)
+    held = [(m.file, m.extra) for m in models]
+    of_modules, copies = keep_others(held[0], held[1:], [*keys], ("module",))
+    checkpoint.metadata |= metadata | of_modules
+    rules = {path: (*one, *copies[path]) for path, one in rules.items()}
     if members:
         lead = members[0]
         others = [(o.file, o.content) for o in optimizers if o is not lead]
