@@ -91,10 +91,14 @@ def keep_all_others(
     of_experts: Sequence[tuple[Shard, TorchFile]],
 ) -> None:
     """Keep what ranks have of their own, and say of everything else in their files what it is."""
-    first = models[0]
     keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    metadata, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in models[1:]], [*keys])
-    checkpoint.metadata |= metadata
+    held = [(m.file, common(m)) for m in models]
+    metadata, rules = keep_others(held[0], held[1:], [*keys])
+    keys = dict.fromkeys(key for m in models for key in m.extra)
+    held = [(m.file, m.extra) for m in models]
+    of_modules, copies = keep_others(held[0], held[1:], [*keys], ("module",))
+    checkpoint.metadata |= metadata | of_modules
+    rules = {path: (*one, *copies[path]) for path, one in rules.items()}
     if members:
         lead = members[0]
         others = [(o.file, o.content) for o in optimizers if o is not lead]
