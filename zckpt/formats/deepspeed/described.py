@@ -8,6 +8,7 @@ from zckpt.formats.deepspeed.auto_ep_lists import common
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import data_parallel_size
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
@@ -126,8 +127,10 @@ def keep_all_others(
         own, more = keep_others(contents[0], contents[1:], [*kept], ("optimizer",)) if contents else ({}, {})
         checkpoint.optimizer_metadata |= own
         rules |= {path: (*rules.get(path, ()), *one) for path, one in more.items()}
+    compressed = {m.shard.path for m in models if compresses(m.content.get("optimizer"))}
     for file in checkpoint.files:
-        file.rules = (*file.rules, *rules.get(file.path, ()))
+        ahead = ONE_BIT_RULES if file.path in compressed else ()
+        file.rules = (*ahead, *file.rules, *rules.get(file.path, ()))
 
 
 def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:
