@@ -69,7 +69,7 @@ def describe_whole(
         checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
         if uses_zenflow(model.config):
-            checkpoint.details[DETAIL] = transposed
+            checkpoint.details[DETAIL] = first.transposed
             checkpoint.warnings.append(WARNING)
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
