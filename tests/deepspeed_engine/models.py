@@ -61,14 +61,14 @@ def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         dense = {"params": list(model.parameters()), "name": "dense", "weight_decay": 0.1, "lr": 1e-2}
-        return split_params_into_different_moe_groups_for_optimizer(dense)
+        return split_params_into_different_moe_groups_for_optimizer(dense, spec.expert_group_size)
     if spec.model in ("moe_layers", "moe_megatron"):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
         big, small = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
         both = [{"params": big, "name": "decay", "weight_decay": 0.1, "lr": 1e-2},
                 {"params": small, "name": "rest", "weight_decay": 0.0, "lr": 2e-2}]  # fmt: skip
-        return split_params_into_different_moe_groups_for_optimizer(both)
+        return split_params_into_different_moe_groups_for_optimizer(both, spec.expert_group_size)
     decay, plain, tiny = [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad and not spec.frozen_in_group:

@@ -186,7 +186,10 @@ def _prodigy(groups: Groups) -> torch.optim.Optimizer:
     return Prodigy([{**group, "lr": 1.0} for group in groups], d0=1e-3)
 
 
-BY_CONFIGURATION = {"muon": {"type": "Muon", "params": {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.01}}}
+BY_CONFIGURATION = {
+    "muon": {"type": "Muon", "params": {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.01}},
+    "adamw_offloaded": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+}
 """Optimizers that DeepSpeed makes itself, as its configuration names them."""
 
 KINDS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {

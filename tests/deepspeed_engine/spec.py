@@ -64,6 +64,7 @@ class Spec:
     experts: int = 4
     sliced_experts: bool = False  # of ..moe_megatron: each tensor-parallel rank has all experts, for DeepSpeed slices
     expert_layers: tuple[tuple[int, int, bool], ...] = ()  # of moe_layers: experts, expert parallel, residual
+    expert_group_size: int = 178_956_971  # elements of a rank's experts in one param group
     tensor_parallel: int = 1
     auto_tp: bool = False  # DeepSpeed itself slices the model
     invariant: bool = False  # megatron computes the same at any tensor-parallel degree, and nothing drifts apart

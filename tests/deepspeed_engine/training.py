@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from tests import gloo
 from tests.deepspeed_engine import models, optimizers
+from tests.deepspeed_engine.offloaded import without_extension
 from tests.deepspeed_engine.spec import Spec, ds_config
 
 
@@ -76,11 +78,12 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
     trained = None if own else [p for p in model.parameters() if p.requires_grad]
     if "expert_parallel" in spec.config:  # DeepSpeed replaces layers, and makes groups of what it then has
         optimizer, trained = _of_experts(spec), list(model.parameters())
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=ds_config(spec), mpu=mpu, dist_init_required=False,
-        model_parameters=trained,
-        lr_scheduler=_warmup if spec.scheduler else None,
-    )  # fmt: skip
+    with without_extension() if spec.optimizer == "adamw_offloaded" else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=ds_config(spec), mpu=mpu, dist_init_required=False,
+            model_parameters=trained,
+            lr_scheduler=_warmup if spec.scheduler else None,
+        )  # fmt: skip
     if spec.is_pipeline:
         engine._take_model_step = torch.no_grad()(engine._take_model_step)  # as the steps of `train_step`
     return engine

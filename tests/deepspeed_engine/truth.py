@@ -44,7 +44,7 @@ def read_live(engine: Any, spec: Spec) -> Live:
     names = {p: name for name, p in engine.module.named_parameters()}
     if wrapper == "DeepSpeedZeroOptimizer_Stage3":
         _read_stage3(engine.optimizer, names, live)
-    elif wrapper in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+    elif wrapper in ("DeepSpeedZeroOptimizer", "BF16_Optimizer") or wrapper.startswith("ZenFlowZeroOptimizer"):
         _read_flat(engine.optimizer, names, live)
     elif wrapper == "FP16_Optimizer":
         _read_fused(engine.optimizer, names, live)
@@ -69,9 +69,12 @@ def _read_stage3(optimizer: Any, names: dict, live: Live) -> None:
         for p in params:
             size = math.ceil(p.ds_numel / len(ranks))
             live.slots[names[p]] = {
-                slot: torch.cat([rank[slot][offset : offset + size] for rank in ranks])[: p.ds_numel]
-                .reshape(tuple(p.ds_shape))
-                .float()
+                slot: _upright(
+                    torch.cat([rank[slot][offset : offset + size] for rank in ranks])[: p.ds_numel].reshape(
+                        tuple(p.ds_shape)
+                    ),
+                    transposed=optimizer.zenflow,
+                ).float()
                 for slot in ranks[0]
             }
             offset += size
@@ -86,6 +89,7 @@ def _read_flat(optimizer: Any, names: dict, live: Live) -> None:
     bf16 = type(optimizer).__name__ == "BF16_Optimizer"
     flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
     groups = optimizer.bf16_groups if bf16 else optimizer.round_robin_bit16_groups
+    columns = any(p.dim() == 2 and p.data.stride() == (1, len(p)) != (1, 1) for group in groups for p in group)
     paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # parameter_alignment, per parameter
     for i, params in enumerate(groups):
         state = optimizer.optimizer.state[flats[i]]
@@ -96,13 +100,22 @@ def _read_flat(optimizer: Any, names: dict, live: Live) -> None:
         whole = {slot: torch.cat([rank[slot] for rank in ranks]) for slot in ranks[0]}
         for j, p in enumerate(params):
             live.slots[names[p]] = {
-                slot: flat[offset : offset + p.numel()].reshape(p.shape).float() for slot, flat in whole.items()
+                slot: _upright(
+                    flat[offset : offset + p.numel()].reshape(p.shape[::-1] if columns and p.dim() == 2 else p.shape),
+                    transposed=columns,
+                ).float()
+                for slot, flat in whole.items()
             }
             offset += p.numel() + (paddings[i][j] if paddings and not bf16 else 0)
         for name, value in (matrices or {}).items():
             live.slots[name][MOMENTUM] = value
         live.order.append([names[p] for p in params])
         live.scalars.append(_scalars(state))
+
+
+def _upright(stored: torch.Tensor, *, transposed: bool) -> torch.Tensor:
+    """Return a parameter as the model has it; ZenFlow stores the columns of matrices as rows."""
+    return stored.t().contiguous() if transposed and stored.dim() == 2 else stored
 
 
 def _matrices(optimizer: Any, group: int, names: dict) -> dict[str, torch.Tensor] | None:
@@ -207,7 +220,9 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
     parameters = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters([p for p in parameters.values() if hasattr(p, "ds_id")]):
-        return {name: p.detach().clone() for name, p in parameters.items()}
+        stored = {name: p.detach().clone() for name, p in parameters.items()}
+    columns = hasattr(next(iter(parameters.values())), "ds_id") and engine.optimizer.zenflow
+    return {name: _upright(value, transposed=columns) for name, value in stored.items()}
 
 
 def _merge_ranks(live: Live, spec: Spec, engine: Any, maps: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def dask_cluster(folder: Path, workers: int) -> Iterator[str]:
             process.wait()
 
 
-def wait_until(true: object, seconds: float = 60) -> None:
+def wait_until(true: object, seconds: float = 300) -> None:
     """Wait until a callable returns true."""
     end = time.monotonic() + seconds
     while not true():  # type: ignore[operator]

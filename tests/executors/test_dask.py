@@ -78,21 +78,32 @@ def running() -> int:
     return sum(on_dask._running.values())
 
 
+def executing(dask_worker: object) -> bool:
+    """Whether a worker counts a task of anyone as running."""
+    return any(task.state in ("executing", "long-running") for task in dask_worker.state.tasks.values())
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_writes_on_when_the_driver_is_gone(number, three, source, tmp_path):
     from distributed import Client
 
     name, mark = three
-    (mark.parent / "slow").touch()
+    held, go, batches = (mark.with_name(one) for one in ("held", "go", "batches"))
+    go.unlink(missing_ok=True)
+    batches.write_bytes(b"")
+    held.touch()
     words = [sys.executable, "-m", "tests.executors.dying", "consolidate", source, tmp_path / "t.safetensors"]
     given = {**environment(), MARK: str(mark)}
     with Client(name.replace("dask", "tcp"), set_as_default=False) as client:
         process = subprocess.Popen([*words, "--executor", name], env=given, stderr=subprocess.DEVNULL)
-        wait_until(lambda: sum(client.run(running).values()) > 1)
+        wait_until(lambda: batches.stat().st_size > 1)
         process.send_signal(number)
-        wait_until(lambda: not any(client.run(running).values()), seconds=5)  # a task takes as many seconds as it has
-        process.wait(timeout=30)
-    (mark.parent / "slow").unlink()
+        wait_until(lambda: not any(client.run(executing).values()))  # each worker knows, in the middle of a batch
+        go.touch()
+        wait_until(lambda: not any(client.run(running).values()))
+        process.wait(timeout=60)
+    held.unlink()
+    assert batches.stat().st_size <= 3  # one of each worker, of four or more of each task
     assert not (tmp_path / "t.safetensors").exists()
     assert number == signal.SIGKILL or names(tmp_path) == []

@@ -7,7 +7,7 @@ either way a master no longer rounds to the weight that the model file has.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from zckpt.errors import WeightMismatchError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.files import Sources
+from zckpt.torchfile import FromFile
 
 SPANS_PER_PARAMETER = 4
 """Spans of a master that are sampled, besides the first one of each file."""
@@ -157,6 +158,8 @@ class Sample:
 def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
     """Compare a sample of every master with its weight, and go on where one differs."""
     sampled: set[str] = set()
+    if steps_weights(checkpoint):
+        return
     with Sources() as sources:
         for parameter in checkpoint.parameters.values():
             if not comparable(parameter):
@@ -170,6 +173,17 @@ def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
                     wrong, at = _compare(parameter.name, master, weight, span, extent, sources)
                     different, error = different + wrong, error or at
                 yield Sample(parameter.name, span.path, numel, different, error)
+
+
+def steps_weights(checkpoint: Checkpoint) -> bool:
+    """Tell whether a training steps weights before their masters, so that these need not round to them.
+
+    DeepSpeed's ZenFlow does, as the configuration says that every format carries.
+    """
+    value = checkpoint.metadata.get("ds_config")
+    config = value.node if isinstance(value, FromFile) else value
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return isinstance(zero, Mapping) and zero.get("zenflow") is not None
 
 
 def rounds_to(master: Slot, weight: Slot) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import cut, run_of, state_of, tensor_bytes
-from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file
+from tests.formats.deepspeed.shards import copy, edit, optimizer_file
 
 LAMB, CODES, MUON = "own_lamb_s2_fp32_dp2", "own_blockwise_s3_fp32_dp2", "muon_s2_bf16_dp3"
 KEYS = {LAMB: {"trust_ratio", "weight_norm", "adam_norm"}, CODES: {"__bnb_optimizer_quant_state__"}}
@@ -178,11 +178,3 @@ def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path: Path) -> None:
 
     edit(optimizer_file(tag, 1), change)
     assert {name for one in zckpt.verify(tag, deep=True).findings for name in one.parameters} == {"up.1.weight"}
-
-
-def test_zenflow_is_refused_by_name(tmp_path: Path) -> None:
-    """Its files look like ZeRO-2's, with matrices transposed, which shapes do not tell."""
-    tag = copy("s2_bf16_dp2", tmp_path)
-    edit(model_file(tag), lambda content: content["ds_config"]["zero_optimization"].update(zenflow={"topk_ratio": 0.1}))
-    with pytest.raises(zckpt.UnsupportedError, match="ZenFlow"):
-        zckpt.open(tag)

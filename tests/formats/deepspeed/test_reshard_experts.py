@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions, target_groups
 from zckpt.formats.deepspeed.experts import spread_experts
-from zckpt.formats.deepspeed.foreign_experts import of_experts
+from zckpt.formats.deepspeed.foreign_experts import check_split, of_experts
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.target_groups import units
 from zckpt.state import Checkpoint, Parameter, ParamGroup
@@ -248,7 +249,7 @@ def test_experts_of_another_format_are_written(to: str, tmp_path: Path) -> None:
 def test_experts_among_other_parameters_are_refused() -> None:
     group = ParamGroup({}, ["a", f"{EXPERT}0.weight"], {})
     with pytest.raises(UnsupportedError, match="experts and other parameters in one param group"):
-        of_experts(group, "file")
+        of_experts(group, {EXPERT: 1}, "file")
 
 
 # --- several degrees
@@ -349,3 +350,58 @@ def test_more_groups_where_a_rank_has_more_experts(tmp_path: Path, monkeypatch: 
         assert sorted(name for group in names for name in group) == sorted(
             name for name in truth.masters if "deepspeed_experts" in name
         )
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
+def test_groups_that_were_split_by_size_come_back_from_other_formats(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed loads only groups as it makes them, over any number of expert ranks."""
+    monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 200)
+    source = run_of("moe_ep2_s2_fp32_dp4")
+    zckpt.reshard(source, tmp_path / "one", world_size=2, expert_parallel_size=1)
+    zckpt.reshard(tmp_path / "one", tmp_path / "two", world_size=2, expert_parallel_size=2)
+    zckpt.convert(tmp_path / "two", tmp_path / to, to=to)
+    for name, degree in (("two", None), ("one", 1)):
+        zckpt.convert(tmp_path / to, tmp_path / f"{name}_back", to="deepspeed", world_size=2, stage=2,
+                      expert_parallel_size=degree, verify=True)  # fmt: skip
+        groups, back = (zckpt.open(tmp_path / one).param_groups for one in (name, f"{name}_back"))
+        assert [one.parameters for one in groups] == [one.parameters for one in back]
+
+
+@pytest.mark.parametrize("name", ["ep_size_2", "mine"])
+def test_split_groups_have_the_order_of_the_degree_that_they_say(name: str) -> None:
+    groups = [ParamGroup({"name": name}, [f"{EXPERT}{number}.w" for number in numbers]) for numbers in ((0, 2), (1, 3))]
+    ordered = [replace(one, parameters=of_experts(one, {EXPERT: 4}, "file")) for one in groups]
+    if name == "ep_size_2":
+        check_split(ordered, "file")
+        return
+    with pytest.raises(UnsupportedError, match="that DeepSpeed does not have over 1 rank: expected groups whose names"):
+        check_split(ordered, "file")
+
+
+def test_experts_that_were_slices_are_slices_again(tmp_path: Path) -> None:
+    """Every format carries it; DeepSpeed's files of one tensor-parallel rank do not say it."""
+    zckpt.reshard(run_of(SLICED), tmp_path / "one", world_size=2, tensor_parallel_size=1, expert_parallel_size=2)
+
+    def name(content: dict[str, Any]) -> None:
+        content["universal_checkpoint_info"]["tp_replicated_parameter_patterns"].append(".*deepspeed_experts.*")
+
+    edit(model_file(tag_of(tmp_path / "one")), name)
+    options: dict[str, Any] = {"world_size": 2, "tensor_parallel_size": 2, "verify": True}
+    for sliced, lanes in ((None, 2), (True, 1), (False, 2)):
+        run = tmp_path / str(sliced)
+        zckpt.reshard(tmp_path / "one", run, sliced_experts=sliced, **options)
+        assert zckpt.open(run).details["sliced_experts"] is bool(sliced)
+        assert len(list(run.glob("*/*expert_0_mp_rank_*"))) == (1 if lanes == 2 else 2)
+        zckpt.convert(run, tmp_path / f"{sliced}_dcp", to="dcp")
+        back = zckpt.convert(tmp_path / f"{sliced}_dcp", tmp_path / f"{sliced}_back", to="deepspeed", **options)
+        assert zckpt.open(tmp_path / f"{sliced}_back").details["sliced_experts"] is bool(sliced)
+        assert any("--sliced-experts" in note for note in back.notes) is not bool(sliced)
+        assert zckpt.diff(tmp_path / "one", tmp_path / f"{sliced}_back").equal
+    with pytest.raises(UnsupportedError, match="spread over tensor-parallel ranks stay so"):
+        zckpt.reshard(tmp_path / "False", tmp_path / "no", world_size=2, sliced_experts=True)
+    with pytest.raises(UsageError, match="the target is not sliced"):
+        zckpt.reshard(tmp_path / "one", tmp_path / "no", world_size=2, sliced_experts=True)
+    with pytest.raises(UsageError, match="has no experts"):
+        zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "no", world_size=2, sliced_experts=False)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names, fused, inner_name
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
-from zckpt.formats.deepspeed.foreign_experts import of_experts
+from zckpt.formats.deepspeed.experts import experts_per_rank
+from zckpt.formats.deepspeed.foreign_experts import check_split, of_experts
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.tensor_parallel import moved
@@ -175,7 +176,9 @@ def restated(state: RankState, origin: Origin, stage: int) -> RankState:
         return fused(state)
     parameters, groups = expert_by_expert(state.parameters, state.groups, layers)
     path = origin.model.shard.path
-    groups = [replace(group, parameters=of_experts(group, path)) for group in groups]
+    totals = experts_per_rank(parameters)
+    groups = [replace(group, parameters=of_experts(group, totals, path)) for group in groups]
+    check_split(groups, path)
     return replace(state, parameters=parameters, groups=groups, degrees=[])
 
 

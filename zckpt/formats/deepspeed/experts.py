@@ -18,6 +18,9 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.state import ParamGroup
 from zckpt.torchfile import TorchFile
 
+SLICED_EXPERTS = "sliced_experts"
+"""Key of a checkpoint's details: whether tensor-parallel ranks have slices of all experts, or each has some whole."""
+
 _EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)", re.DOTALL)
 
 _NAMED = re.compile(r"ep_size_(\d{1,6})")
@@ -95,6 +98,17 @@ def local_experts(names: Iterable[str], layers: Mapping[str, int], ranks: Mappin
     ]  # fmt: skip
 
 
+def check_divides(layer: str, count: int, degree: int, path: str) -> None:
+    """Raise UsageError where the experts of a layer do not divide among ranks."""
+    if count % degree:
+        raise UsageError(
+            f"{count} experts of {layer.removesuffix('.deepspeed_experts.')} cannot be spread over {degree} ranks",
+            path=path,
+            expected=f"a divisor of {count}",
+            found=degree,
+        )
+
+
 def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> list[list[str]]:
     """Return the names of experts, under their global numbers, for each rank of another expert-parallel degree.
 
@@ -131,13 +145,7 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
         ]
 
     for layer, count in counts.items():
-        if count % degree:
-            raise UsageError(
-                f"{count} experts of {layer.removesuffix('.deepspeed_experts.')} cannot be spread over {degree} ranks",
-                path=path,
-                expected=f"a divisor of {count}",
-                found=degree,
-            )
+        check_divides(layer, count, degree, path)
     if assigned(len(names)) != [list(one) for one in names]:
         raise UnsupportedError(
             "the optimizer has its experts neither layer by layer nor expert by expert: their order over other ranks "

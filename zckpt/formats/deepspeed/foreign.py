@@ -12,8 +12,9 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
+from zckpt.formats.deepspeed.experts import experts_per_rank
 from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
-from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.foreign_experts import check_split, numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.gpt_model import rules_of_whole
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin
@@ -56,13 +57,15 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
     if layers and stage != 3:
         checkpoint = parted(checkpoint, layers)
     parameters = dict(checkpoint.parameters)
-    groups = []
+    groups: list[ParamGroup] = []
+    totals = experts_per_rank(parameters)
     for index, group in enumerate(checkpoint.param_groups):
         values = _common(checkpoint, group, index)
-        names = of_experts(group, checkpoint.source)
+        names = of_experts(group, totals, checkpoint.source)
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             parameters[name] = _with_master(parameters[name], values)
+    check_split(groups, checkpoint.source)
     for parameter in parameters.values():
         if parameter.tied_to is None and parameter.group is None:
             parameters[parameter.name] = replace(parameter, frozen=True)

@@ -5,28 +5,36 @@ Names carry an expert's number over all ranks, and a group its degree in its nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.experts import (
+    check_divides,
     expert_number,
     experts_per_rank,
     in_order,
     is_expert,
     layer_of,
+    local_name,
     named_degree,
-    spread_experts,
 )
 from zckpt.state import Checkpoint, ParamGroup
 
 
-def of_experts(group: ParamGroup, path: str) -> list[str]:
+def of_experts(group: ParamGroup, totals: Mapping[str, int], path: str) -> list[str]:
     """Return the names of a group's parameters in the optimizer's order, expert rank by expert rank.
+
+    Parameters
+    ----------
+    totals : mapping of str to int
+        Experts of each layer. A group may have some of them, or of their parameters, where DeepSpeed split it by size.
 
     Raises
     ------
+    UsageError
+        The experts of a layer do not divide among the ranks of the group's name.
     UnsupportedError
-        The group has experts and other parameters, or not all experts of a layer.
+        The group has experts and other parameters, or not the same of each rank's experts.
     """
     sparse = [name for name in group.parameters if is_expert(name)]
     if not sparse:
@@ -38,7 +46,48 @@ def of_experts(group: ParamGroup, path: str) -> list[str]:
             path=path,
             found=f"{listed(others, most=4)} with {listed(sparse, most=2)}",
         )
-    return [name for one in spread_experts([_by_layer(sparse)], named_degree(group), path) for name in one]
+    degree = named_degree(group)
+    for layer in dict.fromkeys(map(layer_of, sparse)):
+        check_divides(layer, totals[layer], degree, path)
+    every = _by_layer(sparse)
+    per_rank = {layer: max(total // degree, 1) for layer, total in totals.items()}
+    ranks: list[list[str]] = [[] for _ in range(degree)]
+    for name in every:
+        ranks[(expert_number(name) or 0) // per_rank[layer_of(name)]].append(name)
+    local = [[local_name(name, rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
+    if any(one != local[0] for one in local):
+        raise UnsupportedError(
+            f"a param group that does not have the same of the experts of each of {degree} ranks, as DeepSpeed's has",
+            path=path,
+            found=listed(every, most=4),
+        )
+    return [name for names in ranks for name in names]
+
+
+def check_split(groups: Sequence[ParamGroup], path: str) -> None:
+    """Raise UnsupportedError where groups share experts that are not in the order in which DeepSpeed splits them.
+
+    Parameters
+    ----------
+    groups : sequence of ParamGroup
+        As `of_experts` orders them.
+    """
+    last: dict[tuple[str, str], int] = {}
+    for group in groups:
+        degree = named_degree(group)
+        names = group.parameters[: len(group.parameters) // degree] if any(map(is_expert, group.parameters)) else []
+        for name in names:  # of the first rank, as all others have theirs
+            layer, number = layer_of(name), expert_number(name) or 0
+            key = layer, name.removeprefix(f"{layer}{number}")
+            if last.get(key, -1) > number:
+                raise UnsupportedError(
+                    f"experts of {layer.removesuffix('.deepspeed_experts.')} in several param groups, in an order that "
+                    f"DeepSpeed does not have over {degree} rank{'s' if degree > 1 else ''}",
+                    path=path,
+                    expected="groups whose names say over how many ranks their experts are spread (ep_size_N)",
+                    found=str(group.hyperparameters.get("name"))[:80],
+                )
+            last[key] = number
 
 
 def _by_layer(names: Iterable[str]) -> list[str]:

@@ -27,6 +27,8 @@ class RankState:
         spread over them.
     tied : frozenset of str
         Parameters of layers that other stages of a pipeline use, too, where their names do not say so.
+    transposed : bool
+        Whether its files hold matrices transposed, see `zenflow`.
     """
 
     mp_rank: int
@@ -43,6 +45,7 @@ class RankState:
     lanes: int = 1
     whole: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

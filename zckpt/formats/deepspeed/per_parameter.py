@@ -120,6 +120,15 @@ def _paddings(
     return found
 
 
+def by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[Padding]:
+    """Add up the padding of sub-groups by param group."""
+    total: dict[tuple[int, int], tuple[int, int]] = {}
+    for p in paddings:
+        numel, nbytes = total.get((p.rank, group_of[p.group]), (0, 0))
+        total[p.rank, group_of[p.group]] = (numel + p.numel, nbytes + p.nbytes)
+    return [Padding(rank, group, *counts) for (rank, group), counts in total.items()]
+
+
 FEWEST_SHARDS = 1 << 13
 """Shards of which the padding is worked out for all at once; of fewer, one by one."""
 

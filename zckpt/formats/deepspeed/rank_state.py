@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
@@ -16,12 +17,7 @@ from zckpt.formats.deepspeed.aliases import notes
 from zckpt.formats.deepspeed.auto_ep import KEY
 from zckpt.formats.deepspeed.auto_ep_shards import cut_experts, has_own_groups, router_names
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
-from zckpt.formats.deepspeed.experts import (
-    expert_number,
-    experts_per_rank,
-    global_name,
-    is_expert,
-)
+from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.flat import Case, FlatGroup, cut_group, element_slots, flat_cases, partition_numel
 from zckpt.formats.deepspeed.groups import (
     MOMENTUM,
@@ -34,7 +30,7 @@ from zckpt.formats.deepspeed.groups import (
     whole_slots,
 )
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, cut_parameters, frozen_weight
+from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, by_group, cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.values import (
@@ -46,8 +42,9 @@ from zckpt.formats.deepspeed.values import (
     quantised_keys,
     rank_values,
 )
+from zckpt.formats.deepspeed.zenflow import are_transposed, flipped, transposed, transposed_slot, uses_zenflow
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.torchfile import Tensor
 
@@ -96,6 +93,11 @@ def read_rank(
         _read_flat(state, models[0], members, weights, trained, spread or Spread(members), apart)
     state.warnings += notes(members, {value.key for value in state.per_rank})
     parameterwise = bool(members) and members[0].stage == 3
+    state.transposed = state.transposed or (parameterwise and uses_zenflow(models[0].config))
+    if state.transposed:
+        for name, (shape, slots, group) in trained.items():
+            its = transposed(Parameter(name, shape, "", slots))
+            trained[name] = its.shape, its.slots, group
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
     if models[0].content.get(KEY):
         aliases = {**router_names(models[0], parameterwise=parameterwise), **aliases}
@@ -115,6 +117,11 @@ def _read_flat(
     known = {name: tensor.shape for name, tensor in model.module.items()}
     known |= {name: tensor.shape for name, (_, tensor) in weights.items()}
     groups = flat_groups(model, members, known, spread)
+    if uses_zenflow(model.config):
+        held = model.module | {name: tensor for name, (_, tensor) in weights.items()}
+        state.transposed = are_transposed(held, [group.shapes for group in groups], model.shard.path)
+    if state.transposed:
+        groups = [replace(group, shapes=flipped(group.shapes)) for group in groups]
     by_group = [sharing(members, spread, group.index, list(group.shapes)) for group in groups]
     shared = [(group, ranks) for group, sets in zip(groups, by_group, strict=True) for ranks in sets]
     paths = {member.path for member in members}
@@ -227,16 +234,7 @@ def _read_parameterwise(
     for index, its_subs in enumerate(subs):
         _add_group(state, members, index, its_subs, names[index], own, apart_from_others.groups)
     state.per_rank += rank_values(members, group_of, own, {sub: read[sub] for sub in group_of})
-    state.padding = _by_group(state.padding, group_of)
-
-
-def _by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[Padding]:
-    """Add up the padding of sub-groups by param group."""
-    total: dict[tuple[int, int], tuple[int, int]] = {}
-    for p in paddings:
-        numel, nbytes = total.get((p.rank, group_of[p.group]), (0, 0))
-        total[p.rank, group_of[p.group]] = (numel + p.numel, nbytes + p.nbytes)
-    return [Padding(rank, group, *counts) for (rank, group), counts in total.items()]
+    state.padding = by_group(state.padding, group_of)
 
 
 def _add_group(
@@ -286,6 +284,7 @@ def _place_parameters(
         elif _is_other_tensor(name, tensor, model, parameterwise=parameterwise, has_groups=bool(trained)):
             state.buffers[name] = _buffer(name, tensor, path)
         elif (slot := _frozen(name, tensor, models, parameterwise=parameterwise)) is not None:
+            slot = transposed_slot(slot) if parameterwise and state.transposed else slot
             state.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
         else:
             lost.append(name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
 from zckpt.formats.deepspeed.agreement import check_models_alike
 from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
 from zckpt.formats.deepspeed.described import describe_whole, keep_all_others
@@ -117,7 +117,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp)
+    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp, first=states[0])
     keep_all_others(checkpoint, models, optimizers, members, of_experts)
     checkpoint.warnings += attached or []
     if not optimizers:
@@ -170,14 +170,6 @@ def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> No
     for model in models:
         if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
-        zero = model.config.get("zero_optimization")
-        if isinstance(zero, dict) and zero.get("zenflow") is not None:
-            raise UnsupportedError(
-                "masters and moments that ZenFlow keeps are transposed, and behind its weights: they are not read",
-                path=model.shard.path,
-                expected="zero_optimization without `zenflow` in its ds_config",
-                advice="go on in DeepSpeed with `zenflow`; the weights are in `module` of this file",
-            )
 
 
 def _ranks(

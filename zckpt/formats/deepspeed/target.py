@@ -153,6 +153,8 @@ class Target:
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
         `universal_checkpoint_info` to be written; None: as the source's files have it.
+    transposed : bool
+        Whether parameters of groups are matrices transposed, as ZenFlow stores them.
     """
 
     checkpoint: Checkpoint
@@ -167,6 +169,7 @@ class Target:
     pp: int = 1
     tp: int = 1
     stages: Stages | None = None
+    transposed: bool = False
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     codes: dict[int, Codes | TorchaoCodes] = field(default_factory=dict, repr=False, compare=False)

@@ -16,6 +16,7 @@ from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
+from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
@@ -47,6 +48,8 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         written["buffer_names"] = list(mp.buffers)
         written["num_experts"] = numbers_of_experts(mp.parameters)
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
+    if target.transposed and target.stage == 3:
+        frozen = [transposed(p) for p in frozen]
     if target.stage in (0, 1) or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
@@ -134,6 +137,8 @@ def _param_shapes(target: Target, mp: TargetRank) -> list[OrderedMapping]:
     groups = [group.experts[0] for group in mp.groups]
     if target.stage == 3:
         groups = [parameters for group in mp.groups for parameters in target.sub_groups(group)]
+    elif target.transposed:
+        groups = [[transposed(p) for p in parameters] for parameters in groups]
     return [_shapes(parameters, tuples=any(type(shape) is tuple for shape in first.values())) for parameters in groups]
 
 
@@ -169,7 +174,7 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
     apart = "num_experts" in source.content
     elsewhere = {name for layer in auto_layers(target.origin.model) for name in expert_names(layer)}
     for group in mp.groups if target.stage in (1, 2) and not apart else []:
-        weights.update(_views(group))
+        weights.update(_views(group, columns=target.transposed))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
         if name in mp.buffers:
             slot = _buffer(target, mp, source, name)
@@ -200,11 +205,14 @@ def single(target: Target, parameter: Parameter) -> Tensor:
     """Return a weight that lies in a storage of its own; under ZeRO-3 an empty one."""
     if target.stage == 3:
         return view(new_storage(parameter.dtype, 0), (0,))
-    contents = slot_contents(_weight(parameter), parameter.name, 0, 0, parameter.numel)
-    return view(new_storage(parameter.dtype, parameter.numel, list(contents)), parameter.shape)
+    columns = target.transposed and parameter.group is not None
+    stored = transposed(parameter) if columns else parameter
+    contents = slot_contents(_weight(stored), stored.name, 0, 0, stored.numel)
+    made = view(new_storage(stored.dtype, stored.numel, list(contents)), stored.shape)
+    return upright(made, columns=columns)
 
 
-def _views(group: TargetGroup) -> dict[str, Tensor]:
+def _views(group: TargetGroup, *, columns: bool) -> dict[str, Tensor]:
     """Return the weights of a group as views of its flat buffer, as DeepSpeed keeps them."""
     parameters, starts = group.experts[0], group.starts
     dtypes = {p.dtype for p in parameters}
@@ -214,7 +222,10 @@ def _views(group: TargetGroup) -> dict[str, Tensor]:
     for start, p in zip(starts, parameters, strict=False):
         contents += slot_contents(_weight(p), p.name, 0, start, p.numel)
     storage = new_storage(dtypes.pop(), group.partition * group.shared_by, contents)
-    return {p.name: view(storage, p.shape, start=start) for start, p in zip(starts, parameters, strict=False)}
+    return {
+        p.name: upright(view(storage, p.shape, start=start), columns=columns)
+        for start, p in zip(starts, parameters, strict=False)
+    }
 
 
 def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None) -> OrderedMapping:

@@ -13,6 +13,7 @@ from zckpt.formats.deepspeed.auto_ep_target import partition_groups
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
+from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
 from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
@@ -93,6 +94,9 @@ def config_tree(target: Target) -> object:
         changed["zero_optimization"] = {**zero, "stage": target.stage} | {
             key: value for key, value in flat.items() if key in zero or value
         }
+        members = target.origin.members
+        if not members or not keeps_zenflow(target.checkpoint, members[0].stage, target.stage):
+            changed["zero_optimization"].pop("zenflow", None)
     changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")
     if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt.compare.weights import comparable
+from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.boxes import row_major
 from zckpt.engine.checking import Sum
 from zckpt.engine.scan import stored_once
@@ -161,13 +161,15 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
     free = _free_weights(p for _, p in kinds)
+    rounded = not steps_weights(checkpoint)
     seen: set[tuple[str, int, int, str, tuple[str, ...]]] = set()
     for kind, parameter in kinds:
-        partners = _partners(parameter, free)
+        held = rounded and _is_compared(parameter)
+        partners = _partners(parameter, free) if held else None
         for key in sorted(parameter.slots, key=_order):
             slot, subject = parameter.slots[key], len(found.subjects)
             found.subjects.append(Subject(kind, parameter.name, key))
-            if key == MASTER and partners is None and _is_compared(parameter):
+            if key == MASTER and partners is None and held:
                 master, weight = stored_once([slot, parameter.slots[WEIGHT]])
                 found.apart.append(Scattered(subject, master, Extent.whole(master.shape), weight))
             (slot,) = stored_once([slot])
@@ -255,8 +257,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
     """Return the spans of a weight by their box, if each is one piece that masters of the same box cover in order."""
-    if not _is_compared(parameter):
-        return None
     weight, master = parameter.slots[WEIGHT], parameter.slots[MASTER]
     boxes: dict[Box, Span] = {}
     covered: dict[Box, int] = {}

@@ -1,0 +1,92 @@
+"""ZenFlow: matrices that lie transposed in its files, or do not, and weights that are ahead of their masters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.formats.deepspeed.contents import cut, run_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file
+from tests.truth import Truth, assert_consolidated
+
+FLAT, BY_PARAMETER = "versions/ds0189_zenflow_s2_bf16_dp2", "versions/ds0189_zenflow_s3_bf16_dp2"
+
+
+@pytest.mark.parametrize("name", [FLAT, BY_PARAMETER])
+def test_matrices_are_read_upright(name: str, tmp_path: Path) -> None:
+    checkpoint, truth = zckpt.open(run_of(name)), Truth(run_of(name))
+    assert checkpoint.details["transposed_matrices"] is True
+    assert any("ZenFlow" in warning for warning in checkpoint.warnings)
+    assert_consolidated(run_of(name), truth, tmp_path)
+    for key, value in truth.tensors.items():
+        slot, parameter = key.split("/", 1)
+        if slot.startswith("exp_avg"):
+            assert torch.equal(checkpoint.read(parameter, slot), value)
+
+
+@pytest.mark.parametrize("name", [FLAT, BY_PARAMETER])
+def test_it_is_cut_as_zenflow_stores_it(name: str, tmp_path: Path) -> None:
+    """Byte for byte at the same ranks, also after others."""
+    source, same = tag_of(run_of(name)), cut(run_of(name), tmp_path / "2", 2)
+    three, back = cut(run_of(name), tmp_path / "3", 3), cut(tmp_path / "3", tmp_path / "back", 2, verify=True)
+    for rank in range(2):
+        stored = tensor_bytes(optimizer_file(same, rank))
+        assert tensor_bytes(optimizer_file(back, rank)) == stored
+        if name == FLAT:  # ZeRO-3 does not initialise padding
+            assert tensor_bytes(optimizer_file(source, rank)) == stored
+    assert zckpt.fingerprint(three).text == zckpt.fingerprint(source).text
+    ours, theirs = (torch.load(sorted(tag.glob("*model_states.pt"))[0], weights_only=False) for tag in (back, source))
+    assert [*map(dict, ours["param_shapes"])] == [*map(dict, theirs["param_shapes"])]
+    assert ours["frozen_param_shapes"] == theirs["frozen_param_shapes"]
+    assert "zenflow" in ours["ds_config"]["zero_optimization"]
+    for its, other in zip(ours["module"].values(), theirs["module"].values(), strict=True):
+        assert its.stride() == other.stride()
+        assert torch.equal(its, other)
+    assert zckpt.verify(three, deep=True).sound
+
+
+@pytest.mark.parametrize(("name", "stage"), [(FLAT, 3), (BY_PARAMETER, 2)])
+def test_for_zero_of_another_kind_it_is_written_without_zenflow(name: str, stage: int, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", 3, stage=stage, verify=True)
+    written = zckpt.open(tag)
+    assert "transposed_matrices" not in written.details
+    assert "zenflow" not in written.metadata["ds_config"]["zero_optimization"]  # type: ignore[index]
+    for parameter, value in Truth(run_of(name)).masters.items():
+        assert torch.equal(written.read(parameter, "master"), value)
+
+
+def test_matrices_in_order_are_told_by_their_weights(tmp_path: Path) -> None:
+    """0.19.8 has weights and masters row by row."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content["ds_config"]["zero_optimization"].update(zenflow={"topk_ratio": 0.1}))
+    found = zckpt.open(tag)
+    assert found.details["transposed_matrices"] is False
+    for parameter, value in Truth(run_of("s2_bf16_dp2")).masters.items():
+        assert torch.equal(found.read(parameter, "master"), value)
+
+
+def test_weights_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    tag = copy(FLAT, tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        content["module"]["head.weight"] = content["module"]["head.weight"].contiguous()
+
+    edit(model_file(tag), change)
+    with pytest.raises(zckpt.LayoutError, match=r"embed.weight by columns|head.weight by rows"):
+        zckpt.open(tag)
+
+
+def test_weights_may_be_ahead_of_masters_in_any_format(tmp_path: Path) -> None:
+    tag = copy(FLAT, tmp_path)
+    edit(model_file(tag), lambda content: content["module"]["head.weight"].add_(1))
+    assert zckpt.verify(tag, deep=True).sound
+    zckpt.convert(tag, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.verify(tmp_path / "dcp", deep=True).sound
+    zckpt.consolidate(tmp_path / "dcp", tmp_path / "kept.safetensors", dtype="keep")
+    weight = Truth(run_of(FLAT)).weights["head.weight"] + 1
+    assert torch.equal(load_file(tmp_path / "kept.safetensors")["head.weight"], weight)

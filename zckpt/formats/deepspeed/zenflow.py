@@ -1,0 +1,191 @@
+"""ZenFlow, which steps some columns of a matrix on the accelerator and the rest later, in masters on the CPU.
+
+Knows in which order it stores matrices, and nothing of what it selects, for that it saves nothing of.
+
+    ZeRO-1, 2    flat buffer of 0.17.5 to 0.19.5  |aaaa|bbbb|...   column by column; the weights are views with strides
+                 of 0.19.8                        |abab|...        in order, as without ZenFlow; the weights are, too
+    ZeRO-3       shapes, shards, frozen ones      of the transposed matrix
+
+A flat buffer and the weights of the model file are one tensor when DeepSpeed makes masters of them, so the strides of
+the weights tell the order of both.
+
+Source: DeepSpeed 0.17.6, 0.18.9 and 0.19.8, `zenflow_utils._flatten_dense_tensors`, `_update_model_bit16_weights` and
+`_initialize_zenflow_stage3_prologue`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from zckpt.engine.boxes import boxes_of
+from zckpt.engine.plan import locate
+from zckpt.errors import LayoutError
+from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Spans
+from zckpt.state.dtypes import itemsize
+from zckpt.torchfile import Tensor
+
+DETAIL = "transposed_matrices"
+"""Among a checkpoint's details: whether its optimizer's files hold matrices transposed."""
+
+WARNING = (
+    "ZenFlow steps selected columns and vectors in the model's weights first, so that masters are behind those; "
+    "`consolidate --dtype keep` writes the weights that the model computes with"
+)
+
+
+def uses_zenflow(config: Mapping[str, object]) -> bool:
+    """Tell whether a DeepSpeed configuration turns ZenFlow on."""
+    zero = config.get("zero_optimization")
+    return isinstance(zero, dict) and zero.get("zenflow") is not None
+
+
+def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes], path: str) -> bool:
+    """Tell whether the flat buffers of a ZenFlow training hold matrices column by column.
+
+    Parameters
+    ----------
+    weights : mapping of str to Tensor
+        As the model's files have them.
+    groups : sequence of dict of str to tuple
+        Shapes of the parameters of each group.
+
+    Raises
+    ------
+    LayoutError
+        The weights do not say so, or contradict each other.
+    """
+    matrices = [
+        (name, shape) for group in groups for name, shape in group.items() if len(shape) == 2 and min(shape) > 1
+    ]
+    found: dict[bool, str] = {}
+    for name, shape in matrices:
+        tensor = weights.get(name)
+        if tensor is not None and tensor.shape == shape and tensor.is_contiguous:
+            found.setdefault(False, name)
+        elif tensor is not None and tensor.shape == shape and tensor.strides == (1, shape[0]):
+            found.setdefault(True, name)
+        else:
+            raise LayoutError(
+                f"ZenFlow: the weight of {name}, by which the order of its master is known, is not as DeepSpeed has it",
+                path=path,
+                expected=f"shape {shape}, stored row by row or column by column",
+                found="none" if tensor is None else f"shape {tensor.shape}, strides {tensor.strides}",
+            )
+    if len(found) == 2:
+        raise LayoutError(
+            "ZenFlow: weights are stored row by row and column by column, which it does with all or none",
+            path=path,
+            found=f"{found[False]} by rows, {found[True]} by columns",
+        )
+    return True in found
+
+
+def keeps_zenflow(checkpoint: Checkpoint, source: int, stage: int) -> bool:
+    """Tell whether a checkpoint of ZenFlow is one still when it is cut for a stage; of ZeRO-3 it is another kind."""
+    return DETAIL in checkpoint.details and (source == 3) == (stage == 3)
+
+
+def keeps_transposed(checkpoint: Checkpoint, source: int, stage: int) -> bool:
+    """Tell whether matrices are transposed in it, too."""
+    return keeps_zenflow(checkpoint, source, stage) and checkpoint.details[DETAIL] is True
+
+
+def flipped(shapes: Shapes) -> Shapes:
+    """Return shapes with those of matrices transposed."""
+    return {name: shape[::-1] if len(shape) == 2 else shape for name, shape in shapes.items()}
+
+
+def transposed(parameter: Parameter) -> Parameter:
+    """Return a matrix with its rows as columns, in all its slots; any other parameter as it is."""
+    if len(parameter.shape) != 2:
+        return parameter
+    slots = {key: transposed_slot(slot) for key, slot in parameter.slots.items()}
+    return replace(parameter, shape=parameter.shape[::-1], slots=slots)
+
+
+def transposed_slot(slot: Slot) -> Slot:
+    """Return the slot of a matrix with its rows as columns; any other as it is."""
+    if len(slot.shape) != 2:
+        return slot
+    every = [_transposed(spans, slot.shape) for spans in (slot.spans, *slot.replicas)]
+    return replace(slot, shape=slot.shape[::-1], spans=every[0], replicas=tuple(every[1:]))
+
+
+def upright(tensor: Tensor, *, columns: bool) -> Tensor:
+    """Return the view of a matrix that is stored column by column, of that of what is stored."""
+    if not columns or len(tensor.shape) != 2:
+        return tensor
+    return replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+
+
+def _transposed(spans: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]:
+    if isinstance(spans, TransposedSpans):
+        return spans.source
+    made = TransposedSpans(spans, shape[::-1])
+    return made if isinstance(spans, Spans) else tuple(made)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransposedSpans(Spans):
+    """The spans of a matrix whose columns are the rows of another.
+
+    Parameters
+    ----------
+    source : sequence of Span
+        Of the other.
+    shape : tuple of int
+        Of this one.
+    """
+
+    source: Sequence[Span]
+    shape: tuple[int, ...]
+
+    def __iter__(self) -> Iterator[Span]:
+        """Yield all of them: each of the other's is up to three boxes."""
+        for span in self.source:
+            yield from _boxes(span)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        """Return a span, or some."""
+        return tuple(self)[index]
+
+    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
+        """Return those that may have some of elements [low, high) of the flattened matrix."""
+        rows, columns = self.shape
+        low, high = max(low, 0), min(high, rows * columns)
+        if low >= high:
+            return ()
+        first, last = low // columns, (high - 1) // columns
+        left, right = (low % columns, (high - 1) % columns) if first == last else (0, columns - 1)
+        source = self.source
+        some = source.reaching(left * rows + first, right * rows + last + 1) if isinstance(source, Spans) else source
+        return tuple(box for span in some for box in _boxes(span))
+
+    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
+        """Return those that lie in some files."""
+        source = self.source
+        some = source.within(paths) if isinstance(source, Spans) else [one for one in source if one.path in paths]
+        return tuple(box for span in some for box in _boxes(span))
+
+
+def _boxes(span: Span) -> Iterator[Span]:
+    """Yield the spans of a transposed matrix that have the elements of one of the matrix."""
+    for box in boxes_of(span.extent):
+        first, steps = locate(span.extent, box, span.strides)
+        offsets, sizes = box[0][::-1], box[1][::-1]
+        extent = Extent(offsets, sizes, 0, math.prod(sizes))
+        yield replace(span, extent=extent, offset=span.offset + first * itemsize(span.dtype), strides=steps[::-1])
