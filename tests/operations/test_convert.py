@@ -109,3 +109,15 @@ def test_float32_model_of_a_16_bit_run_holds_its_masters(name: str, to: str, tmp
             weight, master = found.read(parameter.name, "weight"), source.read(parameter.name, "master")
             assert (weight.dtype, master.dtype) == (torch.float32, torch.float32)
             assert torch.equal(bits(weight), bits(master)), parameter.name
+
+
+def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(zckpt.UnsupportedError, match=r"holds no model.* a \.pt file"):
+        zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out", to="consolidated")
+    zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out.pt", to="consolidated")
+    assert_same_state(zckpt.open(tmp_path / "out.pt"), zckpt.open(tmp_path / "optimizer.pt"))

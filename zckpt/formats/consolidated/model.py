@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
+from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
 from zckpt.formats.safetensors import file as safetensors_file
@@ -115,9 +116,15 @@ def lay_out(
     Raises
     ------
     UnsupportedError
-        State that no single parameter can hold.
+        State that no single parameter can hold, or no model.
     """
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
+    if not tensors:
+        raise UnsupportedError(
+            "holds no model, only optimizer state, and the directory is a model's with its optimizer",
+            path=checkpoint.source,
+            advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
+        )
     entries = [safetensors_file.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
     files = safetensors_file.lay_out_directory(entries, max_shard_size, indexed=True)
     if checkpoint.param_groups:

@@ -48,7 +48,7 @@ class ModelShard:
         Alias to owner.
     content : dict
         The file's whole top level.
-    extra : dict
+    extra : mapping
         What of `module` is no tensor.
     configuration : object
         DeepSpeed's, from this file or, where it has none, from an optimizer's.
@@ -63,7 +63,7 @@ class ModelShard:
     frozen_fragments: dict[str, Tensor] | None
     shared: dict[str, str] | None
     content: dict[str, object]
-    extra: dict[str, object] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     configuration: object = None
 
     @property
