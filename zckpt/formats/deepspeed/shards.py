@@ -49,7 +49,7 @@ class ModelShard:
         Alias to owner.
     content : dict
         The file's whole top level.
-    extra : dict
+    extra : mapping
         What of `module` is no tensor.
     configuration : object
         DeepSpeed's, from this file or, where it has none, from an optimizer's.
@@ -66,7 +66,7 @@ class ModelShard:
     frozen_fragments: dict[str, Tensor] | None
     shared: dict[str, str] | None
     content: dict[str, object]
-    extra: dict[str, object] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     configuration: object = None
     filed: dict[str, str] = field(default_factory=dict)
 
