@@ -358,6 +358,25 @@ def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_th
     assert_optimizer(checkpoint, other, sgd, "discriminator.d.")
 
 
+def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(tmp_path):
+    (one, adamw), (other, sgd) = trained(), trained(torch.optim.SGD, momentum=0.9)
+    weights = [one.state_dict(), other.state_dict()]
+    states = [get_optimizer_state_dict(one, adamw), get_optimizer_state_dict(other, sgd)]
+    beside = {
+        key: {"model": model, "optimizer": state}
+        for key, model, state in zip(("disc", "gen"), weights, states, strict=True)
+    }
+    by_key = {"netD": weights[0], "netG": weights[1], "optG": states[1], "optD": states[0]}
+    for number, (state, keys) in enumerate([(beside, ("disc.model.", "gen.model.")), (by_key, ("netD.", "netG."))]):
+        checkpoint = read(saved(tmp_path / str(number), state))
+        for model, optimizer, key in ((one, adamw, keys[0]), (other, sgd, keys[1])):
+            assert_model(checkpoint, model, key)
+            assert_optimizer(checkpoint, model, optimizer, key)
+    unclear = {"a": weights[0], "b": weights[1], "optimizer": states[0]}
+    with pytest.raises(UnsupportedError, match=r"may be the optimizer of several models.* found a and b"):
+        read(saved(tmp_path / "unclear", unclear))
+
+
 def test_models_without_an_optimizer_and_usual_keys_are_all_read(tmp_path):
     (one, _), (other, _) = trained(), trained(torch.optim.SGD)
     checkpoint = read(saved(tmp_path / "ckpt", {"encoder": one.state_dict(), "decoder": other.state_dict()}))

@@ -175,6 +175,23 @@ def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Sp
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("sliced_experts", [None, False])
+@pytest.mark.parametrize("to", ["zckpt", "consolidated"])
+def test_deepspeed_resumes_sliced_experts_of_another_format(
+    to: str, sliced_experts: bool | None, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """As slices again, which the other format says, or spread over the ranks of the slices."""
+    folder = made(SLICED_EXPERTS)
+    zckpt.convert(folder, tmp_path / "other", to=to)
+    options = {"world_size": 2, "stage": 1, "tensor_parallel_size": 2, "expert_parallel_size": 2}
+    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", sliced_experts=sliced_experts, **options)
+    spec = SLICED_EXPERTS.at(4, sliced_experts=sliced_experts is None)
+    verdict = resume(tmp_path / "run", spec, folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= MOE_TOLERANCE["fp32"], verdict.losses
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
 def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(
     degree: int, made: Callable[[Spec], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ import zckpt
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
 from tests.inventory.sources import SOURCES
 from tests.operations.verify.mutation import copy, edit, flip, optimizer_file
+from tests.truth import Truth
 from zckpt.errors import LeftOutError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, Inventory
@@ -233,6 +234,25 @@ def test_what_each_rank_has_of_its_own_is_carried(tmp_path: Path) -> None:
     assert zckpt.open(tmp_path / "t").metadata.keys() == found.keys()
 
 
+def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path: Path) -> None:
+    source = copy("s3_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        own, shared = {"amax": torch.full((2,), rank)}, {"amax": torch.ones(3), "recipe": "delayed"}
+        path = source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        edit(path, lambda content: content["module"].update({"a._extra_state": own, "b._extra_state": shared}))  # noqa: B023
+    found = zckpt.open(source).metadata
+    assert "module_extra_state" in found
+    assert "zero_pp_rank_1_mp_rank_00_model_states.a._extra_state" in found
+    assert "zero_pp_rank_1_mp_rank_00_model_states.b._extra_state" not in found, "it is the first rank's"
+    assert lost(source) == []
+    zckpt.reshard(source, tmp_path / "t", world_size=3)
+    for rank in (0, 1):
+        file = tmp_path / "t" / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        module = torch.load(file, weights_only=False)["module"]
+        assert module["a._extra_state"]["amax"].tolist() == [rank, rank]
+        assert module["b._extra_state"]["amax"].tolist() == [1, 1, 1]
+
+
 def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_path: Path) -> None:
     source = SOURCES["other/accel_ds2_bf16"]
     done = zckpt.reshard(source, tmp_path / "t", world_size=3)
@@ -244,6 +264,53 @@ def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_pa
 
 
 # --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("s2_bf16_dp2", torch.float32), ("s3_bf16_dp2", torch.bfloat16)])
+def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """What zero_to_fp32 wrote into the run's directory, and `stage3_gather_16bit_weights_on_model_save`."""
+    source, truth = copy(name, tmp_path), Truth(SOURCES[name])
+    held = truth.weights | (truth.masters if dtype == torch.float32 else {})
+    held |= {alias: held[owner] for alias, owner in truth.tied.items()}
+    model = {key: value.to(dtype) for key, value in held.items()}
+    model |= {"counter": zckpt.open(source).read("counter", "weight").float()}  # as versions before 0.16 wrote it
+    torch.save(model, source / "pytorch_model.bin")
+    assert lost(source) == []
+    assert codes(source, "--deep")[0] == 0
+    zckpt.consolidate(source, tmp_path / "out.safetensors")
+    model["fc1.weight"][3, 2] += 0.5
+    torch.save(model, source / "pytorch_model.bin")
+    status, found = codes(source, "--deep")
+    assert status == 1
+    assert found == {"ZC-206"}
+
+
+def renamed(node: Any, names: dict[str, str]) -> Any:
+    """A tree with other names in it, be they keys or values."""
+    if isinstance(node, dict):
+        return type(node)((names.get(key, key), renamed(value, names)) for key, value in node.items())
+    if isinstance(node, (list, set)):
+        return type(node)(renamed(one, names) for one in node)
+    return names.get(node, node) if isinstance(node, str) else node
+
+
+def test_adapter_that_peft_saved_beside_it_is_a_copy(tmp_path: Path) -> None:
+    source = copy("s2_bf16_dp2", tmp_path)
+    front = "base_model.model."
+    names = {"fc1.weight": f"{front}q_proj.lora_A.default.weight", "prime": f"{front}e.lora_embedding_A.default",
+             "fc2.weight": f"{front}head.modules_to_save.default.weight"}  # fmt: skip
+    for path in source.rglob("*.pt"):
+        torch.save(renamed(torch.load(path, weights_only=False), names), path)
+    held, weights = zckpt.open(source), Truth(SOURCES["s2_bf16_dp2"]).weights
+    assert set(names.values()) <= held.parameters.keys()
+    saved = {"fc1.weight": f"{front}q_proj.lora_A.weight", "prime": f"{front}e.lora_embedding_A",
+             "fc2.weight": f"{front}head.weight"}  # fmt: skip
+    save_file({name: weights[key] for key, name in saved.items()}, source / "adapter_model.safetensors")
+    assert lost(source) == []
+    assert codes(source, "--deep")[0] == 0
+    assert "adapter_model.safetensors" in {item.file for item in inventory(source).of(COPY)}
 
 
 @pytest.mark.parametrize(

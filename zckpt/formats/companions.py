@@ -4,11 +4,12 @@ DIR/scheduler.pt, rng_state_R.pth, training_args.bin     Hugging Face's Trainer
 DIR/trainer_state.json                                   its own account: steps, epochs, what was logged
 DIR/scheduler.bin, random_states_R.pkl, sampler.bin      Accelerate
 DIR/model.safetensors, pytorch_model.bin                 the weights once more, next to a directory of DeepSpeed's
+DIR/adapter_model.safetensors, adapter_model.bin          of these what PEFT has added to a model
 DIR/sharded/shard-R-model-N-of-M.safetensors             the pieces that torch put together into the files above
 
 Files of the first three kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
-copy as far as its names, shapes and types are those of what was read, and `verify --deep` compares it with that; any
-other tensor of it has been read by no one.
+copy as far as its names and shapes are those of what was read, of its types or rounded from them, and `verify --deep`
+compares it with that; any other tensor of it has been read by no one.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Slot, SourceFile, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import read_whole
@@ -35,12 +36,15 @@ CARRIED = re.compile(
 )
 
 COPIED = re.compile(r"(?:pytorch_)?model(?:-[0-9]+-of-[0-9]+)?\.(?:safetensors|bin)")
+ADAPTER = re.compile(r"adapter_model\.(?:safetensors|bin)")
 TRAINER_STATE = "trainer_state.json"
 MAXIMUM_JSON_NBYTES = 1 << 28
 """Of the Trainer's account: it grows with every step that is logged."""
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SHARDED = "sharded"
+ROUNDED = frozenset({"float64", "float32", "bfloat16", "float16"})
+INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 
 METADATA_ROLE = "metadata"
 """Of files that hold neither a model nor an optimizer."""
@@ -67,7 +71,9 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
         elif entry.name == TRAINER_STATE:
             _carry_json(checkpoint, path)
         elif COPIED.fullmatch(entry.name):
-            copies = _copy(checkpoint, path) or copies
+            copies = _copy(checkpoint, path, {}) or copies
+        elif ADAPTER.fullmatch(entry.name):
+            _copy(checkpoint, path, _without_adapter(checkpoint))
     if copies:
         checkpoint.claims |= {
             entry.path: Claim(IMPLIED, "which file each tensor is in") for entry in entries if entry.name in INDEXES
@@ -97,8 +103,25 @@ def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
         checkpoint.claims[str(path)] = Claim(CARRIED_AS_IS, path.stem)
 
 
-def _copy(checkpoint: Checkpoint, path: Path) -> bool:
-    """Note what a file holds of the model as copies; tell whether it is any of it."""
+def _without_adapter(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return names by what PEFT's `save_pretrained` makes of them, which leaves out how the adapter is called."""
+    found: dict[str, str] = {}
+    for name in [*checkpoint.parameters, *checkpoint.buffers]:
+        for called in (".modules_to_save.default.", ".default."):
+            if called in name:
+                found.setdefault(name.replace(called, "."), name)
+        found.setdefault(name.removesuffix(".default"), name)
+    return found
+
+
+def _copy(checkpoint: Checkpoint, path: Path, names: Mapping[str, str]) -> bool:
+    """Note what a file holds of the model as copies; tell whether it is any of it.
+
+    Parameters
+    ----------
+    names : mapping of str to str
+        The checkpoint's name for one of the file, where it is another.
+    """
     from zckpt.formats.safetensors import file as safetensors_file
 
     try:
@@ -118,22 +141,34 @@ def _copy(checkpoint: Checkpoint, path: Path) -> bool:
             file = describe(found, "model")
     except SourceError:
         return False
-    copies = list(_duplicates(checkpoint, slots))
+    copies = list(_duplicates(checkpoint, {names.get(name, name): slot for name, slot in slots.items()}))
     if copies:
         checkpoint.files.append(file)
         checkpoint.duplicates += copies
     return bool(copies)
 
 
-def _duplicates(checkpoint: Checkpoint, slots: dict[str, Slot]) -> Iterator[Duplicate]:
+def _duplicates(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Iterator[Duplicate]:
     for name, slot in slots.items():
         one = checkpoint.parameters.get(name) or checkpoint.buffers.get(name)
-        if one is None:
-            continue
-        weight = checkpoint.owner(name).slots.get(WEIGHT)
-        if weight is not None and (weight.shape, weight.dtype) == (slot.shape, slot.dtype):
+        original = _original(checkpoint.owner(name), slot) if one is not None else None
+        if one is not None and original is not None:
             kind = "buffer" if name in checkpoint.buffers else "tied" if one.tied_to else "parameter"
-            yield Duplicate(kind, name, one.tied_to or name, replace(slot, name=WEIGHT), weight)
+            yield Duplicate(kind, name, one.tied_to or name, replace(slot, name=WEIGHT), original)
+
+
+def _original(parameter: Parameter, copy: Slot) -> Slot | None:
+    """Return what a copy was made of: what has its type, else what has most digits; None if that is not known.
+
+    `zero_to_fp32` writes masters, and what is frozen as float32 (before 0.16 integers, too); ZeRO-3 gathers 16-bit
+    weights of which its ranks have masters only.
+    """
+    held = [slot for key in (MASTER, WEIGHT) if (slot := parameter.slots.get(key)) and slot.shape == copy.shape]
+    alike = [slot for slot in held if slot.dtype == copy.dtype]
+    if alike or not held:
+        return alike[-1] if alike else None
+    widened = copy.dtype == "float32" and held[0].dtype in INTEGERS
+    return held[0] if widened or {copy.dtype, held[0].dtype} <= ROUNDED else None
 
 
 def _shards(checkpoint: Checkpoint, directory: Path) -> None:

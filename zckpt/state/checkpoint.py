@@ -153,7 +153,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """A further copy of a slot, which nothing is read from: it should be equal, bit for bit.
+    """A further copy of a slot, which nothing is read from: it should be equal, or its rounding.
 
     Parameters
     ----------
@@ -166,7 +166,7 @@ class Duplicate:
     slot : Slot
         The copy.
     original : Slot
-        What it should equal, of the same shape.
+        What it should equal, of the same shape: bit for bit, after rounding where the copy has another type.
     rank : int or None
         Which rank's copy it is.
     """

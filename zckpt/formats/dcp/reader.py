@@ -27,6 +27,7 @@ from zckpt.formats.dcp.tree import (
     find_models,
     find_optimizers,
     names_of_model,
+    owners,
     prefixes,
 )
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
@@ -152,9 +153,10 @@ def fill(
 def _states(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], path: str) -> list[OptimizerState]:
     """Return the optimizers in one form, under the names that their models have."""
     states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
-    for state, part, prefix in zip(states, optimizers, prefixes(optimizers, models), strict=True):
+    its = owners(optimizers, models)
+    for state, part, model, prefix in zip(states, optimizers, its, prefixes(optimizers, its), strict=True):
         state.prefix = prefix
-        state.rename(names_of_model(models, part.names))
+        state.rename(names_of_model(model, part.names))
     return states
 
 

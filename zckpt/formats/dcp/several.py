@@ -72,7 +72,7 @@ def find_several(checkpoint: Checkpoint, root: Branch, pairs: Sequence[Sequence[
         for part in optimizers:
             state = read_optimizer(part, list(models[0].tensors), checkpoint.source)
             state.prefix = f"{name}."
-            state.rename(names_of_model(found.models[-1:], part.names))
+            state.rename(names_of_model(found.models[-1], part.names))
             found.states.append(state)
     return found
 

@@ -9,8 +9,8 @@ Programs keep models and optimizers under any keys:
 {"optimizer": {"state.<name>.<slot>": value, "param_groups.<name>.<key>": value}}             flattened
 {"optimizer": {"state": {"0": {slot: value}}, "param_groups": [{"params": [0], ...}]}}        raw
 
-An optimizer is known by its form. The model is the dict of tensors that has the optimizer's names; where those are
-numbers, or there is no optimizer, the dict that is called as models are.
+An optimizer is known by its form. The model is the dict of tensors that has the optimizer's names (see `owners`); where
+those are numbers, or there is no optimizer, the dict that is called as models are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
-from zckpt.formats.torch_files.content import STATE_DICT_KEYS
+from zckpt.formats.torch_files.content import AVERAGES, STATE_DICT_KEYS, is_called_like, words
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, walk_tensors
@@ -269,8 +269,7 @@ def find_models(
         As for `bare_names`.
     """
     candidates = list(_dicts_of_tensors(root, (), {part.path for part in optimizers}))
-    named = [part.names for part in optimizers if part.names]
-    found = [best for names in named if (best := _best(candidates, names)) is not None]
+    found = owners(optimizers, candidates)
     chosen = [one for one in candidates if any(one is best for best in found)]
     if not chosen and candidates:
         chosen = _usual(candidates, warnings)
@@ -296,12 +295,49 @@ def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[Mode
         yield from _dicts_of_tensors(child, (*path, step), taken)
 
 
-def _best(candidates: Sequence[ModelPart], names: frozenset[str]) -> ModelPart | None:
-    """Return the dict that has most of an optimizer's names, whatever wrappers they have; None if none has any."""
-    counts = [len(aligned(one.tensors, names)) for one in candidates]
+def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> list[ModelPart | None]:
+    """Return the model of each optimizer: what has most of its names, whatever wrappers they have.
+
+    Two models may have the same names: then its is the one beside it, or of a key like its own (`opt_gen`: `gen`), or
+    that is called as models are and not as their averages. None of one without names, and where none has any.
+
+    Raises
+    ------
+    UnsupportedError
+        That leaves several.
+    """
+    return [_owner(part, models) if part.names else None for part in optimizers]
+
+
+def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:
+    counts = [len(aligned(one.tensors, optimizer.names)) for one in models]
     most = max(counts, default=0)
-    best = [one for one, count in zip(candidates, counts, strict=True) if count == most]
-    return min(best, key=_unusual) if most else None
+    best = [one for one, count in zip(models, counts, strict=True) if count == most]
+    if not most or len(best) == 1:
+        return best[0] if most else None
+    nearest = max(_common(optimizer.path, one.path) for one in best)
+    best = [one for one in best if _common(optimizer.path, one.path) == nearest]
+    shared = set.intersection(*(set(one.path) for one in best))
+    narrower: list[Callable[[Keys], bool]] = [
+        lambda path: any(is_called_like(str(a), str(b)) for a in optimizer.path for b in path if b not in shared),
+        lambda path: not any(words(step) & AVERAGES for step in path if step not in shared),
+    ]
+    for rule in narrower:
+        best = [one for one in best if rule(one.path)] or best
+    first = min(map(_unusual, best))
+    best = [one for one in best if _unusual(one) == first]
+    if len(best) > 1:
+        raise UnsupportedError(
+            f"{_joined(optimizer.path)} may be the optimizer of several models, and nothing says of which",
+            found=" and ".join(_joined(one.path) for one in best),
+            advice="save it under a key that begins as its model's does",
+        )
+    return best[0]
+
+
+def _common(one: Keys, other: Keys) -> int:
+    """Return how many steps two paths have in common before they part."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _unusual(part: ModelPart) -> tuple[int, int]:
@@ -329,21 +365,19 @@ def _bare(part: ModelPart, *, front: bool) -> ModelPart:
     return replace(part, tensors={names[name]: one for name, one in part.tensors.items()}, filed=filed)
 
 
-def names_of_model(models: Sequence[ModelPart], names: frozenset[str]) -> dict[str, str]:
-    """Return what the model calls an optimizer's parameters, by the optimizer's names that it has."""
-    best = _best(models, names) if names else None
-    return {} if best is None else aligned(best.tensors, names)
+def names_of_model(model: ModelPart | None, names: frozenset[str]) -> dict[str, str]:
+    """Return what a model calls its optimizer's parameters, by the optimizer's names that it has."""
+    return {} if model is None else aligned(model.tensors, names)
 
 
-def prefixes(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> list[str]:
+def prefixes(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart | None]) -> list[str]:
     """Return what is to be put before each optimizer's names: what was put before those of its model.
 
     Before numbers that have to differ from another optimizer's, where that one is.
     """
     several = sum(not part.names for part in optimizers) > 1
     found = []
-    for part in optimizers:
-        best = _best(models, part.names) if part.names else None
+    for part, model in zip(optimizers, models, strict=True):
         numbered = f"{_joined(part.path)}." if several and not part.names else ""
-        found.append(numbered if best is None else best.prefix)
+        found.append(numbered if model is None else model.prefix)
     return found

@@ -51,6 +51,11 @@ class Options:
     expert_parallel_size: int | None = option(
         int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
     )
+    sliced_experts: bool | None = option(
+        bool, None, "Experts as enable_expert_tensor_parallelism of the training has them: all on each tensor-parallel "
+        "rank, cut by the rules. Default: as SOURCE; where it does not say, if a rule other than that for what is "
+        "whole names them.", opposite="spread-experts",
+    )  # fmt: skip
     requantize: bool | None = option(
         bool, None, "Where blocks of 8-bit state (bitsandbytes) cannot be cut as they are, quantise its values anew. "
         "Default: refuse.", opposite="no-requantize",

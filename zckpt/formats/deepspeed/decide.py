@@ -11,7 +11,7 @@ from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
 from zckpt.formats.deepspeed.codes import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
-from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
@@ -183,7 +183,10 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
+        if options.sliced_experts is not None:
+            raise UsageError("the checkpoint has no experts that could be sliced or spread", path=path)
         return False
+    _check_sliced_experts(checkpoint, origin, options)
     if origin.layers:  # DeepSpeed writes none
         raise UnsupportedError(
             "experts next to files of a pipeline's layers, which DeepSpeed writes in pipelines without experts only: "
@@ -195,6 +198,24 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
                                path=path, expected="stage 1 or 2")  # fmt: skip
     check_in_order(origin, checkpoint, options)
     return False
+
+
+def _check_sliced_experts(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> None:
+    """Raise where experts are to be slices, or spread, and that is nothing that can be changed."""
+    asked, path = options.sliced_experts, checkpoint.source
+    if asked is None:
+        return
+    degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
+    if degree == 1:
+        raise UsageError("the target is not sliced, so sliced or spread experts do not apply", path=path,
+                         expected="--tensor-parallel-size")  # fmt: skip
+    if origin.ranks and checkpoint.topology.tp > 1 and asked != checkpoint.details.get(SLICED_EXPERTS):
+        raise UnsupportedError(
+            f"experts that are {'spread over' if asked else 'slices of'} tensor-parallel ranks stay so in `reshard`",
+            path=path,
+            expected=f"--{'spread' if asked else 'sliced'}-experts, or neither",
+            advice="`zckpt convert --to zckpt`, and from there `--to deepspeed --tensor-parallel-size`, changes it",
+        )
 
 
 def cut_rank_values(target: Target) -> None:

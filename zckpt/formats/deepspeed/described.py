@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from zckpt.formats.deepspeed.auto_ep_lists import common
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import data_parallel_size
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
@@ -40,9 +42,15 @@ def describe_whole(
     *,
     pp: int,
     tp: int,
-    transposed: bool,
+    first: RankState,
 ) -> None:
-    """Fill in what is true of the checkpoint as a whole."""
+    """Fill in what is true of the checkpoint as a whole.
+
+    Parameters
+    ----------
+    state, first : RankState
+        That of all model-parallel ranks, put together, and that of the first one.
+    """
     model = models[0]
     dp = data_parallel_size(models, members)
     checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
@@ -61,7 +69,7 @@ def describe_whole(
         checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
         if uses_zenflow(model.config):
-            checkpoint.details[DETAIL] = transposed
+            checkpoint.details[DETAIL] = first.transposed
             checkpoint.warnings.append(WARNING)
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
@@ -71,6 +79,8 @@ def describe_whole(
     checkpoint.metadata |= {
         key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
     }
+    if tp > 1 and any(map(is_expert, checkpoint.parameters)):
+        checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
     if model.configuration is not None:
         checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
     if model.extra:
@@ -90,10 +100,14 @@ def keep_all_others(
     of_experts: Sequence[tuple[Shard, TorchFile]],
 ) -> None:
     """Keep what ranks have of their own, and say of everything else in their files what it is."""
-    first = models[0]
     keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    metadata, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in models[1:]], [*keys])
-    checkpoint.metadata |= metadata
+    held = [(m.file, common(m)) for m in models]
+    metadata, rules = keep_others(held[0], held[1:], [*keys])
+    keys = dict.fromkeys(key for m in models for key in m.extra)
+    held = [(m.file, m.extra) for m in models]
+    of_modules, copies = keep_others(held[0], held[1:], [*keys], ("module",))
+    checkpoint.metadata |= metadata | of_modules
+    rules = {path: (*one, *copies[path]) for path, one in rules.items()}
     if members:
         lead = members[0]
         others = [(o.file, o.content) for o in optimizers if o is not lead]
@@ -113,8 +127,10 @@ def keep_all_others(
         own, more = keep_others(contents[0], contents[1:], [*kept], ("optimizer",)) if contents else ({}, {})
         checkpoint.optimizer_metadata |= own
         rules |= {path: (*rules.get(path, ()), *one) for path, one in more.items()}
+    compressed = {m.shard.path for m in models if compresses(m.content.get("optimizer"))}
     for file in checkpoint.files:
-        file.rules = (*file.rules, *rules.get(file.path, ()))
+        ahead = ONE_BIT_RULES if file.path in compressed else ()
+        file.rules = (*ahead, *file.rules, *rules.get(file.path, ()))
 
 
 def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, flat_optimizer
 from zckpt.formats.torch_files.optimizer import Sample, attach
@@ -113,7 +114,7 @@ def of_content(content: Mapping[object, object], path: str) -> OptimizerState:
         base = content["optimizer_state_dict"]
         groups = content.get("fp32_groups")
         masters = [t for group in groups for t in group if isinstance(t, Tensor)] if isinstance(groups, list) else []
-    return parse(base, path, masters)
+    return without_errors(parse(base, path, masters))
 
 
 def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerState) -> Sample | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -83,7 +84,7 @@ def flat_optimizer(
     UsageError
         `names` do not fit the file.
     """
-    base = parse(content.get("optimizer_state_dict"), path)
+    base = without_errors(parse(content.get("optimizer_state_dict"), path))
     flats = content[FLAT_KEY]
     if not isinstance(flats, (list, tuple)) or not all(isinstance(t, Tensor) and len(t.shape) == 1 for t in flats):
         raise DamagedFileError(f"unreadable {FLAT_KEY}", path=path, expected="a list of flat tensors")

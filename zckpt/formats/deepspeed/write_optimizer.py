@@ -94,7 +94,8 @@ def config_tree(target: Target) -> object:
         changed["zero_optimization"] = {**zero, "stage": target.stage} | {
             key: value for key, value in flat.items() if key in zero or value
         }
-        if not keeps_zenflow(target.checkpoint, target.origin.members[0].stage, target.stage):
+        members = target.origin.members
+        if not members or not keeps_zenflow(target.checkpoint, members[0].stage, target.stage):
             changed["zero_optimization"].pop("zenflow", None)
     changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")

@@ -100,7 +100,7 @@ def _from_elsewhere(
     if target.ranks[0].lanes > 1:
         notes.append(
             f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "
-            f"enable_expert_tensor_parallelism"
+            f"enable_expert_tensor_parallelism; --sliced-experts writes them as with it"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = loss_scaling.HANDLED | none

@@ -41,7 +41,7 @@ STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_s
 
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optimizers", "optim", "optimizer_state")
 
-AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "shadow", "old", "best"})
+AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "shadow", "old", "best", "teacher"})
 """What keys of models say that no optimizer has."""
 
 EXTRA_STATE = "_extra_state"
@@ -238,7 +238,7 @@ def _choose_optimizers(
         return
     key = next((key for key in OPTIMIZER_KEYS if key in optimizers), next(iter(optimizers)))
     every = [one for where, several in optimizers.items() for one in several if where == key or _says_anything(one)]
-    union = _union({key: model for key, model in models.items() if not _words(key) & AVERAGES} or models)
+    union = _union({key: model for key, model in models.items() if not words(key) & AVERAGES} or models)
     if not models or can_have(union, [one.state for one in every], named=False):
         found.optimizers = every
     elif can_have(union, [one.state for one in optimizers[key]], named=False):
@@ -261,7 +261,7 @@ def _says_anything(held: Held) -> bool:
 def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mapping[object, Shapes]) -> None:
     """Take the model that is meant, or all of them; and say of each optimizer what names of it begin with."""
     usual = [key for key in STATE_DICT_KEYS if key in models]
-    plain = [key for key in models if not _words(key) & AVERAGES]
+    plain = [key for key in models if not words(key) & AVERAGES]
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
     several = [held for held in found.optimizers if len(models) > 1]
     if one is not None and len(several) > 1:
@@ -297,7 +297,7 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     narrower: list[Callable[[object], bool]] = [
         lambda key: is_called_like(called, str(key)),
         lambda key: len(models[key]) == total,
-        lambda key: not _words(key) & AVERAGES,
+        lambda key: not words(key) & AVERAGES,
     ]
     for rule in narrower:
         if len(fitting) > 1:
@@ -359,12 +359,12 @@ _USUAL = frozenset(
 )
 
 
-def _words(key: object) -> set[str]:
+def words(key: object) -> set[str]:
     """Return the words of a key: `netG_state` has "net", "g" and "state"."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", str(key))}
 
 
 def is_called_like(optimizer: str, model: str) -> bool:
     """Tell whether an optimizer's key says of which model it is: `optimizer_d`, `optD`, `disc_opt`; `discriminator`."""
-    ours, theirs = _words(optimizer) - _USUAL, _words(model) - _USUAL
+    ours, theirs = words(optimizer) - _USUAL, words(model) - _USUAL
     return any(a.startswith(b) or b.startswith(a) for a in ours for b in theirs)

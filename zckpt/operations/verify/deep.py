@@ -22,7 +22,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Budget, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.operations.verify.blocks import Block, Subjects, Work, paths_of, subjects_of
-from zckpt.operations.verify.elements import Tally, Unequal, not_equal, not_rounded, tally, typed
+from zckpt.operations.verify.elements import Tally, Unequal, not_copied, not_rounded, tally, typed
 from zckpt.operations.verify.inventory import Inventory, Partner, Piece, Scattered
 from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
@@ -265,7 +265,7 @@ def _look_at_scattered(found: Outcome, subjects: Subjects, work: Scattered, most
             found.elements += extent.numel
             found.add_tally(work.subject, -1, tally(values[0], work.slot.dtype, subject, extent.start))
         elif work.duplicate is not None:
-            unequal = not_equal(values[0], values[1], extent.start)
+            unequal = not_copied(values[0], values[1], extent.start)
             found.duplicates[work.duplicate] = _both(found.duplicates.get(work.duplicate, Unequal(0)), unequal)
         else:
             unequal = not_rounded(values[0], values[1], work.other.dtype, extent.start)

@@ -139,6 +139,15 @@ def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal
     return Unequal(len(where), first + at, detail)
 
 
+def not_copied(copy: Array, original: Array, first: int) -> Unequal:
+    """Compare a copy with what it was made of: bit for bit, after rounding where it has another type."""
+    if copy.dtype == original.dtype:
+        return not_equal(copy, original, first)
+    numbers = original.astype(copy.dtype) if original.dtype.kind in "biu" else original
+    where = weights.not_rounded(numbers, copy)
+    return Unequal(len(where), first + int(where[0])) if len(where) else Unequal(0)
+
+
 def not_equal(one: Array, other: Array, first: int) -> Unequal:
     """Compare elements bit for bit."""
     wrong = unequal_bits(one, other)

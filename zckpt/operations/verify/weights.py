@@ -320,6 +320,6 @@ def _copies(outcome: Outcome, inventory: Inventory, damage: Damage) -> Iterator[
             path,
             () if one.rank is None else (one.rank,),
             names,
-            "equal bytes",
+            "equal bytes" if one.slot.dtype == one.original.dtype else f"its {one.original.name} as {one.slot.dtype}",
             f"first at element {unequal.first}",
         )
