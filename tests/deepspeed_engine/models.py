@@ -48,7 +48,7 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
     elif spec.model == "unstaged":
         from tests.deepspeed_engine.pipeline import Unstaged
 
-        model = Unstaged()
+        model = Unstaged(recomputed=spec.recomputed)
     elif spec.is_pipeline:
         from tests.deepspeed_engine.pipeline import build_pipeline
 

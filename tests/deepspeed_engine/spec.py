@@ -42,6 +42,7 @@ class Spec:
     tag: str | None = None
     extra_tag_step: int | None = None  # saves once more, after this many steps
     tied: bool = True
+    recomputed: bool = False  # of pipeline and unstaged: a block is in torch's `checkpoint_wrapper`
     empty: bool = False
     zero_dim: bool = False
     prefix: str = ""  # a wrapping module of this name, as Lightning puts around the model

@@ -15,6 +15,7 @@ from zckpt.formats.deepspeed.nested import is_nested, renested
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.wrapped import unwrapped
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
 from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of
@@ -189,6 +190,13 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+    filed = {name: own for files in target.origin.ranks for name, own in files.models[0].filed.items()}
+    if not target.origin.ranks:  # of another format
+        filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
+    if filed:
+        listed, module = module, OrderedMapping()
+        module.state = listed.state
+        module.update({filed.get(str(name), name): value for name, value in listed.items()})
     if isinstance(old, dict) and is_nested(old):
         return renested(old, module, source.file)
     for name, value in source.extra.items():
