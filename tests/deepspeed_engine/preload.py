@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 
+from tests.rank_state import State
 from zckpt.formats.registry import BUILT_IN
 
 os.environ |= {
@@ -74,16 +75,19 @@ gc.disable()  # nothing of what is imported is garbage
 for _name in _SLOW_IMPORTS:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
-gc.enable()
-gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too
 
 
 def patch() -> None:
+    """Let a rank not wait for disks, and its process groups share what looks after them."""
+    os.fsync = os.fdatasync = lambda descriptor: None  # no test pulls the plug
+    _share_gloo_device()
+
+
+def _patch_deepspeed() -> None:
     """Let DeepSpeed do on a plain CPU what it does on a GPU. None of it changes what is written."""
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    os.fsync = os.fdatasync = lambda descriptor: None  # no test pulls the plug
     comm = sys.modules["deepspeed.comm.torch"]
     if hasattr(comm, "build_shm_op"):  # a shared-memory kernel, compiled on first use
         comm.build_shm_op = lambda: None
@@ -92,6 +96,24 @@ def patch() -> None:
     _patch_fused_adam()
     _patch_zero_dim_broadcast()
     _patch_auto_ep()
+
+
+def _share_gloo_device() -> None:
+    """Let all process groups of a rank have one device.
+
+    Each has a thread that looks a hundred times a second for something to do. Groups that something holds for ever, as
+    ZeRO-3's engine does, kept a tenth of a machine busy.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    original, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def __init__(self, store, rank, size, timeout):  # noqa: N807
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        original(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = __init__
 
 
 def _patch_auto_ep() -> None:
@@ -136,3 +158,11 @@ def _patch_zero_dim_broadcast() -> None:
         return original(self, *args, **kwargs)
 
     torch.Tensor.view = view
+
+
+_patch_deepspeed()
+BEFORE = State()
+"""What a rank is before its first test; it looks only at what it imports itself."""
+BEFORE.learn()
+gc.enable()
+gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too
