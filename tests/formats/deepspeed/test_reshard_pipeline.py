@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,27 @@ def test_another_format_is_dealt_to_stages(
         assert names_of(tag, rank) == names_of(same, rank)
     assert zckpt.diff(tag, same).equal
     assert zckpt.verify(tag, deep=True).sound
+
+
+def test_rules_of_ones_own_slice_another_format(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "to": "deepspeed", "stage": 1, "world_size": 1, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
+        "pipeline_layers": SLICED_LAYERS, "partition_method": "uniform",
+    }  # fmt: skip
+    options["padded_vocab_size"] = 40  # as in the source
+    zckpt.convert(run_of(SLICED), tmp_path / "between", to="dcp")
+    zckpt.convert(tmp_path / "between", tmp_path / "known", **options)
+    rules = model_of(tag_of(run_of(SLICED)), 0)["universal_checkpoint_info"]
+    (tmp_path / "rules.json").write_text(json.dumps(rules))
+    zckpt.convert(tmp_path / "between", tmp_path / "told", slice_rules=str(tmp_path / "rules.json"), **options)
+    found, wanted = (tag_of(tmp_path / name) for name in ("told", "known"))
+    for path in wanted.iterdir():
+        assert tensor_bytes(found / path.name) == tensor_bytes(path)
+    with pytest.raises(UsageError, match="--tp-rules FILE"):
+        cut(run_of(SLICED), tmp_path / "cut", 1, slice_rules=str(tmp_path / "rules.json"))
+    (tmp_path / "rules.json").write_text('{"rows": []}')
+    with pytest.raises(UsageError, match="unknown tensor-parallel rules"):
+        zckpt.convert(tmp_path / "between", tmp_path / "x", slice_rules=str(tmp_path / "rules.json"), **options)
 
 
 def test_slices_of_another_format_need_rules(tmp_path: Path) -> None:
