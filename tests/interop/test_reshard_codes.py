@@ -101,7 +101,7 @@ def test_codes_that_can_be_cut_are_not_made_anew(run: tuple[Path, list[float]], 
     zckpt.reshard(run[0], tmp_path / "floats", world_size=2, dequantize=True)
     with pytest.raises(zckpt.UsageError, match="not both"):
         zckpt.reshard(run[0], tmp_path / "again", world_size=3, requantize=True, dequantize=True)
-    with pytest.raises(zckpt.UsageError, match="no 8-bit state"):
+    with pytest.raises(zckpt.UsageError, match="no quantised state of ranks"):
         zckpt.reshard(tmp_path / "floats", tmp_path / "again", world_size=3, requantize=True)
 
 

@@ -15,6 +15,7 @@ from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -232,6 +233,8 @@ def cut_rank_values(target: Target) -> None:
         return
     dp = checkpoint.topology.dp
     advice = HINT if quantised else FLOATS if of_torchao else how_to_drop(checkpoint.per_rank)
+    if (quantised or of_torchao) and target.tp != checkpoint.topology.tp:
+        advice = of_slices("").advice
     raise UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
         f"cut for other ranks",

@@ -111,6 +111,9 @@ def _degrees(checkpoint: Checkpoint) -> dict[str, int]:
 def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     check_world_size(options.world_size)
     topology, same = checkpoint.topology, _degrees(checkpoint)
+    if options.slice_rules is not None:
+        raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
+                         path=checkpoint.source, found="--slice-rules")  # fmt: skip
     names = [one.name for one in fields(options) if one.name not in ("world_size", SLICED_EXPERTS, *_OF_MODEL_PARALLEL)]
     asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
     if options.sliced_experts not in (None, checkpoint.details.get(SLICED_EXPERTS)):
