@@ -39,9 +39,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no collection of garbage during the tests look at what every test module imported."""
+    """Let no collection of garbage during the tests look at what every test module imported, and let them be few."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 

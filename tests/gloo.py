@@ -230,10 +230,9 @@ def _report(parent: connection.Connection, function: Callable[..., Any], args: t
 
 def _rank_main(parent: connection.Connection) -> None:
     from tests.deepspeed_engine import preload  # first: it sets the environment that DeepSpeed reads
-    from tests.rank_state import State
 
     preload.patch()
-    before = State()
+    before = preload.BEFORE
     try:
         while True:
             number, world_size, scratch, task = parent.recv()

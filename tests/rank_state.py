@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import threading
+from operator import is_
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ OF_TRANSFORMERS = "smart_apply"
 """A method of modules that Transformers adds, again for each model."""
 THREADS = "threads of the system"
 MOST_THREADS = 128
-"""ZeRO-3's engine is not let go of, and has three threads for each process group, which then do nothing."""
+"""ZeRO-3's engine is not let go of, and has two threads for each process group, which then do nothing."""
 
 
 class State:
@@ -45,7 +46,10 @@ class State:
     def learn(self) -> None:
         """Take in what was imported since, before a test."""
         self.settings = _settings()
-        for name, module in list(sys.modules.items()):
+        modules = dict(sys.modules)
+        if all(map(is_, map(self._known.get, modules), modules.values())):
+            return
+        for name, module in modules.items():
             if self._known.get(name) is module:
                 continue
             self._known[name] = module
@@ -71,6 +75,8 @@ class State:
     def _put_back(self) -> None:
         for owner, variables in self.kept.items():
             now = vars(owner).get
+            if all(map(is_, map(now, variables), variables.values())):
+                continue
             for name, value in [item for item in variables.items() if now(item[0]) is not item[1]]:
                 setattr(owner, name, value)
         for value, before in self.contents.values():

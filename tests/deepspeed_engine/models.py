@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -32,6 +33,8 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
         model = MixtureOfExperts(spec.expert_parallel, spec.experts)
     elif spec.model == "moe_layers":
         model = ExpertLayers(spec.expert_layers)
+        if spec.frozen_experts:
+            model.freeze_last()
     elif spec.model == "moe_megatron":
         from tests.deepspeed_engine.tensor_parallel import MegatronOfExperts
 
@@ -45,7 +48,7 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
     elif spec.model == "unstaged":
         from tests.deepspeed_engine.pipeline import Unstaged
 
-        model = Unstaged()
+        model = Unstaged(recomputed=spec.recomputed)
     elif spec.is_pipeline:
         from tests.deepspeed_engine.pipeline import build_pipeline
 
@@ -65,7 +68,9 @@ def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
     if spec.model in ("moe_layers", "moe_megatron"):
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        big, small = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        big, small = (
+            [p for p in model.parameters() if (p.dim() >= 2) == wanted and p.requires_grad] for wanted in (True, False)
+        )
         both = [{"params": big, "name": "decay", "weight_decay": 0.1, "lr": 1e-2},
                 {"params": small, "name": "rest", "weight_decay": 0.0, "lr": 2e-2}]  # fmt: skip
         return split_params_into_different_moe_groups_for_optimizer(both, spec.expert_group_size)
@@ -241,6 +246,14 @@ class ExpertLayers(nn.Module):
                 )
             )
         self.out = nn.Linear(HIDDEN, VOCABULARY)
+
+    def freeze_last(self) -> None:
+        """Freeze the experts of the last layer, each with weights of its own: DeepSpeed makes them all alike."""
+        moe = self.moes[-1]
+        first = dist.get_rank() % moe.ep_size * moe.num_local_experts
+        for local, expert in enumerate(moe.deepspeed_moe.experts.deepspeed_experts):
+            for p in expert.parameters():
+                p.requires_grad_(False).data.mul_(1 + first + local)
 
     def forward(self, ids, labels):
         x, total = self.emb(ids), 0.0

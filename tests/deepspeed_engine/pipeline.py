@@ -43,7 +43,7 @@ def build_pipeline(spec: Spec) -> Any:
     elif spec.model == "pipeline_moe_megatron":
         layers = _sliced_expert_layers(spec)
     else:
-        layers = _expert_layers(spec) if spec.model == "pipeline_moe" else _layers()
+        layers = _expert_layers(spec) if spec.model == "pipeline_moe" else _layers(spec)
     module = PipelineModule(
         layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
         seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
@@ -71,12 +71,12 @@ def _topology(spec: Spec) -> Any:
     return PipeDataParallelTopology(num_pp=spec.pipeline_parallel, num_dp=spec.data_parallel)
 
 
-def _layers() -> list[Any]:
+def _layers(spec: Spec) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     return [
         TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN),
-        LayerSpec(_Block),
+        LayerSpec(_Recomputed if spec.recomputed else _Block),
         torch.relu,
         LayerSpec(_FeedForward),
         LayerSpec(nn.LayerNorm, HIDDEN),
@@ -143,6 +143,21 @@ class _Block(nn.Module):
         return x + self.mix(self.norm(x)) * self.alpha * self.scale.to(x.dtype)
 
 
+def _recomputed() -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(_Block())
+
+
+class _Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = _recomputed()
+
+    def forward(self, x):
+        return self.block(x)
+
+
 class _FeedForward(nn.Module):
     def __init__(self):
         super().__init__()
@@ -156,9 +171,12 @@ class _FeedForward(nn.Module):
 class Unstaged(nn.Module):
     """What `pipeline` computes, as one model with names of its own."""
 
-    def __init__(self):
+    def __init__(self, *, recomputed: bool = False):
         super().__init__()
-        self.embed, self.block, self.feed = nn.Embedding(VOCABULARY, HIDDEN), _Block(), _FeedForward()
+        block = _recomputed() if recomputed else _Block()
+        self.embed, self.block, self.feed = nn.Embedding(VOCABULARY, HIDDEN), block, _FeedForward()
+        for name, p in self.block.named_parameters():  # frozen ones are listed in another place
+            p.requires_grad_(not (recomputed and name.endswith("mix.weight")))
         self.norm = nn.LayerNorm(HIDDEN)
 
     def forward(self, ids, labels):

@@ -6,12 +6,14 @@ Only ranks import this; it sets the environment of its process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
 import os
 import sys
 
+from tests.rank_state import State
 from zckpt.formats.registry import BUILT_IN
 
 os.environ |= {
@@ -74,16 +76,19 @@ gc.disable()  # nothing of what is imported is garbage
 for _name in _SLOW_IMPORTS:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
-gc.enable()
-gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too
 
 
 def patch() -> None:
+    """Let a rank not wait for disks, and its process groups share what looks after them."""
+    os.fsync = os.fdatasync = lambda descriptor: None  # no test pulls the plug
+    _share_gloo_device()
+
+
+def _patch_deepspeed() -> None:
     """Let DeepSpeed do on a plain CPU what it does on a GPU. None of it changes what is written."""
     import deepspeed
 
     deepspeed.utils.logger.setLevel(logging.ERROR)
-    os.fsync = os.fdatasync = lambda descriptor: None  # no test pulls the plug
     comm = sys.modules["deepspeed.comm.torch"]
     if hasattr(comm, "build_shm_op"):  # a shared-memory kernel, compiled on first use
         comm.build_shm_op = lambda: None
@@ -92,6 +97,40 @@ def patch() -> None:
     _patch_fused_adam()
     _patch_zero_dim_broadcast()
     _patch_auto_ep()
+    _patch_stage3()
+
+
+def _patch_stage3() -> None:
+    """Let ZeRO-3 print few numbers of each parameter into a message that nobody is shown."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from torch._tensor_str import printoptions
+
+    original = Stage3.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):  # noqa: N807
+        with printoptions(threshold=0, edgeitems=1):
+            original(self, *args, **kwargs)
+
+    Stage3.__init__ = __init__
+
+
+def _share_gloo_device() -> None:
+    """Let all process groups of a rank have one device.
+
+    Each has a thread that looks a hundred times a second for something to do. Groups that something holds for ever, as
+    ZeRO-3's engine does, kept a tenth of a machine busy.
+    """
+    from torch.distributed import ProcessGroupGloo
+
+    original, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def __init__(self, store, rank, size, timeout):  # noqa: N807
+        options = ProcessGroupGloo._Options()
+        options._devices, options._threads, options._timeout = [device], 2, timeout
+        original(self, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = __init__
 
 
 def _patch_auto_ep() -> None:
@@ -136,3 +175,11 @@ def _patch_zero_dim_broadcast() -> None:
         return original(self, *args, **kwargs)
 
     torch.Tensor.view = view
+
+
+_patch_deepspeed()
+BEFORE = State()
+"""What a rank is before its first test; it looks only at what it imports itself."""
+BEFORE.learn()
+gc.enable()
+gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too

@@ -42,6 +42,7 @@ class Spec:
     tag: str | None = None
     extra_tag_step: int | None = None  # saves once more, after this many steps
     tied: bool = True
+    recomputed: bool = False  # of pipeline and unstaged: a block is in torch's `checkpoint_wrapper`
     empty: bool = False
     zero_dim: bool = False
     prefix: str = ""  # a wrapping module of this name, as Lightning puts around the model
@@ -64,6 +65,7 @@ class Spec:
     experts: int = 4
     sliced_experts: bool = False  # of ..moe_megatron: each tensor-parallel rank has all experts, for DeepSpeed slices
     expert_layers: tuple[tuple[int, int, bool], ...] = ()  # of moe_layers: experts, expert parallel, residual
+    frozen_experts: bool = False  # of the last of moe_layers
     expert_group_size: int = 178_956_971  # elements of a rank's experts in one param group
     tensor_parallel: int = 1
     auto_tp: bool = False  # DeepSpeed itself slices the model

@@ -24,6 +24,7 @@ def layers(name: str, *of: tuple[int, int, bool], **changes: object) -> Spec:
 FLAT = layers("moe_s0_flat", (4, 1, False), (4, 2, True), dtype="fp16", optimizer="fused")
 OTHERS = [
     layers("moe_s0_fp32", (2, 2, True), (4, 4, False), (4, 1, False), dtype="fp32", world_size=4),
+    layers("moe_s0_frozen", (2, 2, False), (4, 4, False), dtype="fp32", world_size=4, frozen_experts=True),
     layers("moe_s0_bf16", (4, 1, False), (4, 2, False)),
     layers("moe_s0_data_first", (2, 2, False), (4, 4, False), dtype="fp32", world_size=4,
            config={"use_data_before_expert_parallelism": True}),

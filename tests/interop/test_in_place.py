@@ -67,12 +67,16 @@ OTHERS = [
     ("s2_bf16_dp2_lion", {"stage": 3, "world_size": 1}),
     ("s2_bf16_dp2_sgdm", {"stage": 0, "world_size": 3}),
     ("s2_bf16_dp2_client", {"stage": 3, "world_size": 1}),
+    ("s2_bf16_dp2_elastic", {"elastic": False, "world_size": 1}),
+    ("s2_bf16_dp2_elastic", {"world_size": 2}),
+    ("s2_bf16_dp2_elastic", {"stage": 3, "world_size": 3}),
+    ("s2_bf16_dp2_elastic_fused", {"world_size": 3}),
 ]
 
 
 @pytest.mark.parametrize(
     ("source", "changes"),
-    [pytest.param(*case, marks=[] if n in (3, 5) else pytest.mark.nightly) for n, case in enumerate(OTHERS)],
+    [pytest.param(*case, marks=[] if n in (3, 5, 13) else pytest.mark.nightly) for n, case in enumerate(OTHERS)],
 )
 def test_engine_goes_on_with_other_forms_of_state(source: str, changes: dict[str, Any]) -> None:
     changes = dict(changes)

@@ -176,6 +176,41 @@ def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Sp
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
+def test_deepspeed_resumes_frozen_experts(degree: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """Its own ZeRO-2 lists those of rank 0, and gives them to all ranks; without the list each has its own."""
+    spec = moe("frozen_experts", model="moe_layers", expert_layers=((2, 2, False), (4, 2, False)), dtype="fp32",
+               world_size=2, frozen_experts=True)  # fmt: skip
+    folder = made(spec)
+    assert len(resume(folder, spec, folder).weights) == 8
+    zckpt.reshard(folder, tmp_path / "cut", world_size=2, expert_parallel_size=degree, verify=True)
+    assert zckpt.verify(tmp_path / "cut", deep=True).sound
+    of_degree = tuple((count, degree, residual) for count, _, residual in spec.expert_layers)
+    verdict = resume(tmp_path / "cut", spec.at(2, expert_layers=of_degree), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    zckpt.reshard(tmp_path / "cut", tmp_path / "back", world_size=2, expert_parallel_size=2)
+    assert zckpt.diff(folder, tmp_path / "back").equal
+    assert [p.frozen for p in zckpt.open(folder).parameters.values()].count(True) == 16
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sliced_experts", [None, False])
+@pytest.mark.parametrize("to", ["zckpt", "consolidated"])
+def test_deepspeed_resumes_sliced_experts_of_another_format(
+    to: str, sliced_experts: bool | None, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """As slices again, which the other format says, or spread over the ranks of the slices."""
+    folder = made(SLICED_EXPERTS)
+    zckpt.convert(folder, tmp_path / "other", to=to)
+    options = {"world_size": 2, "stage": 1, "tensor_parallel_size": 2, "expert_parallel_size": 2}
+    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", sliced_experts=sliced_experts, **options)
+    spec = SLICED_EXPERTS.at(4, sliced_experts=sliced_experts is None)
+    verdict = resume(tmp_path / "run", spec, folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= MOE_TOLERANCE["fp32"], verdict.losses
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("degree", [2, 1])
 def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(
     degree: int, made: Callable[[Spec], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,37 @@ def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(
                       pipeline_parallel_size=3, pipeline_layers=LAYERS)  # fmt: skip
 
 
+RECOMPUTED = [
+    (pipeline("pp2_recomputed", 2, 1, dtype="bf16", recomputed=True), {"world_size": 2, "pipeline_parallel_size": 1}),
+    (pipeline("s3_recomputed", 1, 2, model="unstaged", stage=3, recomputed=True), {"world_size": 1}),
+    (pipeline("s2_recomputed", 1, 2, model="unstaged", stage=2, recomputed=True), {"world_size": 3}),
+    (pipeline("s1_recomputed", 1, 2, model="unstaged", recomputed=True), {"world_size": 1, "stage": 2}),
+]  # fmt: skip
+"""Modules in torch's `checkpoint_wrapper`, which DeepSpeed lists under other names than state dicts have."""
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [*RECOMPUTED[:2], *(pytest.param(*one, marks=pytest.mark.nightly) for one in RECOMPUTED[2:])],
+    ids=lambda one: one.name if isinstance(one, Spec) else "",
+)
+def test_wrapped_modules_have_weights_and_masters_under_one_name(
+    source: Spec, options: dict[str, Any], made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(source)
+    checkpoint, truth = zckpt.open(folder), Truth(folder)
+    assert {*checkpoint.parameters} == {name.replace("_checkpoint_wrapped_module.", "") for name in truth.weights}
+    for name, expected in truth.masters.items():
+        assert_same(checkpoint.read(name.replace("_checkpoint_wrapped_module.", ""), "master"), expected, name)
+    zckpt.reshard(folder, tmp_path / "cut", verify=True, **options)
+    stage = options.get("stage", source.stage)
+    verdict = resume(tmp_path / "cut", source.at(options["world_size"], stage=stage, pipeline_parallel=1), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE[source.dtype], verdict.losses
+    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(folder, tmp_path / "dcp").equal
+
+
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import zckpt
 from tests.logical import assert_same_state
@@ -27,6 +28,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "zero-redundancy": {"world_size": 3},
     "fsdp-rank-files": {"world_size": 3},
 }
+ORDERED = {"z": (5, 3), "b": (4, 4), "a": (4, 4)}  # as a model lists them, and as a file sorts them, are two orders
 RING = [*TARGETS, "deepspeed"]
 
 
@@ -121,3 +123,22 @@ def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path: Path) ->
         zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out", to="consolidated")
     zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out.pt", to="consolidated")
     assert_same_state(zckpt.open(tmp_path / "out.pt"), zckpt.open(tmp_path / "optimizer.pt"))
+
+
+@pytest.mark.parametrize("target", ["out", "out.pt"])
+def test_names_that_only_the_source_tells_arrive_with_a_consolidated_one(target: str, tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(*sizes, bias=False) for name, sizes in ORDERED.items()})
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(parameter.square().sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    source = tmp_path / "state"
+    source.mkdir()
+    save_file({name: one.clone() for name, one in sorted(model.state_dict().items())}, source / "model.safetensors")
+    torch.save(optimizer.state_dict(), source / "optimizer.bin")
+    found = zckpt.open(source)
+    assert found.param_groups[0].parameters == ["z.weight", "1", "2"]
+    zckpt.convert(source, tmp_path / target, to="consolidated")
+    assert_same_state(zckpt.open(tmp_path / target), found)
+    zckpt.convert(tmp_path / target, tmp_path / "named", to="zckpt", names=[f"{name}.weight" for name in ORDERED])
+    read = zckpt.open(tmp_path / "named").read("b.weight", "exp_avg")
+    assert torch.equal(read, optimizer.state[model["b"].weight]["exp_avg"])

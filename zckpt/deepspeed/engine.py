@@ -187,6 +187,8 @@ def training_of(engine: Any) -> Training:
         unpartitioned=None if form is None else
         Unpartitioned(form, [[known[one] for one in group] for group in numbered], scaling),
         pipeline=pipeline,
+        hyperparameters=[{key: value for key, value in group.items() if key != "params"}
+                         for group in getattr(optimizer, "param_groups", ())],
     )  # fmt: skip
 
 

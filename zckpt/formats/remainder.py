@@ -4,7 +4,8 @@
  "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata",
  "optimizers": [name],        of each param group, where several optimizers were saved together
  "models": [name],            with which names of tensors begin, where several models were
- "dtypes": {name: dtype}}     of weights, where their masters, of another type, are in the place of the model's tensors
+ "dtypes": {name: dtype},     of weights, where their masters, of another type, are in the place of the model's tensors
+ "numbers": {number: name}}   of an optimizer's parameters, those with a name, where some have none
 
 A program that does not know it can leave it alone: none of it is the model or the optimizer.
 """
@@ -28,6 +29,8 @@ KEY = "zckpt"
 
 VERSION = 1
 
+NUMBERS = "numbers"
+
 WITH_ITEMS = 2
 """The version where some of the metadata is not in the tree, and the tree says which."""
 
@@ -46,6 +49,7 @@ def remainder_rules(*place: str) -> tuple[Rule, ...]:
         "optimizers",
         "models",
         "dtypes",
+        NUMBERS,
     )
     return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
 
@@ -68,6 +72,33 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
+
+
+def known_names(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what a tree has to say where only some of an optimizer's parameters have names.
+
+    Which these are was found in the source's files (their order, a configuration), and may not be seen in a target's.
+    """
+    names = [name for group in checkpoint.param_groups for name in group.parameters]
+    known = {str(number): name for number, name in enumerate(names) if name in checkpoint.parameters}
+    return {} if len(known) == len(names) else {NUMBERS: known}
+
+
+def names_in(node: object, checkpoint: Checkpoint, path: str) -> dict[int, str] | None:
+    """Return the names by number that a tree says; None where it says none.
+
+    Raises
+    ------
+    DamagedFileError
+        It speaks of parameters that are not there.
+    """
+    found = as_mapping(node, path).get(NUMBERS)
+    if found is None:
+        return None
+    known = {str(number): str(name) for number, name in as_mapping(found, path).items()}
+    if not all(number.isdecimal() and name in checkpoint.parameters for number, name in known.items()):
+        raise DamagedFileError("unexpected content", path=path, expected=f"names of parameters in `{NUMBERS}`")
+    return {int(number): name for number, name in known.items()}
 
 
 def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:

@@ -216,7 +216,7 @@ def write_from(
     """
     planned = plan(laid.files)
     origins = sources or [checkpoint]
-    compared = _compared(origins, laid) if how.weight_check else 0
+    compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked = Checked()
     files = names_in(planned.names, target, owned)
     foresight = None
@@ -252,7 +252,7 @@ def write_from(
         memory=how.memory,
         compared=compared,
         checksummed=checked.nbytes,
-        notes=(*laid.notes, *_otherwise(planned, target, how)),
+        notes=(*laid.notes, *drifts, *_otherwise(planned, target, how)),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
@@ -275,15 +275,19 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
         yield "what goes to a store is made and sent by this process, not by the executor's workers"
 
 
-def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> int:
-    """Hold masters against weights, and what else the format can compare; return how many elements."""
-    compared = 0 if laid.check is None else laid.check()
+def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
+    """Hold masters against weights, and what else the format can compare; return how many elements, and notes."""
+    compared, drifts = 0 if laid.check is None else laid.check(), []
     for one in origins:
+        if one.duplicates:
+            from zckpt.compare.copies import drifted
+
+            drifts += drifted(one)
         if any(MASTER in p.slots and WEIGHT in p.slots for p in one.parameters.values()):
             from zckpt.compare.weights import check_weights
 
             compared += check_weights(one)
-    return compared
+    return compared, drifts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ def test_shapes_and_numbers_tell() -> None:
     a, b, c = totals
     found = degrees_of_layers(parameters, totals, held(ep1={(8, 11): 4}, ep4={(8, 9): 3}))
     assert found == {a: 4, b: 1, c: 4}
+    assert degrees_of_layers(parameters, totals, held(ep4={(8, 9): 3})) == {a: 4, c: 4}  # b is not trained
     assert degrees_of_layers(parameters, totals, held(ep2={(8, 11): 2, (8, 9): 2}, ep8={(8, 9): 1})) == {
         a: 2,
         b: 2,

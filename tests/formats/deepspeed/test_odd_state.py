@@ -161,3 +161,30 @@ def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path: Pa
     assert {(one.mp_rank, one.value) for one in zckpt.open(run).per_rank} == {(0, 4), (1, 5)}
     with pytest.raises(UnsupportedError, match="count: each rank has its own"):
         cut(run, tmp_path / "cut", 2, tensor_parallel_size=1)
+
+
+def _moved_padding(content: dict[str, Any], *, eps: bool) -> None:
+    z = content["optimizer_state_dict"]
+    if not eps:
+        for group in z["base_optimizer_state"]["param_groups"]:
+            del group["eps"]
+    for master, padding in zip(z["single_partition_of_fp32_groups"], z["group_paddings"], strict=True):
+        master.data.as_strided((master.numel() + padding,), (1,))[master.numel() :] = 0.25
+
+
+@pytest.mark.parametrize("eps", [True, False])
+def test_padding_of_masters_that_lion_moves_is_sound(eps: bool, tmp_path: Path) -> None:
+    """Its groups have betas and no eps: the sign of a zero moves what has no gradient."""
+    run = changed("s2_fp32_dp2", tmp_path, lambda content: _moved_padding(content, eps=eps))
+    assert sum(one.numel for one in zckpt.open(run).padding)
+    assert ("ZC-205" in {one.code for one in zckpt.verify(run, deep=True).findings}) == eps
+
+
+def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path: Path) -> None:
+    """Prodigy keeps one for a parameter that began as zeros."""
+    tag = copy("s0_fp32_dp2", tmp_path)
+    edit(
+        tag / "mp_rank_00_model_states.pt",
+        lambda content: next(iter(content["optimizer"]["state"].values())).update(exp_avg=torch.tensor(0.0)),
+    )
+    assert "ZC-123" not in {one.code for one in zckpt.verify(tag).findings}

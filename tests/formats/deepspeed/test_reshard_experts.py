@@ -378,3 +378,30 @@ def test_split_groups_have_the_order_of_the_degree_that_they_say(name: str) -> N
         return
     with pytest.raises(UnsupportedError, match="that DeepSpeed does not have over 1 rank: expected groups whose names"):
         check_split(ordered, "file")
+
+
+def test_experts_that_were_slices_are_slices_again(tmp_path: Path) -> None:
+    """Every format carries it; DeepSpeed's files of one tensor-parallel rank do not say it."""
+    zckpt.reshard(run_of(SLICED), tmp_path / "one", world_size=2, tensor_parallel_size=1, expert_parallel_size=2)
+
+    def name(content: dict[str, Any]) -> None:
+        content["universal_checkpoint_info"]["tp_replicated_parameter_patterns"].append(".*deepspeed_experts.*")
+
+    edit(model_file(tag_of(tmp_path / "one")), name)
+    options: dict[str, Any] = {"world_size": 2, "tensor_parallel_size": 2, "verify": True}
+    for sliced, lanes in ((None, 2), (True, 1), (False, 2)):
+        run = tmp_path / str(sliced)
+        zckpt.reshard(tmp_path / "one", run, sliced_experts=sliced, **options)
+        assert zckpt.open(run).details["sliced_experts"] is bool(sliced)
+        assert len(list(run.glob("*/*expert_0_mp_rank_*"))) == (1 if lanes == 2 else 2)
+        zckpt.convert(run, tmp_path / f"{sliced}_dcp", to="dcp")
+        back = zckpt.convert(tmp_path / f"{sliced}_dcp", tmp_path / f"{sliced}_back", to="deepspeed", **options)
+        assert zckpt.open(tmp_path / f"{sliced}_back").details["sliced_experts"] is bool(sliced)
+        assert any("--sliced-experts" in note for note in back.notes) is not bool(sliced)
+        assert zckpt.diff(tmp_path / "one", tmp_path / f"{sliced}_back").equal
+    with pytest.raises(UnsupportedError, match="spread over tensor-parallel ranks stay so"):
+        zckpt.reshard(tmp_path / "False", tmp_path / "no", world_size=2, sliced_experts=True)
+    with pytest.raises(UsageError, match="the target is not sliced"):
+        zckpt.reshard(tmp_path / "one", tmp_path / "no", world_size=2, sliced_experts=True)
+    with pytest.raises(UsageError, match="has no experts"):
+        zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "no", world_size=2, sliced_experts=False)

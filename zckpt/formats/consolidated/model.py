@@ -17,7 +17,7 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.optimizer import optimizer_tree
-from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
+from zckpt.formats.remainder import KEY, known_names, names_in, remainder, remainder_rules, restore
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
@@ -130,7 +130,7 @@ def lay_out(
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
-    return [*files, torch_writer.lay_out(METADATA_NAME, remainder(checkpoint))]
+    return [*files, torch_writer.lay_out(METADATA_NAME, remainder(checkpoint) | known_names(checkpoint))]
 
 
 def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> TargetFile:
@@ -139,7 +139,7 @@ def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> T
     root: dict[str, object] = {"model": model_tree(tensors)}
     if checkpoint.param_groups:
         root["optimizer"] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
-    return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint)})
+    return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint) | known_names(checkpoint)})
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -153,11 +153,12 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     checkpoint = safetensors_file.read(path)
     checkpoint.format = "consolidated"
     optimizer = path / OPTIMIZER_NAME
+    rest = read_torchfile(path / METADATA_NAME)
     if optimizer.is_file():
         file = read_torchfile(optimizer)
         checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
-        attach(checkpoint, parse(file.root, str(optimizer)), str(optimizer), names=names)
-    rest = read_torchfile(path / METADATA_NAME)
+        certain = None if names is not None else names_in(rest.root, checkpoint, rest.path)
+        attach(checkpoint, parse(file.root, str(optimizer)), str(optimizer), names=names, certain=certain)
     checkpoint.files.append(describe(rest, "metadata", rules=remainder_rules()))
     restore(checkpoint, rest.root, rest)
     return checkpoint

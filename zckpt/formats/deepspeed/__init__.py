@@ -51,8 +51,13 @@ class Options:
     expert_parallel_size: int | None = option(
         int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
     )
+    sliced_experts: bool | None = option(
+        bool, None, "Experts as enable_expert_tensor_parallelism of the training has them: all on each tensor-parallel "
+        "rank, cut by the rules. Default: as SOURCE; where it does not say, if a rule other than that for what is "
+        "whole names them.", opposite="spread-experts",
+    )  # fmt: skip
     requantize: bool | None = option(
-        bool, None, "Where blocks of 8-bit state (bitsandbytes) cannot be cut as they are, quantise its values anew. "
+        bool, None, "Where blocks of quantised state (bitsandbytes, torchao) cannot be cut as they are, quantise anew. "
         "Default: refuse.", opposite="no-requantize",
     )  # fmt: skip
     pipeline_parallel_size: int | None = option(
@@ -82,6 +87,13 @@ class Options:
         int, None, "Ranks over which parameters are sliced. Default: as SOURCE, if it is DeepSpeed's; else 1.",
         metavar="T",
     )  # fmt: skip
+    slice_rules: str | None = option(
+        str,
+        None,
+        "Rules by which TARGET's parameters are sliced, as --tp-rules has them, where SOURCE is of another format or "
+        "becomes one model. Default: those that SOURCE has taken along.",
+        metavar="FILE",
+    )
     padded_vocab_size: int | None = option(
         int,
         None,

@@ -11,10 +11,11 @@ from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
 from zckpt.formats.deepspeed.codes import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
-from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -188,7 +189,10 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
+        if options.sliced_experts is not None:
+            raise UsageError("the checkpoint has no experts that could be sliced or spread", path=path)
         return False
+    _check_sliced_experts(checkpoint, origin, options)
     if origin.layers:  # DeepSpeed writes none
         raise UnsupportedError(
             "experts next to files of a pipeline's layers, which DeepSpeed writes in pipelines without experts only: "
@@ -200,6 +204,24 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
                                path=path, expected="stage 1 or 2")  # fmt: skip
     check_in_order(origin, checkpoint, options)
     return False
+
+
+def _check_sliced_experts(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> None:
+    """Raise where experts are to be slices, or spread, and that is nothing that can be changed."""
+    asked, path = options.sliced_experts, checkpoint.source
+    if asked is None:
+        return
+    degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
+    if degree == 1:
+        raise UsageError("the target is not sliced, so sliced or spread experts do not apply", path=path,
+                         expected="--tensor-parallel-size")  # fmt: skip
+    if origin.ranks and checkpoint.topology.tp > 1 and asked != checkpoint.details.get(SLICED_EXPERTS):
+        raise UnsupportedError(
+            f"experts that are {'spread over' if asked else 'slices of'} tensor-parallel ranks stay so in `reshard`",
+            path=path,
+            expected=f"--{'spread' if asked else 'sliced'}-experts, or neither",
+            advice="`zckpt convert --to zckpt`, and from there `--to deepspeed --tensor-parallel-size`, changes it",
+        )
 
 
 def cut_rank_values(target: Target) -> None:
@@ -216,6 +238,8 @@ def cut_rank_values(target: Target) -> None:
         return
     dp = checkpoint.topology.dp
     advice = HINT if quantised else FLOATS if of_torchao else how_to_drop(checkpoint.per_rank)
+    if (quantised or of_torchao) and target.tp != checkpoint.topology.tp:
+        advice = of_slices("").advice
     raise UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
         f"cut for other ranks",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zckpt.formats.deepspeed.auto_ep_lists import common
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
 from zckpt.formats.deepspeed.origin import RankState
@@ -42,9 +43,15 @@ def describe_whole(
     *,
     pp: int,
     tp: int,
-    transposed: bool,
+    first: RankState,
 ) -> None:
-    """Fill in what is true of the checkpoint as a whole."""
+    """Fill in what is true of the checkpoint as a whole.
+
+    Parameters
+    ----------
+    state, first : RankState
+        That of all model-parallel ranks, put together, and that of the first one.
+    """
     model = models[0]
     dp = data_parallel_size(models, members)
     checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
@@ -63,7 +70,7 @@ def describe_whole(
         checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
         if uses_zenflow(model.config):
-            checkpoint.details[DETAIL] = transposed
+            checkpoint.details[DETAIL] = first.transposed
             checkpoint.warnings.append(WARNING)
         checkpoint.warnings += base_shards(checkpoint.parameters, model.shard.path)
         if members[0].elastic and not members[0].groups:
@@ -74,6 +81,8 @@ def describe_whole(
     checkpoint.metadata |= {
         key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
     }
+    if tp > 1 and any(map(is_expert, checkpoint.parameters)):
+        checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
     if model.configuration is not None:
         checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
     if model.extra:

@@ -18,6 +18,9 @@ from zckpt.state import Parameter
 _MOST_TRIED = 4096
 """Ways to deal layers to degrees that are looked at; where there are more, shapes do not tell."""
 
+UNTRAINED = 0
+"""Degree of layers that an optimizer does not have."""
+
 Shape = tuple[int, ...]
 
 
@@ -41,7 +44,7 @@ class Held:
 def degrees_of_layers(
     parameters: Mapping[str, Parameter], totals: Mapping[str, int], held: Mapping[int, Held]
 ) -> dict[str, int] | None:
-    """Return the degree of each layer; None where shapes and numbers do not tell.
+    """Return the degree of each layer that is trained; None where shapes and numbers do not tell.
 
     Parameters
     ----------
@@ -65,12 +68,12 @@ def degrees_of_layers(
         return None
     # Layers that are alike are told apart by nothing: all of them have to be of one degree.
     certain = all(len({found[0][layer] for layer in layers}) == 1 for layers in alike.values())
-    return found[0] if certain else None
+    return {layer: degree for layer, degree in found[0].items() if degree != UNTRAINED} if certain else None
 
 
 def _ways(layers: Sequence[str], total: int, degrees: Mapping[int, object]) -> Iterator[dict[str, int]]:
     """Yield how layers that are alike can be dealt to degrees, by how many each gets."""
-    possible = [degree for degree in degrees if total % degree == 0]
+    possible = [UNTRAINED, *(degree for degree in degrees if total % degree == 0)]
     for chosen in combinations_with_replacement(possible, len(layers)):
         yield dict(zip(layers, chosen, strict=True))
 

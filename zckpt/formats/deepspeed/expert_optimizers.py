@@ -68,6 +68,9 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     first = _Optimizer(checkpoint, 0, content_of(files[0][1]), files[0][1])
     ranks = [shard.dp_rank or 0 for shard, _ in files]
     expected = max(first.degrees.values(), default=max(ranks) + 1)
+    layers = first.layers(names)
+    if len(layers) < len(experts_per_rank(checkpoint.parameters)):  # of more ranks are layers that are not trained
+        expected = max(expected, len(ranks))
     if len(ranks) != expected or ranks != list(range(expected)):  # a file name may have any number
         raise ShardError(
             "optimizer files of expert ranks are missing, or too many",
@@ -83,7 +86,6 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
         found.append(_Optimizer(checkpoint, rank, content_of(file), file, like=first))
     own = model.content.get("optimizer")
     copies = [_Optimizer(checkpoint, 0, own, model.file, like=first)] if isinstance(own, dict) else []
-    layers = first.layers(names)
     for one in (*found, *copies):
         one.name(
             layers,
@@ -198,16 +200,18 @@ class _Optimizer:
         """
         degrees = sorted(set(self.degrees.values()))
         totals = experts_per_rank(self.checkpoint.parameters)
-        if len(degrees) < 2:
-            return dict.fromkeys(totals, degrees[0]) if degrees else {}
+        held = {degree: self._held(degree) for degree in degrees}
+        found = degrees_of_layers(self.checkpoint.parameters, totals, held)
+        if found is not None or not degrees:
+            return found or {}
+        if len(degrees) == 1:
+            return dict.fromkeys(totals, degrees[0])
         numbers = [n for i in self.order for n in self.state.numbers[i]]
         if names is not None and self.flats is None and len(names) == len(numbers):
             of_number = {n: self.degrees.get(at) for at, i in enumerate(self.order) for n in self.state.numbers[i]}
             given = dict(zip(self.state.every_number, names, strict=True))
             return {layer_of(name): of_number[n] or 1 for n, name in given.items() if is_expert(name)}
-        held = {degree: self._held(degree) for degree in degrees}
-        found = degrees_of_layers(self.checkpoint.parameters, totals, held)
-        found = self._by_value(totals, degrees) if found is None else found
+        found = self._by_value(totals, degrees)
         if found is None:
             raise UnsupportedError(
                 f"experts spread over {listed([str(d) for d in degrees])} ranks, and which layer's are over how many "

@@ -18,6 +18,9 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.state import ParamGroup
 from zckpt.torchfile import TorchFile
 
+SLICED_EXPERTS = "sliced_experts"
+"""Key of a checkpoint's details: whether tensor-parallel ranks have slices of all experts, or each has some whole."""
+
 _EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)", re.DOTALL)
 
 _NAMED = re.compile(r"ep_size_(\d{1,6})")

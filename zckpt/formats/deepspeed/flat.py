@@ -166,7 +166,8 @@ def cut_group(
         nbytes = sum(numel * tensor.itemsize for tensor in member.element_tensors(group.index, keys).values())
         own = list(_padding_spans(member, group.index, partition, assigned[position], keys))
         kept = ZERO_WITHOUT_GRADIENTS - (GROWS_WITH_RMS if "RMS" in member.scalars[group.index] else frozenset())
-        zeros = tuple(span for span in own if span.slot == MASTER or span.slot in kept)
+        kept = kept if _moves_padding(member, group.index) else kept | {MASTER}
+        zeros = tuple(span for span in own if span.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
         padding_spans += own
     slots: Slots = {name: {} for name in names}
@@ -180,6 +181,16 @@ def cut_group(
         for name, found in _spelled_out(group, members, tensors, assigned).items() if files is None else ():
             slots[name][key] = Slot(key, dtype, group.shapes[name], tuple(found))
     return slots, paddings, padding_spans
+
+
+def _moves_padding(member: OptimizerShard, group: int) -> bool:
+    """Tell whether an optimizer may step masters that have no gradient: Lion, whose groups have betas and no eps.
+
+    An update is a sign, and that of zero is 1 in DeepSpeed's CPULion (0.14 to 0.19, `copysign`), by which padding moves
+    as far as the learning rate in every step. An elastic file does not say which optimizer it was.
+    """
+    known = member.groups[group] if group < len(member.groups) else None
+    return member.elastic if known is None else "betas" in known and "eps" not in known
 
 
 def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | None:

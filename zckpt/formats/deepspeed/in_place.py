@@ -17,6 +17,7 @@ from zckpt.formats.deepspeed import RecutOptions, foreign
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
@@ -157,7 +158,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     notes: tuple[str, ...] = ()
     if training.pipeline is not None:
         found, options = _pipelines(checkpoint, training, options)
-    elif _keeps_files(checkpoint, training) and optimizer:
+    elif optimizer and _keeps_files(checkpoint, training) and not _is_bare(checkpoint):
         found = as_filed(checkpoint)
     else:
         if training.tensor_parallel > 1:
@@ -179,6 +180,10 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             )
         found = _like_the_engine(checkpoint, training, optimizer=optimizer)
         notes = foreign.notes(found, stage=options.stage or 1) if optimizer else ()
+        if optimizer and _is_bare(found):
+            groups = with_hyperparameters(found.param_groups, [dict(one) for one in training.hyperparameters])
+            found = replace(found, param_groups=groups)
+            notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
         found = foreign.as_deepspeed(found, stage=options.stage or 1)
     found.origin = _configured(found, training)
     served = Served(decide(found, options, zenflow=False), training)
@@ -186,6 +191,11 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     if optimizer and training.stage:
         _check(served)
     return served
+
+
+def _is_bare(checkpoint: Checkpoint) -> bool:
+    """Tell whether there is an optimizer without hyperparameters, of which DeepSpeed, too, loads the state alone."""
+    return bool(checkpoint.param_groups) and not any(group.hyperparameters for group in checkpoint.param_groups)
 
 
 def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions) -> tuple[Checkpoint, RecutOptions]:

@@ -72,6 +72,8 @@ class Training:
         At stage 0: the form in which the optimizer takes its state; None where there is no optimizer.
     pipeline : Pipeline or None
         All else is then of this rank's stage.
+    hyperparameters : list of dict
+        Those of each param group, as they are now.
     """
 
     world_size: int
@@ -90,6 +92,7 @@ class Training:
     names: Sequence[Sequence[str]]
     unpartitioned: Unpartitioned | None = None
     pipeline: Pipeline | None = None
+    hyperparameters: Sequence[Mapping[str, object]] = ()
 
     @property
     def numbered(self) -> Sequence[Sequence[str]]:

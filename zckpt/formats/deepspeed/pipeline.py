@@ -23,6 +23,7 @@ from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.wrapped import ATTRIBUTE, unwrapped
 from zckpt.state import Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Digests, Tensor, TorchFile
 
@@ -228,8 +229,13 @@ def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple
     name = f"{shard.layer}.{key}"
     if name in known:
         return name
+    listed = [one for one in known if ATTRIBUTE in one and unwrapped(one) == name]
+    if listed:
+        return listed[0]
     of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == tensor.shape)
-    tied = [n for n in of_shape if n.removeprefix(TIED).partition(".")[2] == key]  # tied_modules.<layer's key>.<key>
+    tied = [
+        n for n in of_shape if key in (rest := n.removeprefix(TIED).partition(".")[2], unwrapped(rest))
+    ]  # tied_modules.<layer's key>.<key>
     if len(tied) > 1:
         raise UnsupportedError(
             f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(tied))

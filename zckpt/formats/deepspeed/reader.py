@@ -117,7 +117,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp, transposed=states[0].transposed)
+    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp, first=states[0])
     keep_all_others(checkpoint, models, optimizers, members, of_experts)
     checkpoint.warnings += attached or []
     if not optimizers:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import Options, RecutOptions
-from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
@@ -22,9 +22,16 @@ from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
 from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, split_experts
 from zckpt.formats.deepspeed.target_slices import local_states
+from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.names import renamed
 from zckpt.torchfile import Digests
+
+
+def has_sliced_experts(checkpoint: Checkpoint, options: RecutOptions) -> bool | None:
+    """Tell whether a target's experts are slices; None where neither the options nor the source's origin say."""
+    known = origin_of_state(checkpoint).get(SLICED_EXPERTS)
+    return options.sliced_experts if options.sliced_experts is not None else known if isinstance(known, bool) else None
 
 
 def stage_states(
@@ -44,6 +51,7 @@ def stage_states(
     UsageError, UnsupportedError, LayoutError
         As `local_states` and `stages_of`.
     """
+    as_slices = has_sliced_experts(checkpoint, options)
     rows = options.padded_vocab_size
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
         rows = padded_rows(origin.model.content, origin.rules, degree)
@@ -59,7 +67,7 @@ def stage_states(
         for what, value in given.items():
             if value is not None and (what, value) != ("pipeline-parallel size", 1):
                 raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply", path=checkpoint.source)
-        return [local_states(checkpoint, origin, degree, rows)], None
+        return [local_states(checkpoint, origin, degree, rows, sliced_experts=as_slices)], None
     tp = checkpoint.topology.tp
     elsewhere = not origin.ranks
     if elsewhere:
@@ -68,7 +76,7 @@ def stage_states(
         whole.degrees.extend(expert_degrees(whole))
         origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
     source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
-    sliced = [local_states(checkpoint, origin, degree, rows, ranks) for ranks in source]
+    sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
     stages = stages_of(
         origin, [ranks[0].state for ranks in source], [ranks[0].state for ranks in sliced], options, checkpoint.source
     )
@@ -120,13 +128,14 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
     """Give tied layers that have the number of their file the names that a list of layers has for them; say which.
 
     No file of stage 0 has their keys, so that a model read from there, and whatever it was converted to, has numbers.
+    What is frozen keeps them, for ZeRO-1 lists the trained only.
     """
     layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
     uses: dict[str, list[str]] = {}
     for number, layer in enumerate(layers):
         if layer.tied is not None:
             uses.setdefault(layer.tied, []).append(f"{number}.")
-    known = [*checkpoint.parameters, *checkpoint.buffers]
+    known = [name for group in checkpoint.param_groups for name in group.parameters]
     names: dict[str, str] = {}
     for key, prefixes in uses.items():
         numbered = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in known)]

@@ -20,6 +20,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import flattened
 from zckpt.formats.deepspeed.shapes import Shapes, param_shapes_of, shapes_of
+from zckpt.formats.deepspeed.wrapped import as_listed, filed_names
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
 from zckpt.state import MASTER, Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
@@ -52,6 +53,8 @@ class ModelShard:
         What of `module` is no tensor.
     configuration : object
         DeepSpeed's, from this file or, where it has none, from an optimizer's.
+    filed : dict of str to str
+        Names in the file's module by those that are listed, see `wrapped`; here `module` has the latter.
     """
 
     shard: Shard
@@ -65,6 +68,7 @@ class ModelShard:
     content: dict[str, object]
     extra: Mapping[str, object] = field(default_factory=dict)
     configuration: object = None
+    filed: dict[str, str] = field(default_factory=dict)
 
     @property
     def config(self) -> dict[str, object]:
@@ -187,10 +191,11 @@ def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
     known = {*buffers, *(name for group in shapes or () for name in group), *(frozen_by_name or ())}
     its = content.get("module")
     module, extra = flattened(its if isinstance(its, dict) else {}, known, shard.path, is_listed=shapes is not None)
+    filed = filed_names(known, tensors := _tensors_by_name(module, shard.path))
     return ModelShard(
         shard,
         file,
-        _tensors_by_name(module, shard.path),
+        as_listed(tensors, filed),
         buffers,
         shapes,
         frozen_by_name,
@@ -199,6 +204,7 @@ def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
         by_name(content, shard.path),
         extra,
         content.get("ds_config"),
+        filed,
     )
 
 

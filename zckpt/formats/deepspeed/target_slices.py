@@ -21,7 +21,13 @@ from zckpt.state import Checkpoint, Parameter
 
 
 def local_states(
-    checkpoint: Checkpoint, origin: Origin, degree: int, rows: int | None, ranks: Sequence[RankFiles] = ()
+    checkpoint: Checkpoint,
+    origin: Origin,
+    degree: int,
+    rows: int | None,
+    ranks: Sequence[RankFiles] = (),
+    *,
+    sliced_experts: bool | None = None,
 ) -> list[RankFiles]:
     """Return the state of each tensor-parallel rank of the target, with the source's files to carry the rest from.
 
@@ -34,6 +40,9 @@ def local_states(
         next number that divides by `degree`.
     ranks : sequence of RankFiles
         Those of one stage of a pipeline; by default all.
+    sliced_experts : bool, optional
+        Whether experts are cut as all else, or spread over tensor-parallel ranks as over others; of a source that is
+        sliced it stays as it is, of others the rules tell by default.
 
     Raises
     ------
@@ -58,8 +67,11 @@ def local_states(
         raise UsageError("no rule names a vocabulary, so a padded size does not apply", path=path)
     merged = merge([files.state for files in ranks], rules, path, padded=True)
     experts = merged.whole
-    if len(ranks) == 1:  # DeepSpeed slices experts on demand only
-        experts = frozenset(n for n in merged.parameters if is_expert(n) and rules.matching(n) in (None, REPLICATED))
+    if len(ranks) == 1 and not sliced_experts:  # DeepSpeed slices experts on demand only
+        of_rules = () if sliced_experts is False else (None, REPLICATED)
+        experts = frozenset(
+            n for n in merged.parameters if is_expert(n) and (not of_rules or rules.matching(n) in of_rules)
+        )
     lanes = degree if experts else 1
     like = list(ranks) if degree == len(ranks) else [ranks[0]] * degree
     states = [

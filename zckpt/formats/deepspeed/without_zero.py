@@ -19,7 +19,7 @@ from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
-from zckpt.formats.deepspeed.experts import is_expert, named_degree
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files
@@ -111,8 +111,13 @@ def _degrees(checkpoint: Checkpoint) -> dict[str, int]:
 def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     check_world_size(options.world_size)
     topology, same = checkpoint.topology, _degrees(checkpoint)
-    names = [one.name for one in fields(options) if one.name not in ("world_size", *_OF_MODEL_PARALLEL)]
+    if options.slice_rules is not None:
+        raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
+                         path=checkpoint.source, found="--slice-rules")  # fmt: skip
+    names = [one.name for one in fields(options) if one.name not in ("world_size", SLICED_EXPERTS, *_OF_MODEL_PARALLEL)]
     asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
+    if options.sliced_experts not in (None, checkpoint.details.get(SLICED_EXPERTS)):
+        asked.append(SLICED_EXPERTS)
     if asked:
         raise UnsupportedError(
             f"stage 0 is resharded for other data-, tensor- and pipeline-parallel ranks, not for another {asked[0]}",

@@ -11,6 +11,7 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target
+from zckpt.formats.deepspeed.wrapped import unwrapped
 from zckpt.formats.deepspeed.write_model import is_filed, single
 from zckpt.formats.torch_files.writer import FromFile, SlotTensor
 from zckpt.state import WEIGHT, Parameter
@@ -27,16 +28,17 @@ def layer_count(target: Target) -> int:
 def _made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
     """Return what a tensor-parallel rank has of each layer by its keys, of a checkpoint of another format.
 
-    A tied layer has a file for its first use, as DeepSpeed reads it there and copies it to its other stages.
+    A tied layer has a file for each of its uses: DeepSpeed reads one where no function wraps the layer, and elsewhere
+    does not look for it.
     """
     uses = target.stages.uses if target.stages is not None else {}
     found: dict[int, dict[str, Parameter]] = {}
     for mp in target.ranks[rank :: target.tp]:
         for name, one in {**mp.parameters, **mp.buffers}.items():
             key = tied_key(name)
-            number = layer_of(name) if key is None else min(uses[key])
             rest = name.partition(".")[2] if key is None else name.removeprefix(TIED).partition(".")[2]
-            found.setdefault(number, {}).setdefault(rest, one)
+            for number in (layer_of(name),) if key is None else uses[key]:
+                found.setdefault(number, {}).setdefault(unwrapped(rest), one)
     return dict(sorted(found.items()))
 
 

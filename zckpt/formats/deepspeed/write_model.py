@@ -15,6 +15,7 @@ from zckpt.formats.deepspeed.nested import is_nested, renested
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.wrapped import unwrapped
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
 from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of
@@ -50,7 +51,11 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
     if target.transposed and target.stage == 3:
         frozen = [transposed(p) for p in frozen]
-    if target.stage in (0, 1) or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
+    # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
+    # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
+    listed_anew = target.stage == 3 or not any(p.frozen and is_expert(p.name) for p in mp.parameters.values())
+    some = bool(frozen) or mp.model.frozen_shapes is not None or mp.members[0].stage == 1
+    if target.stage in (0, 1) or not (some and listed_anew):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
         written["frozen_param_shapes"] = _shapes(frozen)
@@ -185,6 +190,13 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
+    filed = {name: own for files in target.origin.ranks for name, own in files.models[0].filed.items()}
+    if not target.origin.ranks:  # of another format
+        filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
+    if filed:
+        listed, module = module, OrderedMapping()
+        module.state = listed.state
+        module.update({filed.get(str(name), name): value for name, value in listed.items()})
     if isinstance(old, dict) and is_nested(old):
         return renested(old, module, source.file)
     for name, value in source.extra.items():

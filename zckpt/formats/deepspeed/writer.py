@@ -25,7 +25,7 @@ from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, read_rules
 from zckpt.formats.deepspeed.values import is_same
 from zckpt.formats.deepspeed.write_experts import ExpertFile, expert_files, optimizer_files
 from zckpt.formats.deepspeed.write_layers import layer_count, layer_files, stage_notes
@@ -94,16 +94,18 @@ def _from_elsewhere(
         )
     made = origin_of(converted)
     if bf16 and made is not None:
-        converted.origin = replace(made, members=foreign.as_bf16_optimizer(made.members))
+        converted.origin = made = replace(made, members=foreign.as_bf16_optimizer(made.members))
+    if options.slice_rules is not None and made is not None:
+        converted.origin = replace(made, rules=read_rules(Path(options.slice_rules)), rules_path=options.slice_rules)
     target = _decide(converted, _recut(options, options.world_size, stage))
     notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target)]
     if target.ranks[0].lanes > 1:
         notes.append(
             f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "
-            f"enable_expert_tensor_parallelism"
+            f"enable_expert_tensor_parallelism; --sliced-experts writes them as with it"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
-    restated = loss_scaling.HANDLED | none
+    restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
     files = target_files(target, copies, run_directory=run_directory)
     written = TargetFiles(files, notes=notes, restated=restated)
     return _without_clipping(written, checkpoint, stage)
@@ -134,6 +136,9 @@ def recut(job: Job) -> TargetFiles:
     run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
     if origin_of(checkpoint) is None:
         return _one_model(job, run_directory=run_directory)
+    if job.options.slice_rules is not None:
+        raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
+                         path=checkpoint.source, found="--slice-rules")  # fmt: skip
     target = _decide(checkpoint, job.options)
     copies: list[TargetFile] = []
     notes: list[str] = []
@@ -177,11 +182,11 @@ def _one_model(job: Job, *, run_directory: bool) -> TargetFiles:
             path=checkpoint.source,
             expected="for each layer the name that it has in the one model: --rename, --map",
         )
-    if checkpoint.topology.tp > 1 and options.tensor_parallel_size != 1:
+    if checkpoint.topology.tp > 1 and options.tensor_parallel_size != 1 and options.slice_rules is None:
         raise UnsupportedError(
             "the rules for slices name what a pipeline has, and not what one model has",
             path=checkpoint.source,
-            expected="--tensor-parallel-size 1",
+            expected="--tensor-parallel-size 1, or --slice-rules FILE",
         )
     elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic
     options = replace(options, elastic=elastic and options.stage != 3)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
 from zckpt.errors import SourceError, UnsupportedError
-from zckpt.formats.remainder import KEY, remainder_rules, restore
+from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.torch_files.content import content_of, is_running_statistic, is_trainable
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
@@ -67,7 +67,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         checkpoint.details["models"] = [prefix.removesuffix(".") for prefix in content.models]
     add_tensors(checkpoint, content.tensors, str(path))
     if content.state is not None:
-        attach(checkpoint, content.state, str(path), names=names)
+        certain = names_in(rest, checkpoint, str(path)) if isinstance(rest, dict) and names is None else None
+        attach(checkpoint, content.state, str(path), names=names, certain=certain)
     checkpoint.metadata = {key: carried(file, value) for key, value in by_name(content.others, file.path).items()}
     checkpoint.step = _step(checkpoint, {**content.root, **content.base})
     if isinstance(rest, dict):

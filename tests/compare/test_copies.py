@@ -1,0 +1,58 @@
+"""Copies of one parameter that have drifted apart: every verb that writes one of them says so, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import run_of, tag_of
+from tests.formats.deepspeed.shards import copy, edit, optimizer_file
+
+TIED = "tied_modules.embed.weight"
+
+
+def _moved(content: dict[str, Any]) -> None:
+    z = content["optimizer_state_dict"]
+    for masters, shares in zip(z["single_partition_of_fp32_groups"], z["param_slice_mappings"], strict=True):
+        if TIED in shares:
+            masters.data[shares[TIED].start : shares[TIED].start + shares[TIED].numel] += 1e-3
+
+
+@pytest.fixture
+def drifted(tmp_path: Path) -> Path:
+    """A pipeline whose last stage has trained its copy of the embedding to other values."""
+    run = copy("pp2_s1_fp32_dp2", tmp_path).parent
+    for rank in range(2):
+        edit(optimizer_file(tag_of(run), rank, 1), _moved)
+    return run
+
+
+def test_what_makes_one_of_them_says_which(drifted: Path, tmp_path: Path) -> None:
+    done = zckpt.consolidate(drifted, tmp_path / "model.safetensors")
+    [note] = [note for note in done.notes if TIED in note]
+    assert "copies of tied_modules.embed.weight that ranks keep differ" in note
+    assert "mp_rank_00_optim_states.pt" in note
+    first = zckpt.open(run_of("pp2_s1_fp32_dp2")).read(TIED)
+    assert torch.equal(zckpt.open(tmp_path / "model.safetensors").read(TIED), first)
+    assert any(TIED in note for note in zckpt.convert(drifted, tmp_path / "z", to="zckpt").notes)
+    assert not any(TIED in note for note in zckpt.consolidate(drifted, tmp_path / "n", weight_check=False).notes)
+    assert "ZC-206" in {one.code for one in zckpt.verify(drifted, deep=True).findings}
+
+
+def test_stages_that_stay_keep_their_own(drifted: Path, tmp_path: Path) -> None:
+    """As DeepSpeed gives each stage its own back."""
+    zckpt.reshard(drifted, tmp_path / "cut", world_size=1)
+    for one in (drifted, tmp_path / "cut"):
+        [copy] = [each for each in zckpt.open(one).duplicates if each.slot.name == "master"]
+        assert copy.rank == 1
+    assert zckpt.diff(drifted, tmp_path / "cut").equal
+    assert "ZC-206" in {one.code for one in zckpt.verify(tmp_path / "cut", deep=True).findings}
+
+
+def test_copies_that_are_alike_are_not_mentioned(tmp_path: Path) -> None:
+    for name in ("pp2_s1_fp32_dp2", "tp2_s2_fp32_dp2"):
+        assert not any("copies" in note for note in zckpt.consolidate(run_of(name), tmp_path / name).notes)
