@@ -110,15 +110,21 @@ class Requantised:
 
     def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
         """Return the codes, or the scales."""
-        values = np.zeros(self.numel, np.float32)
-        at = taken = 0
-        for one in self.portions:
-            count = len(one.inputs())
-            if one.slot is not None:
-                values[at : at + one.numel] = one.slot.function.compute(inputs[taken : taken + count])
-            at, taken = at + one.numel, taken + count
+        values, taken = values_of(self.portions, inputs)
         scales = scales_of(values, self.block)
         return scales if self.gives_scales else codes_of(values, scales, self.block, inputs[taken]())
+
+
+def values_of(portions: Sequence[Portion], inputs: Sequence[Callable[[], Array]]) -> tuple[Array, int]:
+    """Return the floats of portions, end to end, and how many inputs these take."""
+    values: Array = np.zeros(sum(one.numel for one in portions), np.float32)
+    at = taken = 0
+    for one in portions:
+        count = len(one.inputs())
+        if one.slot is not None:
+            values[at : at + one.numel] = one.slot.function.compute(inputs[taken : taken + count])
+        at, taken = at + one.numel, taken + count
+    return values, taken
 
 
 def scales_of(values: Array, block: int) -> Array:

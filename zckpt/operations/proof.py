@@ -180,7 +180,7 @@ def _in_floats(*checkpoints: Checkpoint) -> list[Checkpoint]:
     """Return checkpoints with what each rank's codes stand for as slots."""
     from zckpt.formats.deepspeed.quantised import with_float_slots
 
-    return [with_float_slots(one) for one in checkpoints]
+    return [with_float_slots(one, keeps_files=True) for one in checkpoints]
 
 
 def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> Checkpoint:

@@ -74,7 +74,7 @@ def reshard(
     fingerprint : bool
         Record the fingerprint of what was written with it.
     dequantize : bool
-        Write 8-bit state of bitsandbytes as float32, under the names that Adam has in torch. Without it, codes are cut
+        Write quantised state of bitsandbytes and torchao as float32, under torch's names. Without it, codes are cut
         where each partition begins with a block of them.
     weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.

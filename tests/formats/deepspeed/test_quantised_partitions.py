@@ -150,3 +150,119 @@ def copy_of(tag: Path, directory: Path, change: Callable[[dict[str, Any]], objec
     for rank in range(2):
         edit(optimizer_file(tag_of(run), rank), change)
     return tag_of(run)
+
+
+def _all_codes(content: dict[str, Any], cls: type[Held], *, floats: bool) -> None:
+    """Make each state of a rank's partitions codes, or the floats that these stand for; the same ones each time."""
+    for state in state_in(content).values():
+        for slot in SLOTS:
+            torch.manual_seed(int(state[slot].abs().sum() * 1e6))
+            state[slot] = quantised(cls, state[slot].numel())[floats]
+
+
+def _blocks(content: dict[str, Any]) -> None:
+    """Make codes of each state that is not small, in blocks as bitsandbytes has them."""
+    for state in state_in(content).values():
+        nested: dict[str, torch.Tensor] = {}
+        for number, slot in zip("12", SLOTS, strict=True):
+            value = state.pop(slot)
+            nested[f"state{number}"] = value
+            if value.numel() > 64:
+                blocks = -(-value.numel() // 64)
+                nested[f"state{number}"] = torch.randint(256, value.shape, dtype=torch.uint8)
+                nested[f"absmax{number}"], nested[f"qmap{number}"] = torch.rand(blocks), torch.linspace(-1, 1, 256)
+        state[NESTED] = nested
+
+
+def _blocks_as_floats(content: dict[str, Any]) -> None:
+    for state in state_in(content).values():
+        nested = state.pop(NESTED)
+        for number, slot in zip("12", SLOTS, strict=True):
+            value = nested[f"state{number}"]
+            if value.dtype == torch.uint8:
+                scales = nested[f"absmax{number}"].repeat_interleave(64)[: value.numel()]
+                value = nested[f"qmap{number}"][value.long()] * scales
+            state[slot] = value
+
+
+@pytest.mark.parametrize(("name", "stage"), [("tp2_s2_fp32_dp2", 3), ("pp2_s1_fp32_dp2", 1)])
+def test_slices_and_stages_have_blocks_of_their_own(
+    name: str, stage: int, torchao: dict[str, type[Held]], tmp_path: Path
+) -> None:
+    """Codes are cut for other data-parallel ranks; for slices of another number there are floats."""
+    codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
+    for run, which in ((codes, False), (floats, True)):
+        for path in tag_of(run).glob("*optim_states.pt"):
+            edit(path, lambda content, which=which: _all_codes(content, torchao["OptimState8bit"], floats=which))
+    for world_size in (1, 3):
+        again, plain, back = (tmp_path / f"{kind}{world_size}" for kind in ("again", "plain", "back"))
+        zckpt.reshard(codes, again, world_size=world_size, verify=True)
+        zckpt.reshard(floats, plain, world_size=world_size)
+        zckpt.reshard(again, back, world_size=world_size, dequantize=True)
+        assert zckpt.diff(back, plain).equal
+    zckpt.reshard(codes, tmp_path / "three", world_size=3, stage=stage, dequantize=True, verify=True)
+    zckpt.reshard(floats, tmp_path / "three_floats", world_size=3, stage=stage)
+    assert zckpt.diff(tmp_path / "three", tmp_path / "three_floats").equal
+    if name.startswith("pp2"):
+        zckpt.convert(codes, tmp_path / "z", to="zckpt", dequantize=True, verify=True)
+        assert zckpt.diff(tmp_path / "z", floats, ignore_metadata=True).equal
+        return
+    for options in ({}, {"dequantize": True}):
+        with pytest.raises(UnsupportedError, match="reshard --dequantize` at that size"):
+            zckpt.reshard(codes, tmp_path / "whole", world_size=1, tensor_parallel_size=1, **options)
+    with pytest.raises(UnsupportedError, match="in blocks of each tensor-parallel rank's slices"):
+        zckpt.convert(codes, tmp_path / "z", to="zckpt", dequantize=True)
+    for one, whole in ((tmp_path / "three", "from_codes"), (floats, "from_floats")):
+        zckpt.reshard(one, tmp_path / whole, world_size=1, stage=2, tensor_parallel_size=1)
+    assert zckpt.diff(tmp_path / "from_codes", tmp_path / "from_floats").equal
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "stage"),
+    [*((cls, "s2_fp32_dp2", 3) for cls in CLASSES.values()), ("OptimState8bit", "tp2_s2_fp32_dp2", 2)],
+)
+def test_state_of_torchao_is_made_anew(
+    cls: str, name: str, stage: int, torchao: dict[str, type[Held]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
+    monkeypatch.setattr("zckpt.formats.deepspeed.requantised_torchao.SMALLEST_NUMEL", 32)
+    codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
+    for run, which in ((codes, False), (floats, True)):
+        for path in tag_of(run).glob("*optim_states.pt"):
+            edit(path, lambda content, which=which: _all_codes(content, torchao[cls], floats=which))
+    options = {"world_size": 3, "stage": stage}
+    if stage == 2 and name.startswith("tp2"):
+        options["world_size"], options["round_robin"] = 2, True
+    done = zckpt.reshard(codes, tmp_path / "anew", requantize=True, verify=True, **options)
+    assert any("quantised anew" in note for note in done.notes)
+    zckpt.reshard(floats, tmp_path / "plain", **options)
+    anew = zckpt.open(tmp_path / "anew")
+    assert {one.key for one in anew.per_rank} <= set(SLOTS)
+    assert anew.per_rank
+    zckpt.reshard(tmp_path / "anew", tmp_path / "back", dequantize=True, **options)
+    back, plain = zckpt.open(tmp_path / "back"), zckpt.open(tmp_path / "plain")
+    step = {"OptimState8bit": 1 / 255, "OptimState4bit": 1 / 15, "OptimStateFp8": 1 / 16}[cls]
+    for parameter, its in plain.parameters.items():
+        for slot in SLOTS if "exp_avg" in its.slots else ():
+            wanted = plain.read(parameter, slot)
+            least = max(float(wanted.abs().max()), 1.0) * step * 1.1
+            assert torch.allclose(back.read(parameter, slot), wanted, rtol=0, atol=least), (parameter, slot)
+
+
+def test_blocks_of_slices_are_made_anew(tmp_path: Path) -> None:
+    codes = copy("tp2_s2_fp32_dp2", tmp_path / "codes").parent
+    for path in tag_of(codes).glob("*optim_states.pt"):
+        edit(path, _blocks)
+    floats = Path(shutil.copytree(codes, tmp_path / "floats"))
+    for path in tag_of(floats).glob("*optim_states.pt"):
+        edit(path, _blocks_as_floats)
+    done = zckpt.reshard(codes, tmp_path / "anew", world_size=3, requantize=True, verify=True)
+    assert any("quantised anew" in note for note in done.notes)
+    zckpt.reshard(tmp_path / "anew", tmp_path / "back", world_size=3, dequantize=True)
+    zckpt.reshard(floats, tmp_path / "plain", world_size=3)
+    back, plain = zckpt.open(tmp_path / "back"), zckpt.open(tmp_path / "plain")
+    for name, parameter in plain.parameters.items():
+        for slot in SLOTS if "exp_avg" in parameter.slots else ():
+            assert torch.allclose(back.read(name, slot), plain.read(name, slot), rtol=0, atol=1.1 / 255), name
+    with pytest.raises(UnsupportedError, match="blocks of each tensor-parallel rank's slices"):
+        zckpt.reshard(codes, tmp_path / "whole", world_size=2, tensor_parallel_size=1, requantize=True)

@@ -309,6 +309,19 @@ def test_another_format_is_dealt_to_stages(
     assert zckpt.verify(tag, deep=True).sound
 
 
+def test_the_experts_of_each_stage_are_counted_anew(tmp_path: Path) -> None:
+    """Of stages with other numbers of experts, another format has kept each stage's under a key of its file."""
+    zckpt.convert(run_of(EXPERTS), tmp_path / "between", to="zckpt")
+    checkpoint = zckpt.open(tmp_path / "between")
+    checkpoint.metadata["mp_rank_01_model_states.num_experts"] = [2]
+    zckpt.convert(checkpoint, tmp_path / "back", to="deepspeed", stage=1, world_size=2, pipeline_parallel_size=2,
+                  pipeline_layers=EXPERT_LAYERS, partition_method="uniform")  # fmt: skip
+    for stage in (0, 1):
+        model = model_of(tag_of(tmp_path / "back"), stage)
+        assert model["num_experts"] == [4]
+        assert not any("num_experts" in key and key != "num_experts" for key in model)
+
+
 def test_rules_of_ones_own_slice_another_format(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "to": "deepspeed", "stage": 1, "world_size": 1, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,

@@ -154,14 +154,22 @@ class Request:
     nbytes: int
 
 
+HELD_SECONDS = 300
+"""If nobody releases it."""
+
+
 @dataclass
 class Proxy:
-    """A proxy of one server. `fault` says what happens to a request: `503`, `cut`, `slow`, `drop`, or None: nothing."""
+    """A proxy of one server. `fault` says what happens to a request: `503`, `cut`, `slow`, `drop`, `hold` or None.
+
+    What is held is dropped when `released` is set.
+    """
 
     port: int = 0
     fault: Callable[[str, str], str | None] = lambda _method, _path: None
     before: Callable[[str, str], None] = lambda _method, _path: None
     requests: list[Request] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
 
     def of(self, part: str, method: str = "GET") -> list[Request]:
         """The answers that brought something of what has this in its path."""
@@ -191,7 +199,9 @@ def proxied(to_port: int) -> Iterator[Proxy]:
             if fault == "503":
                 self._answer(503, {"Content-Type": "text/plain"}, b"slow down")
                 return
-            if fault == "drop":
+            if fault == "hold":
+                proxy.released.wait(HELD_SECONDS)
+            if fault in ("drop", "hold"):
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return

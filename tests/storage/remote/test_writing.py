@@ -238,13 +238,13 @@ def test_a_source_that_is_damaged_leaves_nothing(s3: Served, tmp_path: Path) -> 
 
 def ended(arguments: list[Any], proxy: Proxy, by: signal.Signals, when: Callable[[], bool]) -> str:
     """Run a command that is ended by a signal as soon as something is so; what it said."""
+    proxy.released.clear()
     child = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
-    for _ in range(1200):
-        if when() or child.poll() is not None:
-            break
+    while not when() and child.poll() is None:
         time.sleep(0.02)
     child.send_signal(by)
-    said = child.communicate(timeout=60)[1]
+    proxy.released.set()
+    said = child.communicate(timeout=300)[1]
     assert child.returncode == (130 if by == signal.SIGINT else -9), said
     proxy.fault = lambda _method, _path: None
     return said
@@ -255,18 +255,26 @@ def parts(proxy: Proxy, name: str) -> list[str]:
     return [one.path for one in proxy.of(name, "PUT") if "partNumber" in one.path and one.status == 200]
 
 
-def dropped(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
-    """Let requests fail, but for some; what tells that one has."""
+def dropped(proxy: Proxy, method: str, part: str, count: int, how: str = "drop") -> Callable[[], bool]:
+    """Let requests fail, but for some; what tells that one has, and that the others have been answered.
+
+    Of a run that is ended, what is to fail is held until then, or it might give up before.
+    """
     seen: list[str] = []
+
+    def answered() -> int:
+        return sum(one.method == method and part in one.path for one in proxy.requests)
+
+    before = answered()
 
     def fault(found: str, path: str) -> str | None:
         if found == method and part in path:
             seen.append(path)
-            return "drop" if len(seen) > count else None
+            return how if len(seen) > count else None
         return None
 
     proxy.fault = fault
-    return lambda: len(seen) > count
+    return lambda: len(seen) > count and answered() >= before + count
 
 
 def test_a_run_goes_on_with_what_another_has_sent(
@@ -296,14 +304,14 @@ def test_killed_runs_are_gone_on_with(s3: Served, s3_proxy: Proxy, tmp_path: Pat
     save_file({f"w{n}": torch.randn(3 << 20) for n in range(3)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/killed", "--max-shard-size", "25MB")
     arguments = command(*given)
-    said = ended(arguments, s3_proxy, signal.SIGINT, dropped(s3_proxy, "PUT", "killed", 2))
+    said = ended(arguments, s3_proxy, signal.SIGINT, dropped(s3_proxy, "PUT", "killed", 2, "hold"))
     assert "bytes are sent and kept in unfinished uploads: --resume goes on with them" in said
     assert PASSWORD not in said
-    ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "PUT", "killed", 1))
+    ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "PUT", "killed", 1, "hold"))
     sent = parts(s3_proxy, "killed")
     assert len(sent) == len(set(sent)) == 3
     assert not contents(s3.directory / "killed")
-    ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "POST", "uploadId", 1))
+    ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "POST", "uploadId", 1, "hold"))
     sent = parts(s3_proxy, "killed")
     assert len(sent) == len(set(sent))
     assert len(contents(s3.directory / "killed")) == 1
@@ -321,7 +329,7 @@ def test_killed_runs_are_gone_on_with(s3: Served, s3_proxy: Proxy, tmp_path: Pat
 def test_what_a_run_has_left_is_thrown_away(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
     save_file({"w": torch.randn(6 << 20)}, tmp_path / "large.safetensors")
     given = ("convert", tmp_path / "large.safetensors", f"{s3.url}/left", "--to", "zckpt")
-    s3_proxy.fault = lambda method, path: "drop" if method == "POST" and "uploadId" in path else None
+    s3_proxy.fault = lambda method, path: "hold" if method == "POST" and "uploadId" in path else None
     ended(command(*given), s3_proxy, signal.SIGKILL, lambda: bool(s3_proxy.of("partial/note", "PUT")))
     noted = json.loads((s3.directory / ".left.zckpt-partial" / "note").read_bytes())
     name, (_, sent) = next(iter(noted["sent"].items()))

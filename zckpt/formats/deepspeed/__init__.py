@@ -57,7 +57,7 @@ class Options:
         "whole names them.", opposite="spread-experts",
     )  # fmt: skip
     requantize: bool | None = option(
-        bool, None, "Where blocks of 8-bit state (bitsandbytes) cannot be cut as they are, quantise its values anew. "
+        bool, None, "Where blocks of quantised state (bitsandbytes, torchao) cannot be cut as they are, quantise anew. "
         "Default: refuse.", opposite="no-requantize",
     )  # fmt: skip
     pipeline_parallel_size: int | None = option(

@@ -26,13 +26,14 @@ from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED, block_of, pieces_of
 from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
 from zckpt.state import Extent, Parameter, Slot
+from zckpt.state.checkpoint import RankValue
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, MetaTensor, Size, Tensor
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
 
-FLOATS = "--dequantize writes it as float32, which torchao's optimizers take, too"
+FLOATS = "--requantize makes codes of it anew; --dequantize writes it as float32, which torchao's optimizers take, too"
 HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
 
 
@@ -138,8 +139,8 @@ def _cut(what: str, like: object, held: Sequence[Slot], unit: int, rank: int, pa
     return view(new_storage(held[0].dtype, numel, contents), (numel,), like=like if isinstance(like, Tensor) else None)
 
 
-def codes_of(target: Target) -> dict[int, Codes | TorchaoCodes] | None:
-    """Return the quantised state of each param group; None where some of it cannot be cut for a target's ranks.
+def codes_of(target: Target) -> dict[tuple[int, int], Codes | TorchaoCodes] | None:
+    """Return quantised state by model-parallel rank and group; None where some cannot be cut for a target's ranks.
 
     Raises
     ------
@@ -151,38 +152,40 @@ def codes_of(target: Target) -> dict[int, Codes | TorchaoCodes] | None:
     checkpoint, details = target.checkpoint, target.checkpoint.details
     first = target.origin.members[0]
     alike = (
-        all(
-            (value.key == NESTED or torchao.is_quantised(value.value)) and not value.mp_rank
-            for value in checkpoint.per_rank
-        )
-        and len(target.ranks) == len(target.origin.ranks) == 1
+        all(value.key == NESTED or torchao.is_quantised(value.value) for value in checkpoint.per_rank)
+        and len(target.ranks) == len(target.origin.ranks)
+        and not target.regrouped
         and 3 not in (target.stage, first.stage)
         and not (target.elastic or first.elastic or target.round_robin or details.get("round_robin_gradients"))
         and target.alignment == bool(details.get("parameter_alignment"))
     )
     if not alike:
         return None
-    found: dict[int, Codes | TorchaoCodes] = {}
-    for group in target.ranks[0].groups:
-        own = [value for value in checkpoint.per_rank if value.group == group.index]
-        is_torchaos = bool(own) and all(value.key != NESTED for value in own)
-        codes = _group_of_torchao(target, group) if is_torchaos else _group(target, group)
-        if codes is not None and not _fits(codes, group):
-            return None
-        if codes is not None:
-            found[group.index] = codes
-    return found if found.keys() == {value.group for value in checkpoint.per_rank} else None
+    found: dict[tuple[int, int], Codes | TorchaoCodes] = {}
+    held: dict[tuple[int, int], list[RankValue]] = {}
+    for value in checkpoint.per_rank:
+        held.setdefault((value.mp_rank, value.group), []).append(value)
+    for rank in target.ranks:
+        for group in rank.groups:
+            own = sorted(held.get((rank.mp_rank, group.index), ()), key=lambda one: one.rank)
+            is_torchaos = bool(own) and all(value.key != NESTED for value in own)
+            make = _group_of_torchao if is_torchaos else _group
+            codes = make(group, own, len(rank.members), checkpoint.source)
+            if codes is not None and not _fits(codes, group):
+                return None
+            if codes is not None:
+                found[rank.mp_rank, group.index] = codes
+    return found if found.keys() == held.keys() else None
 
 
-def _group(target: Target, group: TargetGroup) -> Codes | None:
-    """Return the state of a group; None where not every rank has the same kinds of it."""
-    path, what = target.checkpoint.source, f"group {group.index}"
-    own = sorted((one for one in target.checkpoint.per_rank if one.group == group.index), key=lambda one: one.rank)
+def _group(group: TargetGroup, own: Sequence[RankValue], members: int, path: str) -> Codes | None:
+    """Return the state of a group; None where not every one of the data-parallel ranks has the same kinds of it."""
+    what = f"group {group.index}"
     if any(one.key != NESTED for one in own):
         return None
     values = [one.value for one in own if isinstance(one.value, FromFile)]
     pieces = [pieces_of(value, what, path)[1] for value in values]
-    if not pieces or len(pieces) != len(target.origin.members) or len(group.experts) != 1:
+    if not pieces or len(pieces) != members or len(group.experts) != 1:
         return None
     first = pieces[0]
     if not alike_forms(pieces) or not first.keys() <= KNOWN:
@@ -202,19 +205,17 @@ def _group(target: Target, group: TargetGroup) -> Codes | None:
     return Codes(values, pieces, math.prod(sizes.pop()), blocks.pop() if blocks else 1)
 
 
-def _group_of_torchao(target: Target, group: TargetGroup) -> TorchaoCodes | None:
+def _group_of_torchao(group: TargetGroup, own: Sequence[RankValue], members: int, path: str) -> TorchaoCodes | None:
     """Return the state of a group; None where not every rank has the same kinds of it, or not all blocks are alike."""
-    path, what = target.checkpoint.source, f"group {group.index}"
+    what = f"group {group.index}"
     values: dict[str, list[FromFile]] = {}
     moments: dict[str, list[torchao.Quantised]] = {}
-    own = (one for one in target.checkpoint.per_rank if one.group == group.index)
-    for one in sorted(own, key=lambda one: one.rank):
+    for one in own:
         node = one.value.node if isinstance(one.value, FromFile) else None
         if isinstance(one.value, FromFile) and isinstance(node, MetaTensor):
             partition = Parameter(what, node.shape, node.dtype, state={one.key: one.value})
             values.setdefault(one.key, []).append(one.value)
             moments.setdefault(one.key, []).append(torchao.quantised(one.key, partition, path))
-    members = len(target.origin.members)
     if any(len(one) != members for one in values.values()) or len(group.experts) != 1:
         return None
     for alike in moments.values():

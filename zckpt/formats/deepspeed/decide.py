@@ -15,6 +15,7 @@ from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -37,8 +38,13 @@ from zckpt.state.partition import (
 )
 
 
-def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
+def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = True) -> Target:
     """Return the target for a checkpoint and options.
+
+    Parameters
+    ----------
+    zenflow : bool
+        Whether what ZenFlow has saved is to be for ZenFlow, with matrices as it stores them.
 
     Raises
     ------
@@ -79,7 +85,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
-    target = replace(target, transposed=keeps_transposed(checkpoint, first.stage, stage))
+    target = replace(target, transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage))
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
@@ -232,6 +238,8 @@ def cut_rank_values(target: Target) -> None:
         return
     dp = checkpoint.topology.dp
     advice = HINT if quantised else FLOATS if of_torchao else how_to_drop(checkpoint.per_rank)
+    if (quantised or of_torchao) and target.tp != checkpoint.topology.tp:
+        advice = of_slices("").advice
     raise UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
         f"cut for other ranks",

@@ -6,6 +6,7 @@ element. What does not fit that is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -237,11 +238,16 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
         content |= {"num_experts": metadata.get("num_experts"), "ds_autoep_layers": layers}
     elif experts:
         content |= {"num_experts": experts, "ds_autoep_layers": None}
-    content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS}
+    content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS and not is_counted(key)}
     shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
     buffers = set(checkpoint.buffers)
     return ModelShard(shard, _file(content), {}, buffers, None, None, None, None, content,
                       configuration=content["ds_config"])  # fmt: skip
+
+
+def is_counted(key: str) -> bool:
+    """Tell whether metadata are the numbers of experts of a stage, which the target's own stages count."""
+    return re.fullmatch(r"mp_rank_\d+_model_states\.num_experts", key) is not None
 
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:

@@ -9,12 +9,12 @@ partition in a dict, torchao each in a tensor of a class of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from zckpt.engine.computed import Computed
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import ADAM, NESTED, block_of, pieces_of
@@ -77,44 +77,76 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
     if not any(map(is_quantised, checkpoint.per_rank)):
         return checkpoint
     path = checkpoint.source
-    others = [one for one in checkpoint.per_rank if not is_quantised(one) or one.mp_rank]
+    others = [one for one in checkpoint.per_rank if not is_quantised(one)]
     if others:
         raise UnsupportedError(
-            "quantised state of model-parallel ranks, whose blocks are of slices, or beside other state of ranks' own",
+            "quantised state beside other state of ranks' own",
             path=path,
             found=keys_listed(others),
             advice="resume in the program that saved it, or `zckpt consolidate` the model",
         )
     held = _held(checkpoint, path)
-    groups = {value.group for value in checkpoint.per_rank}
+    sliced = [name for name, one in checkpoint.parameters.items() if MASTER in one.slots and not _is_cut(one)]
+    if sliced and not keeps_files:
+        raise of_slices(f"the optimizer's state of {listed(sliced)}", path)
+    origin = origin_of(checkpoint)
+    groups = None if origin is None or len(origin.ranks) > 1 else {value.group for value in checkpoint.per_rank}
     parameters = {
-        name: replace(one, slots={**one.slots, **_slots(one, held, path)})
-        if one.group in groups and one.tied_to is None
-        else one
+        name: one if name in sliced else _with_floats(one, held, path, groups)
         for name, one in checkpoint.parameters.items()
     }
-    origin = _origin(checkpoint, parameters) if keeps_files else None
-    return replace(checkpoint, parameters=parameters, per_rank=[], origin=origin)
+    files = _origin(checkpoint, parameters, held, path) if keeps_files else None
+    return replace(checkpoint, parameters=parameters, per_rank=[], origin=files)
 
 
-def _origin(checkpoint: Checkpoint, parameters: dict[str, Parameter]) -> Origin | None:
-    """Return the files of a checkpoint of one model-parallel rank, with these parameters for what they describe."""
+def of_slices(what: str, path: str | None = None) -> UnsupportedError:
+    """Return the error of quantised state that would have to be put together of slices, or sliced."""
+    return UnsupportedError(
+        f"{what} is quantised in blocks of each tensor-parallel rank's slices",
+        path=path,
+        expected="the tensor-parallel size that it has",
+        advice="`zckpt reshard --dequantize` at that size writes floats, which are then cut or converted as any others",
+    )
+
+
+def _is_cut(parameter: Parameter) -> bool:
+    """Tell whether a parameter is one of the ranks' partitions as it is, not put together of slices."""
+    master = parameter.slots[MASTER]
+    return isinstance(master.spans, CutSpans) and not master.replicas
+
+
+def _with_floats(parameter: Parameter, held: Held, path: str, groups: Collection[int] | None) -> Parameter:
+    """Return a parameter with float slots, if it is in one of some groups, which have quantised state."""
+    if parameter.tied_to is not None or MASTER not in parameter.slots:
+        return parameter
+    if groups is not None and parameter.group not in groups:
+        return parameter
+    return replace(parameter, slots={**parameter.slots, **_slots(parameter, held, path)})
+
+
+def _origin(checkpoint: Checkpoint, parameters: dict[str, Parameter], held: Held, path: str) -> Origin | None:
+    """Return the files of a checkpoint with floats in what each model-parallel rank's describe."""
     origin = origin_of(checkpoint)
-    if origin is None or len(origin.ranks) != 1:
+    if origin is None:
         return None
-    [files] = origin.ranks
-    state = replace(files.state, parameters=parameters, per_rank=[])
-    return replace(origin, ranks=[replace(files, state=state)])
+    ranks = []
+    for files in origin.ranks:
+        own = parameters
+        if len(origin.ranks) > 1:
+            groups = {value.group for value in files.state.per_rank}
+            own = {name: _with_floats(one, held, path, groups) for name, one in files.state.parameters.items()}
+        ranks.append(replace(files, state=replace(files.state, parameters=own, per_rank=[])))
+    return replace(origin, ranks=ranks)
 
 
 def _held(checkpoint: Checkpoint, path: str) -> Held:
     """Return the moments of each partition of each rank."""
     origin = origin_of(checkpoint)
     members = [] if origin is None else [member for files in origin.ranks for member in files.members]
-    of_rank = {member.rank: member for member in members}
+    of_rank = {(member.shard.mp_rank or 0, member.rank): member for member in members}
     held: Held = {}
     for value in checkpoint.per_rank:
-        member, what = of_rank.get(value.rank), f"group {value.group}"
+        member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
         if member is None or value.part >= len(member.masters):
             raise _uncertain(what, path, f"partition {value.part} of rank {value.rank}, of which there is no master")
         found = _of_bitsandbytes(value, what, path) if value.key == NESTED else _of_torchao(value, what, path)

@@ -11,26 +11,26 @@ group that was too small to be quantised stays in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from zckpt.engine.computed import Computed
-from zckpt.engine.requantise import Floats, Portion, Requantised
+from zckpt.engine.requantise import Requantised
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.codes import KNOWN, alike_forms, bytes_of
 from zckpt.formats.deepspeed.decide import decide
-from zckpt.formats.deepspeed.quantised import with_float_slots
+from zckpt.formats.deepspeed.portions import TOGETHER_NUMEL, contents_of, portions_of
+from zckpt.formats.deepspeed.quantised import is_quantised, with_float_slots
+from zckpt.formats.deepspeed.requantised_torchao import SMALLEST_NUMEL, TorchaoForm, form_of
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.torch_files.quantised import ADAM, BLOCKS, NESTED, block_of, pieces_of
-from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
+from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
 from zckpt.state import Checkpoint, Slot
+from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import FromFile, Tensor
-
-TOGETHER_NUMEL = 1 << 16
-"""Elements, about, that are quantised at once: of a share's codes, no more floats than these are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class Form:
     value: FromFile
     pieces: Mapping[str, Slot]
     blocks: Mapping[str, int]
+
+    @property
+    def rounded(self) -> frozenset[str]:
+        """The moments that are made codes, as floats are called."""
+        return frozenset(self.names[number] for number in self.blocks)
 
     @property
     def names(self) -> dict[str, str]:
@@ -83,7 +88,7 @@ class Form:
         qmap, scales = self.pieces[f"qmap{key[-1]}"], key.startswith("absmax")
         dtype, unit, numel = ("float32", block, -(-moment.numel // block)) if scales else ("uint8", 1, moment.numel)
         contents, at = [], 0
-        for portions in _portions(moment, block * max(TOGETHER_NUMEL // block, 1)):
+        for portions in portions_of(moment, block * max(TOGETHER_NUMEL // block, 1)):
             function = Requantised(portions, block, qmap, gives_scales=scales)
             slot = Computed(key, dtype, (function.step,), (), function=function)
             contents.append(SlotContent(at // unit, slot, f"{key}, quantised anew"))
@@ -91,47 +96,10 @@ class Form:
         return view(new_storage(dtype, numel, contents), (numel,))
 
 
-def _contents(moment: Tensor) -> list[SlotContent]:
-    """Return what lies in a tensor that is to be written, in order."""
-    contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
-    ordered = [one for one in contents if isinstance(one, SlotContent)]
-    if len(ordered) < len(contents):
-        raise ValueError("a share of quantised state has contents that are no slots")
-    return ordered
-
-
 def _has_codes(moment: Tensor) -> bool:
     """Tell whether some of a share, or none of it that is not padding, was codes before."""
-    ordered = _contents(moment)
+    ordered = contents_of(moment)
     return not ordered or any(isinstance(one.slot, Computed) for one in ordered)
-
-
-def _portions(moment: Tensor, together: int) -> Iterator[tuple[Portion, ...]]:
-    """Yield what lies in a tensor that is to be written, `together` elements at once; between contents, zeros."""
-    ordered = _contents(moment)
-    found: list[Portion] = []
-    held = end = 0
-
-    def add(numel: int, start: int = 0, slot: Computed | None = None) -> Iterator[tuple[Portion, ...]]:
-        nonlocal found, held
-        while numel:
-            count = min(numel, together - held)
-            found.append(Portion(count, start, slot))
-            numel, start, held = numel - count, start + count, held + count
-            if held == together:
-                yield tuple(found)
-                found, held = [], 0
-
-    for one in ordered:
-        yield from add(one.start - end)
-        slot = one.slot
-        if not isinstance(slot, Computed):
-            slot = Computed(slot.name, "float32", slot.shape, (), function=Floats(slot))
-        yield from add(one.covered.numel, one.covered.start, slot)
-        end = one.start + one.covered.numel
-    yield from add(moment.numel - end)
-    if found:
-        yield tuple(found)
 
 
 def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
@@ -146,11 +114,11 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    if not any(value.key == NESTED for value in checkpoint.per_rank):
+    if not any(map(is_quantised, checkpoint.per_rank)):
         raise UsageError(
-            "no 8-bit state of ranks' partitions that could be quantised anew",
+            "no quantised state of ranks' partitions that could be quantised anew",
             path=checkpoint.source,
-            expected=f"{NESTED} of bitsandbytes in DeepSpeed's files",
+            expected=f"{NESTED} of bitsandbytes, or moments of torchao, in DeepSpeed's files",
             advice="leave --requantize out",
         )
     try:
@@ -159,41 +127,60 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
         floats = with_float_slots(checkpoint, keeps_files=True)
     target = decide(floats, options)
     if target.elastic:
-        raise UnsupportedError("the elastic form is not written with 8-bit state", path=checkpoint.source,
+        raise UnsupportedError("the elastic form is not written with quantised state", path=checkpoint.source,
                                expected="--rigid")  # fmt: skip
+    if target.regrouped and len(target.origin.ranks) > 1:
+        raise UnsupportedError(
+            "quantised state of stages or slices is quantised anew for these only",
+            path=checkpoint.source,
+            expected="the tensor- and pipeline-parallel sizes that it has",
+            advice="--dequantize writes it as float32, for an optimizer that keeps it so",
+        )
     target.forms.update(_forms(checkpoint))
     return target
 
 
 def rounded(target: Target) -> dict[str, frozenset[str]]:
     """Return the moments that were quantised anew, as floats are called, by parameter."""
-    found = {index: frozenset(form.names[number] for number in form.blocks) for index, form in target.forms.items()}
+    found = {key: form.rounded for key, form in target.forms.items()}
     return {
-        parameter.name: found[group.index]
+        parameter.name: found[rank.mp_rank, group.index]
         for rank in target.ranks
         for group in rank.groups
         for parameters in group.experts
         for parameter in parameters
-        if found.get(group.index)
+        if found.get((rank.mp_rank, group.index))
     }
 
 
 def notes(target: Target) -> list[str]:
     """Say what was rounded once more."""
-    groups = [str(index) for index, form in sorted(target.forms.items()) if form.blocks]
+    groups = [str(index) for index in sorted({index for (_, index), form in target.forms.items() if form.rounded})]
     if not groups:
         return []
     what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(groups)}"
-    return [f"8-bit state of {what} was quantised anew: blocks have other elements than in the source"]
+    if any(isinstance(form, TorchaoForm) for form in target.forms.values()):
+        what += f", of partitions with whole blocks and {SMALLEST_NUMEL} elements at least (others are in float32),"
+    return [f"quantised state of {what} was quantised anew: blocks have other elements than in the source"]
 
 
-def _forms(checkpoint: Checkpoint) -> dict[int, Form]:
-    """Return the form of each param group that has 8-bit state, which has to be one on all ranks."""
-    held: dict[int, dict[int, list[FromFile]]] = {}
+def _forms(checkpoint: Checkpoint) -> dict[tuple[int, int], Form | TorchaoForm]:
+    """Return the form of each param group that has quantised state, which has to be one on all data-parallel ranks."""
+    held: dict[tuple[int, int], list[RankValue]] = {}
     for one in checkpoint.per_rank:
-        if isinstance(one.value, FromFile):
-            held.setdefault(one.group, {}).setdefault(one.part, []).append(one.value)
-    return {index: _form(list(parts.values()), f"group {index}", checkpoint.source) for index, parts in held.items()}
+        held.setdefault((one.mp_rank, one.group), []).append(one)
+    return {key: _form_of(values, f"group {key[1]}", checkpoint.source) for key, values in held.items()}
+
+
+def _form_of(values: Sequence[RankValue], what: str, path: str) -> Form | TorchaoForm:
+    if all(one.key != NESTED for one in values):
+        return form_of(values, what, path)
+    parts: dict[int, list[FromFile]] = {}
+    for one in values:
+        if one.key != NESTED or not isinstance(one.value, FromFile):
+            raise _refused(what, path, f"{one.key} beside {NESTED}")
+        parts.setdefault(one.part, []).append(one.value)
+    return _form(list(parts.values()), what, path)
 
 
 def _form(parts: Sequence[Sequence[FromFile]], what: str, path: str) -> Form:

@@ -128,13 +128,14 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
     """Give tied layers that have the number of their file the names that a list of layers has for them; say which.
 
     No file of stage 0 has their keys, so that a model read from there, and whatever it was converted to, has numbers.
+    What is frozen keeps them, for ZeRO-1 lists the trained only.
     """
     layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
     uses: dict[str, list[str]] = {}
     for number, layer in enumerate(layers):
         if layer.tied is not None:
             uses.setdefault(layer.tied, []).append(f"{number}.")
-    known = [*checkpoint.parameters, *checkpoint.buffers]
+    known = [name for group in checkpoint.param_groups for name in group.parameters]
     names: dict[str, str] = {}
     for key, prefixes in uses.items():
         numbered = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in known)]

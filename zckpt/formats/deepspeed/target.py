@@ -22,6 +22,7 @@ from zckpt.state.partition import (
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.requantised import Form
+    from zckpt.formats.deepspeed.requantised_torchao import TorchaoForm
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -147,8 +148,8 @@ class Target:
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
         How a pipeline's layers are dealt; None: as they are.
-    codes, forms : dict of int to Codes, TorchaoCodes or Form
-        8-bit state that is cut for other ranks, or quantised anew, by param group.
+    codes, forms : dict of (int, int) to Codes, TorchaoCodes, Form or TorchaoForm
+        Quantised state that is cut for other ranks, or quantised anew, by model-parallel rank and param group.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
@@ -172,8 +173,8 @@ class Target:
     transposed: bool = False
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
-    codes: dict[int, Codes | TorchaoCodes] = field(default_factory=dict, repr=False, compare=False)
-    forms: dict[int, Form] = field(default_factory=dict, repr=False, compare=False)
+    codes: dict[tuple[int, int], Codes | TorchaoCodes] = field(default_factory=dict, repr=False, compare=False)
+    forms: dict[tuple[int, int], Form | TorchaoForm] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 

@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import boxes_of, row_major
+from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError, listed
 from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.agreement import check_slices_alike
 from zckpt.formats.deepspeed.origin import Origin, RankState
+from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
 from zckpt.state import MASTER, WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
@@ -201,6 +203,10 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
         raise LayoutError(f"{first.name} of {name} is missing on some tensor-parallel ranks")
     if not first.shape and rule.shape:  # a step that each parameter has by itself, without ZeRO
         return first
+    if any(isinstance(slot, Computed) for slot in slots):
+        if rule.kind in (AVERAGED, SLICED):
+            raise of_slices(f"{first.name} of {name}")
+        return first
     if rule.kind == AVERAGED:
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
@@ -218,6 +224,9 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
         return parameter
     shares = rule.shares[rank]
     shape = _with(rule.shape, rule.dim, sum(s.size for s in shares))
+    computed = [key for key, slot in parameter.slots.items() if isinstance(slot, Computed)]
+    if computed:
+        raise of_slices(f"{computed[0]} of {parameter.name}")
     slots = {
         key: _cut_slot(slot, rule.dim, shares) if slot.shape else slot  # a step that each parameter has by itself
         for key, slot in parameter.slots.items()

@@ -137,7 +137,7 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
     """Return the state that one rank has of its own, as its file has it, or cut for it."""
     if target.codes:
         group = next((one for one in mp.groups if one.index == partition), None)
-        codes = target.codes.get(partition)
+        codes = target.codes.get((mp.mp_rank, partition))
         return {} if group is None or codes is None else codes.of(group.position(rank), group.partition)
     return {
         one.key: value_node(one.value)
@@ -146,9 +146,9 @@ def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> di
     }
 
 
-def _in_form(target: Target, group: int, tensors: dict[object, object]) -> dict[object, object]:
+def _in_form(target: Target, mp: TargetRank, group: int, tensors: dict[object, object]) -> dict[object, object]:
     """Return a share's slots as they are, or those that are to be codes as such."""
-    form = target.forms.get(group)
+    form = target.forms.get((mp.mp_rank, group))
     return tensors if form is None else form.of(tensors)
 
 
@@ -195,7 +195,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
             if shares:
                 tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
         tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
-        tensors = _in_form(target, group.index, tensors)
+        tensors = _in_form(target, mp, group.index, tensors)
         states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
@@ -288,7 +288,7 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             like = known[min(number, len(known) - 1)] if known else None
             shards, position = _shards(target, parameters, group.shared_by), group.position(rank)
             master = shards.tensor(MASTER, position, like)
-            tensors = _in_form(target, group.index, {key: shards.tensor(key, position) for key in shards.keys})
+            tensors = _in_form(target, mp, group.index, {key: shards.tensor(key, position) for key in shards.keys})
             state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
             if state:
                 states[number] = state

@@ -105,7 +105,7 @@ def _from_elsewhere(
             f"enable_expert_tensor_parallelism; --sliced-experts writes them as with it"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
-    restated = loss_scaling.HANDLED | none
+    restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
     files = target_files(target, copies, run_directory=run_directory)
     written = TargetFiles(files, notes=notes, restated=restated)
     return _without_clipping(written, checkpoint, stage)
