@@ -403,3 +403,13 @@ def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path: Path) -> None:
         ]
         assert len({str(one) for one in ids[0]}) == 7
         assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_rr", "s2_bf16_dp2_palign"])
+def test_order_comes_back_from_another_format(name: str, tmp_path: Path) -> None:
+    """DeepSpeed loads the elements of other parameters without a word where its setting is not that of the files."""
+    zckpt.convert(run_of(name), tmp_path / "zckpt", to="zckpt")
+    zckpt.convert(tmp_path / "zckpt", tmp_path / "run", to="deepspeed", world_size=2)
+    source, back = zckpt.open(run_of(name)).details, zckpt.open(tmp_path / "run").details
+    assert source["round_robin_gradients"] or source["parameter_alignment"]
+    assert {key: back[key] for key in source} == source

@@ -23,6 +23,7 @@ from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
 from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
+from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Parameter, Topology
@@ -74,8 +75,10 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     elastic = first.elastic if options.elastic is None else options.elastic
     round_robin, aligned = options.round_robin, options.parameter_alignment
-    round_robin = bool(checkpoint.details.get("round_robin_gradients")) if round_robin is None else round_robin
-    aligned = bool(checkpoint.details.get("parameter_alignment")) if aligned is None else aligned
+    # What a checkpoint of another format was once: the training that loads it is likely to be the same.
+    was = checkpoint.details if origin.ranks or first.bf16_optimizer else origin_of_state(checkpoint)
+    round_robin = was.get("round_robin_gradients") is True if round_robin is None else round_robin
+    aligned = was.get("parameter_alignment") is True if aligned is None else aligned
     given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
     sharded = _refuse_degrees(checkpoint, origin, options, stage=stage)
