@@ -6,6 +6,7 @@ Only ranks import this; it sets the environment of its process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import logging
@@ -96,6 +97,22 @@ def _patch_deepspeed() -> None:
     _patch_fused_adam()
     _patch_zero_dim_broadcast()
     _patch_auto_ep()
+    _patch_stage3()
+
+
+def _patch_stage3() -> None:
+    """Let ZeRO-3 print few numbers of each parameter into a message that nobody is shown."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
+    from torch._tensor_str import printoptions
+
+    original = Stage3.__init__
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):  # noqa: N807
+        with printoptions(threshold=0, edgeitems=1):
+            original(self, *args, **kwargs)
+
+    Stage3.__init__ = __init__
 
 
 def _share_gloo_device() -> None:

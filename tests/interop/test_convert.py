@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interop
 
 
 def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 2, **changes})
+    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **changes})
 
 
 RING: list[tuple[str, dict[str, Any]]] = [
@@ -34,14 +34,16 @@ RING: list[tuple[str, dict[str, Any]]] = [
     ("zero-redundancy", {"world_size": 3}),
 ]
 
+SMALL = {"world_size": 3, "groups": 2}
+
 CASES = [
     (spec("s2_bf16"), 3, 2),
-    (spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0), 3, 1),
+    (spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0, **SMALL), 2, 1),
     (spec("s3_fp32", stage=3, dtype="fp32"), 3, 1),
     (spec("s1_fp32_sgdm", stage=1, dtype="fp32", optimizer="sgdm"), 2, 3),
     pytest.param(spec("s2_lion", optimizer="lion"), 3, 2, marks=pytest.mark.nightly),
     pytest.param(spec("s2_fp16", dtype="fp16"), 3, 3, marks=pytest.mark.nightly),
-    (spec("s2_zerodim", zero_dim=True), 3, 2),
+    (spec("s2_zerodim", zero_dim=True, **SMALL), 2, 2),
 ]
 
 

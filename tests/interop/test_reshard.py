@@ -32,8 +32,11 @@ def spec(name: str, **changes: Any) -> Spec:
 
 
 def small(name: str, **changes: Any) -> Spec:
-    """For what does not depend on how many ranks there are, as long as their number changes."""
-    return spec(name, **{"world_size": 3, **changes})
+    """For what does not depend on how many ranks there are, as long as their number changes.
+
+    Other tests here read, convert and strip the same.
+    """
+    return spec(name, **{"world_size": 3, "groups": 2, **changes})
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ pytestmark = pytest.mark.interop
 
 
 def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 3, "steps": 2, "steps_after": 2, **changes})
+    return Spec(name, **{"world_size": 3, "groups": 2, "steps": 2, "steps_after": 2, **changes})
 
 
-ADAMW = spec("s2_adamw", world_size=4)
+ADAMW = spec("s2_adamw", world_size=4, groups=3)
 SGDM = spec("s1_sgdm", stage=1, dtype="fp32", optimizer="sgdm")
 LION = spec("s2_lion", optimizer="lion")
 SCHEDULED = spec("s2_lion_scheduled", optimizer="lion", scheduler=True)

@@ -13,6 +13,7 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import data_parallel_size
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS
+from zckpt.formats.deepspeed.unsaved import base_shards
 from zckpt.formats.deepspeed.values import copies_of_optimizers, keep_others, shard_rules
 from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
 from zckpt.formats.torch_files.tensors import carried
@@ -71,6 +72,7 @@ def describe_whole(
         if uses_zenflow(model.config):
             checkpoint.details[DETAIL] = first.transposed
             checkpoint.warnings.append(WARNING)
+        checkpoint.warnings += base_shards(checkpoint.parameters, model.shard.path)
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
     checkpoint.metadata = {

@@ -25,6 +25,7 @@ from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.model_files import ModelFiles, give_state, read_groups, read_models
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
+from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
@@ -202,9 +203,11 @@ def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
         slots, copy = checkpoint.owner(name).slots, stored.tensors[MASTER]
         owner = slots.get(WEIGHT) or slots.get(MASTER)
         if owner is not None and copy.tensor.numel == owner.numel and (copy.flat or copy.tensor.shape == owner.shape):
-            rounded = replace(copy.slot(MASTER, owner.shape), name=owner.name, dtype=owner.dtype)
+            slot = replace(copy.slot(MASTER, owner.shape), name=owner.name)
+            if is_floating(owner.dtype):
+                slot = replace(slot, dtype=owner.dtype)  # integers are made floats, and not the other way
             kind = "tied" if one.tied_to else "parameter"
-            checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, rounded, owner))
+            checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, slot, owner))
 
 
 def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:
