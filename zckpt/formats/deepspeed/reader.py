@@ -23,6 +23,7 @@ from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
 from zckpt.formats.deepspeed.experts import check_empty, is_expert
 from zckpt.formats.deepspeed.gpt_model import completed
+from zckpt.formats.deepspeed.group_order import in_one_order
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.rank_state import read_rank
@@ -73,7 +74,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             advice="give the directory that holds it with --root",
             code=MISSING_FILE,
         )
-    optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
+    optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
     models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
