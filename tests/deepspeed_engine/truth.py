@@ -42,7 +42,7 @@ def read_live(engine: Any, spec: Spec) -> Live:
     live = Live()
     wrapper = type(engine.optimizer).__name__
     names = {p: name for name, p in engine.module.named_parameters()}
-    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+    if wrapper in ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3"):
         _read_stage3(engine.optimizer, names, live)
     elif wrapper in ("DeepSpeedZeroOptimizer", "BF16_Optimizer") or wrapper.startswith("ZenFlowZeroOptimizer"):
         _read_flat(engine.optimizer, names, live)

@@ -123,6 +123,11 @@ def test_codes_of_torchao_are_cut_where_partitions_begin_with_blocks(kind: str, 
             assert torch.equal(bits(mine[0][slot].scale), bits(its[0][slot].scale))
     with pytest.raises(UnsupportedError, match="--dequantize"):
         zckpt.reshard(run, tmp_path / "cut3", world_size=3)
+    zckpt.reshard(run, tmp_path / "anew", world_size=2, stage=3, requantize=True, verify=True)
+    assert type(states(tmp_path / "anew", 2)[0][0]["exp_avg"]).__name__.startswith("OptimState")
+    found = gloo.run(_resume, 2, 128, tmp_path / "anew", 3, kind)[0]
+    assert found[0] == pytest.approx(losses[0], abs=2e-5)
+    assert found == pytest.approx(losses, abs=2e-2)
 
 
 def of_any_device(values: torch.Tensor, qmap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -178,3 +178,13 @@ def test_padding_of_masters_that_lion_moves_is_sound(eps: bool, tmp_path: Path) 
     run = changed("s2_fp32_dp2", tmp_path, lambda content: _moved_padding(content, eps=eps))
     assert sum(one.numel for one in zckpt.open(run).padding)
     assert ("ZC-205" in {one.code for one in zckpt.verify(run, deep=True).findings}) == eps
+
+
+def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path: Path) -> None:
+    """Prodigy keeps one for a parameter that began as zeros."""
+    tag = copy("s0_fp32_dp2", tmp_path)
+    edit(
+        tag / "mp_rank_00_model_states.pt",
+        lambda content: next(iter(content["optimizer"]["state"].values())).update(exp_avg=torch.tensor(0.0)),
+    )
+    assert "ZC-123" not in {one.code for one in zckpt.verify(tag).findings}

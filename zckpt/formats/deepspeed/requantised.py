@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.codes import KNOWN, alike_forms, bytes_of
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.portions import TOGETHER_NUMEL, contents_of, portions_of
 from zckpt.formats.deepspeed.quantised import is_quantised, with_float_slots
-from zckpt.formats.deepspeed.requantised_torchao import TorchaoForm, form_of
+from zckpt.formats.deepspeed.requantised_torchao import SMALLEST_NUMEL, TorchaoForm, form_of
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.torch_files.quantised import ADAM, BLOCKS, NESTED, block_of, pieces_of
 from zckpt.formats.torch_files.writer import SlotContent, new_storage, view
@@ -159,6 +159,8 @@ def notes(target: Target) -> list[str]:
     if not groups:
         return []
     what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(groups)}"
+    if any(isinstance(form, TorchaoForm) for form in target.forms.values()):
+        what += f", of partitions with whole blocks and {SMALLEST_NUMEL} elements at least (others are in float32),"
     return [f"quantised state of {what} was quantised anew: blocks have other elements than in the source"]
 
 

@@ -136,7 +136,7 @@ def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     """Yield parameters that have only some of the slots that most others of their group have.
 
     One that has none at all was never stepped. One that has other slots as well is of an optimizer that keeps different
-    ones for different shapes.
+    ones for different shapes. Prodigy keeps a number in the place of a slot that is zero.
     """
     lacking: dict[str, list[tuple[str, str]]] = {}
     for group in checkpoint.param_groups:
@@ -150,7 +150,7 @@ def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
             own = kept.get(parameter.name, frozenset())
             if own and own < most:
                 spans = [span for key in sorted(own) for span in parameter.slots[key].spans]
-                for key in sorted(most - own):
+                for key in sorted(most - own - parameter.slots.keys() - parameter.state.keys()):
                     lacking.setdefault(key, []).append((parameter.name, spans[0].path if spans else ""))
     for key, found in lacking.items():
         names = tuple(name for name, _ in found)
