@@ -42,7 +42,7 @@ def read_live(engine: Any, spec: Spec) -> Live:
     live = Live()
     wrapper = type(engine.optimizer).__name__
     names = {p: name for name, p in engine.module.named_parameters()}
-    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+    if wrapper in ("DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3"):
         _read_stage3(engine.optimizer, names, live)
     elif wrapper in ("DeepSpeedZeroOptimizer", "BF16_Optimizer") or wrapper.startswith("ZenFlowZeroOptimizer"):
         _read_flat(engine.optimizer, names, live)
@@ -73,7 +73,7 @@ def _read_stage3(optimizer: Any, names: dict, live: Live) -> None:
                     torch.cat([rank[slot][offset : offset + size] for rank in ranks])[: p.ds_numel].reshape(
                         tuple(p.ds_shape)
                     ),
-                    transposed=optimizer.zenflow,
+                    transposed=getattr(optimizer, "zenflow", False),
                 ).float()
                 for slot in ranks[0]
             }
@@ -221,7 +221,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     parameters = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters([p for p in parameters.values() if hasattr(p, "ds_id")]):
         stored = {name: p.detach().clone() for name, p in parameters.items()}
-    columns = hasattr(next(iter(parameters.values())), "ds_id") and engine.optimizer.zenflow
+    columns = hasattr(next(iter(parameters.values())), "ds_id") and getattr(engine.optimizer, "zenflow", False)
     return {name: _upright(value, transposed=columns) for name, value in stored.items()}
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume, train
+from tests.formats.deepspeed.contents import run_of
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = [pytest.mark.interop, pytest.mark.nightly]
@@ -19,6 +21,7 @@ _ZENFLOW = {
     "update_interval": 2,
     "overlap_step": False,
 }
+TRANSPOSED = "versions/ds0189_zenflow_s2_bf16_dp2"
 _OFFLOAD = {"device": "cpu", "pin_memory": False}
 
 
@@ -46,4 +49,12 @@ def test_deepspeed_resumes_it_at_other_ranks(spec: Spec, tmp_path: Path) -> None
     assert_consolidated(made, Truth(made), tmp_path)
     zckpt.reshard(made, tmp_path / "cut", world_size=3, verify=True)
     verdict = resume(tmp_path / "cut", spec.at(3), made)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_engine_without_zenflow_loads_it_in_place(world_size: int) -> None:
+    """Also at the same ranks, where its files would load as they are, with matrices transposed."""
+    plain = replace(SPECS[0], zero={"offload_optimizer": _OFFLOAD}, world_size=world_size)
+    verdict = resume(run_of(TRANSPOSED), plain, run_of(TRANSPOSED), in_place=True)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []

@@ -127,6 +127,8 @@ def kind_that_keeps(engine: Any) -> str | None:
         return "an optimizer on NVMe"
     if type(engine.optimizer).__name__ == "MiCS_Optimizer":
         return "MiCS"
+    if getattr(engine, "zenflow", False):  # which stores matrices as its version does
+        return "ZenFlow"
     return None
 
 

@@ -55,3 +55,19 @@ def test_files_that_were_written_and_are_lost_are_missing(change: Any, tmp_path:
     edit(next(folder.rglob("mp_rank*")), change)
     with pytest.raises(ShardError, match="optimizer files are missing"):
         zckpt.open(folder)
+
+
+def test_parts_of_base_weights_are_said_to_be_such(tmp_path: Path) -> None:
+    """`OptimizedLinear` over several ranks: the first one's part is flat, and no file has the others."""
+    folder = Path(shutil.copytree(FIXTURES / "s1_bf16_dp2", tmp_path / "run"))
+    shapes = {"weight": (64,), "lora_weight_1.weight": (4, 8), "lora_weight_2.weight": (16, 4)}
+
+    def add(content: dict[str, Any]) -> None:
+        content["module"].update({f"{one}.{name}": torch.ones(shape) for one in "ab" for name, shape in shapes.items()})
+        content["module"]["b.weight"] = torch.ones(16, 8)
+
+    edit(next(folder.rglob("mp_rank*model_states.pt")), add)
+    (warning,) = zckpt.open(folder).warnings
+    assert "a.weight" in warning
+    assert "base_weight_sharding" in warning
+    assert "b.weight" not in warning

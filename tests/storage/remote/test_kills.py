@@ -22,7 +22,7 @@ VERBS: dict[str, list[object]] = {
     "consolidate": ["consolidate", SOURCE, "T/m", "--slots", "all", "--max-shard-size", "2kB"],
     "reshard": ["reshard", SOURCE, "T/r", "--world-size", "3"],
     "universal": ["convert", SOURCE, "T/u", "--to", "universal"],
-    "dcp": ["convert", SOURCE, "T/d", "--to", "dcp", "--world-size", "5"],
+    "dcp": ["convert", SOURCE, "T/d", "--to", "dcp", "--world-size", "24"],
     "strip": ["strip", SOURCE, "T/s", "--padding"],
     "average": ["average", SOURCE, SOURCE, "--target", "T/a", "--max-shard-size", "2kB"],
 }

@@ -38,8 +38,13 @@ from zckpt.state.partition import (
 )
 
 
-def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
+def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = True) -> Target:
     """Return the target for a checkpoint and options.
+
+    Parameters
+    ----------
+    zenflow : bool
+        Whether what ZenFlow has saved is to be for ZenFlow, with matrices as it stores them.
 
     Raises
     ------
@@ -80,7 +85,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
-    target = replace(target, transposed=keeps_transposed(checkpoint, first.stage, stage))
+    target = replace(target, transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage))
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)

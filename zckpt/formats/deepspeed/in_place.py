@@ -27,6 +27,7 @@ from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.deepspeed.write_stage0 import form_of, stage0_tree
 from zckpt.formats.deepspeed.writer import rank_notes
+from zckpt.formats.deepspeed.zenflow import DETAIL
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import keys_listed
@@ -112,6 +113,7 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
     return (
         (stage, topology.dp) == (training.stage, training.world_size)
         and not first.elastic
+        and not checkpoint.details.get(DETAIL)
         and first.bf16_optimizer == training.bf16_optimizer
         and bool(checkpoint.details.get("round_robin_gradients")) == (training.round_robin and stage != 3)
         and zero_option(origin.model, "parameter_alignment") == (training.alignment and stage != 3)
@@ -184,7 +186,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
         found = foreign.as_deepspeed(found, stage=options.stage or 1)
     found.origin = _configured(found, training)
-    served = Served(decide(found, options), training)
+    served = Served(decide(found, options, zenflow=False), training)
     served.notes += [*rank_notes(served.target), *notes]
     if optimizer and training.stage:
         _check(served)

@@ -1,19 +1,26 @@
-"""Optimizers that some versions of DeepSpeed do not save: no file of theirs has been lost.
+"""What DeepSpeed does not save: no file of it has been lost.
 
-With bfloat16 and without ZeRO's own optimizer (stage 0, or stage 1 with gradients summed in float32) these versions
-take FP16_UnfusedOptimizer where BF16_Optimizer was, write the model file as if another file had the optimizer, with
-None and `param_shapes`, and write no such file.
+Optimizers: with bfloat16 and without ZeRO's own optimizer (stage 0, or stage 1 with gradients summed in float32) some
+versions take FP16_UnfusedOptimizer where BF16_Optimizer was, write the model file as if another file had the optimizer,
+with None and `param_shapes`, and write no such file.
 
 Source: DeepSpeed 0.17.6 and 0.18.0, `_configure_optimizer` (two names for one constant), `_configure_checkpointing`;
 files that 0.17.6 wrote. 0.17.5 and 0.18.9 save it.
+
+Base weights of `OptimizedLinear` with `base_weight_sharding`: each rank has a flat part, and the model file is the
+first rank's.
+
+Source: `LoRAOptimizedLinear`, 0.14.5 to 0.19.8; files that 0.19.8 wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from zckpt.errors import listed
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Parameter
+from zckpt.state.dtypes import is_floating
 
 VERSIONS = ("0.17.6", "0.18.0")
 
@@ -46,3 +53,22 @@ def note_unsaved(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> None:
         f"{models[0].shard.path}: DeepSpeed {models[0].content['ds_version']} saved no optimizer, as it does not with "
         f"bfloat16 at stage 0 or with BF16_Optimizer's settings: the weights are all there is"
     )
+
+
+def base_shards(parameters: Mapping[str, Parameter], path: str) -> list[str]:
+    """Return a warning where base weights of LoRA layers are parts that the first rank has."""
+    found = []
+    for name, first in parameters.items():
+        layer = name.removesuffix("lora_weight_1.weight")
+        base, second = parameters.get(f"{layer}weight"), parameters.get(f"{layer}lora_weight_2.weight")
+        if layer == name or base is None or second is None or len(first.shape) != 2 or len(second.shape) != 2:
+            continue
+        whole = second.shape[0] * first.shape[1]
+        if base.frozen and len(base.shape) == 1 and is_floating(base.dtype) and 0 < base.numel < whole:
+            found.append(base.name)
+    if not found:
+        return []
+    return [
+        f"{path}: {listed(found)}: of base weights that are sharded (`base_weight_sharding`) DeepSpeed saves the first "
+        f"rank's part alone; the whole ones are in the model that the training began with"
+    ]

@@ -65,7 +65,8 @@ def lay_out(job: Job) -> TargetFiles:
     if job.options.groups == ONE and checkpoint.param_groups:
         checkpoint, changed = one_group(checkpoint)
         said += changed
-    tensors = model_tensors(checkpoint, None, tied="duplicate", exclude_frozen=False)
+    chosen = model_tensors(checkpoint, None, tied="duplicate", exclude_frozen=False)
+    tensors = {name: (slot, slot.dtype) for name, (slot, _) in chosen.items()}  # 16-bit masters, too, as they are
     slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
     tree = optimizer_tree(checkpoint, slots) if checkpoint.param_groups else None
     units = _units(job, target) if version == FSDP1 else None
