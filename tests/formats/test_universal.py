@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -451,3 +452,38 @@ def test_steps_of_their_own_arrive_with_each_parameter(tmp_path: Path) -> None:
     zckpt.convert(source, tmp_path / "u", to="universal", verify=True)
     assert not zckpt.diff(source, tmp_path / "u").as_dict()["different"]
     assert [float(torch.load(tmp_path / "u" / "zero" / name / "step.pt")) for name in ("late", "early")] == [2, 3]
+
+
+def changed(name: str, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a checkpoint that DeepSpeed converted, with something else in its model files."""
+    source = Path(shutil.copytree(SAMPLES / name, tmp_path / "source"))
+    for path in source.glob("*_model_states.pt"):
+        content = load(path)
+        change(content)
+        torch.save(content, path)
+    return source
+
+
+def test_floats_that_deepspeed_made_of_integers_and_doubles_are_copies_of_them(tmp_path: Path) -> None:
+    def widen(content: dict[str, Any]) -> None:
+        content["module"]["pos"] = content["module"]["pos"].double() + 1e-12  # less than half a step of float32
+
+    source = changed("s2_bf16_dp4", tmp_path, widen)
+    zckpt.consolidate(source, tmp_path / "out.safetensors")
+    assert zckpt.verify(source, deep=True).sound
+    assert zckpt.open(tmp_path / "out.safetensors").read("counter").dtype == torch.int64
+
+
+def test_alias_of_a_parameter_that_was_not_saved_has_its_own_values(tmp_path: Path) -> None:
+    expected = zckpt.open(SAMPLES / "s2_bf16_dp4").read("frozen_odd")
+    source = changed(
+        "s2_bf16_dp4", tmp_path, lambda content: content["shared_params"].update(frozen_odd="frozen_elsewhere")
+    )
+    assert_same(zckpt.open(source).read("frozen_odd"), expected, "frozen_odd")
+
+
+def test_state_of_modules_that_is_no_tensor_is_carried(tmp_path: Path) -> None:
+    extra = {"amax": torch.ones(3), "recipe": "delayed"}
+    source = changed("s3_bf16_dp2", tmp_path, lambda content: content["module"].update({"a._extra_state": extra}))
+    zckpt.convert(source, tmp_path / "out", to="zckpt")
+    assert "module_extra_state" in zckpt.open(tmp_path / "out").metadata

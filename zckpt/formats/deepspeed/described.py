@@ -18,6 +18,7 @@ from zckpt.formats.deepspeed.values import copies_of_optimizers, keep_others, sh
 from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Checkpoint, Topology
+from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, TorchFile
 
 EXTRA_STATE_KEY = "module_extra_state"
@@ -85,13 +86,22 @@ def describe_whole(
         checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
     if model.configuration is not None:
         checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
-    if model.extra:
-        checkpoint.metadata[EXTRA_STATE_KEY] = carried(model.file, dict(model.extra))
     if members:
         content = members[0].content
         checkpoint.optimizer_metadata = {
             key: carried(members[0].file, content[key]) for key in OPTIMIZER_METADATA_KEYS if key in content
         }
+
+
+def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str, tuple[Rule, ...]]:
+    """Keep the state of modules that is no tensor, of each rank; return rules for what is as in the first's file."""
+    if models[0].extra:
+        checkpoint.metadata[EXTRA_STATE_KEY] = carried(models[0].file, dict(models[0].extra))
+    keys = dict.fromkeys(key for model in models for key in model.extra)
+    held = [(model.file, model.extra) for model in models]
+    own, rules = keep_others(held[0], held[1:], [*keys], ("module",))
+    checkpoint.metadata |= own
+    return rules
 
 
 def keep_all_others(
@@ -105,11 +115,9 @@ def keep_all_others(
     keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
     held = [(m.file, common(m)) for m in models]
     metadata, rules = keep_others(held[0], held[1:], [*keys])
-    keys = dict.fromkeys(key for m in models for key in m.extra)
-    held = [(m.file, m.extra) for m in models]
-    of_modules, copies = keep_others(held[0], held[1:], [*keys], ("module",))
-    checkpoint.metadata |= metadata | of_modules
-    rules = {path: (*one, *copies[path]) for path, one in rules.items()}
+    checkpoint.metadata |= metadata
+    of_modules = keep_extra(checkpoint, models)
+    rules = {path: (*one, *of_modules[path]) for path, one in rules.items()}
     if members:
         lead = members[0]
         others = [(o.file, o.content) for o in optimizers if o is not lead]

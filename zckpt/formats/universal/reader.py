@@ -11,6 +11,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep_lists import common, with_layers
+from zckpt.formats.deepspeed.described import keep_extra
 from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
 from zckpt.formats.deepspeed.shapes import Shapes
@@ -25,7 +26,7 @@ from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.model_files import ModelFiles, give_state, read_groups, read_models
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
-from zckpt.state.dtypes import is_floating
+from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
@@ -95,8 +96,12 @@ def read(directory: Path) -> Checkpoint:
 
 
 def _place_untrained(checkpoint: Checkpoint, models: ModelFiles, trained: Shapes) -> None:
-    """Place buffers, aliases and frozen parameters, whose values are in the model's files."""
-    aliases = models.aliases(trained)
+    """Place buffers, aliases and frozen parameters, whose values are in the model's files.
+
+    What is an alias of a parameter that was left out (`exclude_frozen_parameters`) is none, and has its own values.
+    """
+    known = {*models.names(), *trained}
+    aliases = {alias: owner for alias, owner in models.aliases(trained).items() if owner in known}
     lost = []
     for name in models.names():
         if models.is_buffer(name):
@@ -204,8 +209,8 @@ def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
         owner = slots.get(WEIGHT) or slots.get(MASTER)
         if owner is not None and copy.tensor.numel == owner.numel and (copy.flat or copy.tensor.shape == owner.shape):
             slot = replace(copy.slot(MASTER, owner.shape), name=owner.name)
-            if is_floating(owner.dtype):
-                slot = replace(slot, dtype=owner.dtype)  # integers are made floats, and not the other way
+            if is_floating(owner.dtype) and itemsize(owner.dtype) < itemsize(slot.dtype):
+                slot = replace(slot, dtype=owner.dtype)  # others were made float32 themselves
             kind = "tied" if one.tied_to else "parameter"
             checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, slot, owner))
 
@@ -222,8 +227,9 @@ def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:
     keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
     own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
     checkpoint.metadata |= own
+    of_modules = keep_extra(checkpoint, [first, *others])
     for file in checkpoint.files:
-        file.rules = (*file.rules, *rules.get(file.path, ()))
+        file.rules = (*file.rules, *rules.get(file.path, ()), *of_modules.get(file.path, ()))
 
 
 def _describe(checkpoint: Checkpoint, models: ModelFiles, content: Mapping[object, object]) -> None:
