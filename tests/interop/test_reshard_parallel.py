@@ -8,6 +8,7 @@ which rank has which tokens (MOE_TOLERANCE).
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +161,31 @@ def test_deepspeed_resumes_leaf_modules(options: dict[str, int], made: Callable[
     verdict = resume(tmp_path / "cut", source.at(options["world_size"], **training), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
+
+
+def test_ranks_may_have_their_groups_in_orders_of_their_own(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """As they do where each was started with a hash seed of its own: DeepSpeed goes through a set of their names."""
+    folder = made(SEVERAL)
+    run = shutil.copytree(folder, tmp_path / "run")
+    for path in run.glob("*/*zero_pp_rank_[12]_*"):
+        content = torch.load(path, weights_only=False)
+        z = content["optimizer_state_dict"]
+        base = z["base_optimizer_state"]
+        names = [group["name"] for group in base["param_groups"]]
+        order = sorted(range(len(names)), key=lambda at: (names[at].startswith("ep_size"), names[at], at))
+        assert order != sorted(order)
+        base["state"] = {new: base["state"][at] for new, at in enumerate(order)}
+        base["param_groups"] = [{**base["param_groups"][at], "params": [new]} for new, at in enumerate(order)]
+        for key in ("single_partition_of_fp32_groups", "partition_count", "group_paddings", "param_slice_mappings",
+                    "param_alignment_paddings"):  # fmt: skip
+            z[key] = [z[key][at] for at in order] if z.get(key) is not None else None
+        torch.save(content, path)
+    assert zckpt.fingerprint(run).text == zckpt.fingerprint(folder).text
+    assert zckpt.verify(run, deep=True).sound
+    zckpt.reshard(run, tmp_path / "cut", world_size=3)
+    assert zckpt.diff(folder, tmp_path / "cut").equal
+    with pytest.raises(zckpt.UnsupportedError, match="in an order of its own"):
+        zckpt.strip(run, tmp_path / "lean", padding=True)
 
 
 @pytest.mark.parametrize("to", ["dcp", pytest.param("zckpt", marks=pytest.mark.nightly),

@@ -33,13 +33,14 @@ from zckpt.formats.deepspeed.experts import (
     local_experts,
     named_degree,
 )
+from zckpt.formats.deepspeed.group_order import order_like
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, certain_flat
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
-from zckpt.torchfile import Digests, Tensor, TorchFile
+from zckpt.torchfile import Tensor, TorchFile
 
 _ADVICE = "give --names FILE, one name a line in the optimizer's order, experts by their number on a rank"
 
@@ -162,18 +163,8 @@ class _Optimizer:
 
     def _order(self, like: _Optimizer) -> list[int]:
         """Return the numbers of the groups in the order in which another rank has the same ones."""
-        digests = Digests()
-        wanted, own = (
-            [digests.of({k: v for k, v in group.items() if k != "params"}) for group in one.state.groups]
-            for one in (like, self)
-        )
-        found: list[int] = []
-        for each in wanted:
-            at = next((i for i, digest in enumerate(own) if digest == each and i not in found), None)
-            if at is None or len(own) != len(wanted):
-                return list(range(len(own)))  # which the settings tell
-            found.append(at)
-        return found
+        found = order_like(like.state.groups, self.state.groups)
+        return list(range(len(self.state.groups))) if found is None else found  # the settings then tell
 
     def _is_of_experts(self, index: int) -> bool:
         return self.state.groups[index].get("moe") is True

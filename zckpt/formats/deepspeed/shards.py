@@ -104,6 +104,8 @@ class OptimizerShard:
         Ranks that share each group.
     mappings : list of dict of str to (start, numel), or None
         Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it.
+    order : tuple of int, or None
+        Where the groups are in the file, if not in this order (`group_order`).
     """
 
     shard: Shard
@@ -121,6 +123,7 @@ class OptimizerShard:
     mappings: list[dict[str, tuple[int, int]]] | None = None
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def path(self) -> str:
@@ -287,21 +290,12 @@ def _read_flat(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) 
         raise DamagedFileError("partition_count has the wrong length", path=path, expected=f"{len(masters)} groups",
                                found=len(count_list))  # fmt: skip
     return OptimizerShard(
-        shard,
-        file,
-        stage,
-        elastic,
-        "zero_stage" not in z,
-        masters,
-        tensors,
-        scalars,
-        groups,
-        count_list,
+        shard, file, stage, elastic, "zero_stage" not in z, masters, tensors, scalars, groups, count_list,
         None if z.get("group_paddings") is None else _ints(z["group_paddings"], path, "group_paddings"),
         _alignment(z.get("param_alignment_paddings"), path),
         _mappings(z.get("param_slice_mappings"), path),
         z,
-    )
+    )  # fmt: skip
 
 
 def _read_parameterwise(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) -> OptimizerShard:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
+from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.expert_ranks import sharing, spread_of
@@ -217,6 +218,12 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, LeanLayout], str | None]:
 def _layouts(one: RankFiles, ranks: Sequence[RankFiles]) -> Iterator[tuple[OptimizerShard, LeanLayout]]:
     """Yield the layout of each data-parallel rank's file."""
     members = one.members
+    odd = next((m for m in members if m.order is not None), None)
+    if odd is not None:
+        raise UnsupportedError(
+            "padding of param groups that each rank has in an order of its own", path=odd.path,
+            expected="one order", advice="`zckpt reshard` writes them in one",
+        )  # fmt: skip
     found = {m.path: LeanLayout([0] * len(m.masters), [0] * len(m.masters)) for m in members}
     known = {name: parameter.shape for name, parameter in one.state.parameters.items()}
     spread = spread_of(ranks, one)
