@@ -11,9 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
+from zckpt.engine import plan as planning
 from zckpt.engine.boxes import SpanIndex, intersections
 from zckpt.engine.plan import Copy, fill, plan, row_major
-from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
@@ -424,3 +425,19 @@ def test_index_has_no_range_that_does_not_reach(data, numel):
     high = data.draw(st.integers(low + 1, numel))
     near = SpanIndex(Slot("weight", "uint8", (numel,), tuple(spans))).reaching(Extent.flat((numel,), low, high - low))
     assert [span.offset for span in near.spans] == list(range(low, high))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_files_that_come_lazily_are_made_once_where_they_are_few(kept, monkeypatch):
+    monkeypatch.setattr(planning, "KEPT_NBYTES", 3 * planning.COPY_NBYTES - (not kept))
+    made = []
+
+    def files():
+        for number in range(3):
+            made.append(number)
+            extent = Extent.whole((4,))
+            yield TargetFile(f"t{number}", 116, holes=[hole_of(slot_of((4,), flat_span(extent)))])
+
+    planned = plan(Lazily(files, 3))
+    assert [[one.file.name for one in planned.files] for _ in range(2)] == [["t0", "t1", "t2"]] * 2
+    assert made == [0, 1, 2] * (1 if kept else 3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import zckpt
 from tests.formats.some_tensors import assert_same, random_tensor, stored
 from tests.plans import read_slot, write_directory
 from tests.strategies import shapes
@@ -374,3 +375,18 @@ def test_tensor_that_no_shard_has_is_refused(tmp_path):
     write_index(tmp_path, {"weight_map": {"a": "one", "b": "one"}})
     with pytest.raises(DamagedFileError, match="b is not where the index says: expected one"):
         read(tmp_path)
+
+
+def test_texts_that_a_program_put_into_the_header_are_carried(tmp_path: Path) -> None:
+    """As trainers of adapters for diffusion models put their settings there."""
+    source = tmp_path / "source"
+    source.mkdir()
+    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for key, name in zip("ab", names, strict=True):
+        save_file({key: torch.ones(2)}, source / name, metadata={"format": "pt", "ss_steps": "7", "part": f"of {key}"})
+    index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    texts = {"ss_steps": "7", "part": "of a", "model-00002-of-00002.part": "of b"}
+    assert zckpt.open(source).metadata == texts
+    zckpt.convert(source, tmp_path / "out", to="dcp")
+    assert zckpt.open(tmp_path / "out").metadata == texts

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from zckpt.errors import UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span
 from zckpt.state.names import canonical_names
-from zckpt.torchfile import Tensor, plain
+from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
+
+TOGETHER_NUMEL = 1 << 20
+"""Elements of a tensor below a node that are in memory at once."""
 
 
 def named(checkpoint: Checkpoint) -> dict[str, Parameter]:
@@ -27,7 +32,10 @@ def own_weight(parameter: Parameter) -> Slot | None:
 
 
 def single(value: object) -> object:
-    """Return a single value as JSON-able data, however it is stored: a tensor of no dimension, a number, a node."""
+    """Return a single value as JSON-able data, however it is stored: a tensor of no dimension, a number, a node.
+
+    Of tensors below a node (codes and scales, a list of factors) it is a digest of their elements.
+    """
     if isinstance(value, Slot):
         if value.shape:
             return f"tensor of {value.dtype} {list(value.shape)}"
@@ -37,7 +45,32 @@ def single(value: object) -> object:
         with Sources() as sources:
             number: object = read_extent(value, Extent.whole(()), sources)[0].item()
             return number
+    if isinstance(value, FromFile):
+        digest = _digest(value)
+        return plain(value.node) if digest is None else {"tensors": digest, "in": plain(value.node)}
     return plain(value.value if isinstance(value, Scalar) else value)
+
+
+def _digest(value: FromFile) -> str | None:
+    """Return a digest of the elements of all tensors below a node, wherever they lie; None if there are none."""
+    tensors = sorted(((repr(path), tensor) for path, tensor in walk_tensors(value.node)), key=lambda one: one[0])
+    if not tensors:
+        return None
+    from zckpt.engine.read import read_extent
+    from zckpt.storage.files import Sources
+
+    found = hashlib.blake2b(digest_size=16)
+    with Sources() as sources:
+        for path, tensor in tensors:
+            found.update(f"{path} {tensor.dtype} {tensor.shape};".encode())
+            strides = None if tensor.is_contiguous else tensor.strides
+            whole = Extent.whole(tensor.shape)
+            span = Span(whole, value.path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
+            slot = Slot("", tensor.dtype, tensor.shape, (span,) if whole.numel else ())
+            for start in range(0, whole.numel, TOGETHER_NUMEL):
+                extent = Extent.flat(tensor.shape, start, min(TOGETHER_NUMEL, whole.numel - start))
+                found.update(read_extent(slot, extent, sources).tobytes())
+    return found.hexdigest()
 
 
 def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:

@@ -36,6 +36,12 @@ WIDENED = frozenset(
 )
 """Casts that change no value, and need no rule."""
 
+KEPT_NBYTES = 1 << 21
+"""Of plans that are kept, where all of a target are within it: what comes again is computed again."""
+
+COPY_NBYTES = 1 << 9
+"""What a copy takes, about."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strided:
@@ -145,7 +151,7 @@ class Plan:
     Parameters
     ----------
     files : collection of FilePlan
-        Those of thousands of ranks are not kept: each is planned in every iteration.
+        Those of thousands of ranks are not kept: each is planned in every iteration. Those of a few are.
     names : tuple of str
         Of the files.
     sources : frozenset of str
@@ -170,16 +176,32 @@ def plan(files: Iterable[TargetFile]) -> Plan:
     Parameters
     ----------
     files : iterable of TargetFile
-        Of files that come `Lazily`, so do the plans.
+        Of files that come `Lazily`, so do the plans, unless they are few.
 
     Raises
     ------
     LayoutError
         Some element of a hole is covered by no span, or by more than one.
     """
-    if isinstance(files, Lazily):
-        return _summed(Lazily(lambda: _planned(files), len(files)))
-    return _summed(tuple(_planned(files)))
+    if not isinstance(files, Lazily):
+        return _summed(tuple(_planned(files)))
+    few: list[FilePlan] = []
+    found = _summed(Lazily(lambda: _noted(_planned(files), few), len(files)))
+    again = tuple(few) if len(few) == len(files) else Lazily(lambda: _planned(files), len(files))
+    return replace(found, files=again)
+
+
+def _noted(files: Iterable[FilePlan], few: list[FilePlan]) -> Iterator[FilePlan]:
+    """Yield files; note them, if all of them together are within `KEPT_NBYTES`."""
+    room = KEPT_NBYTES
+    for one in files:
+        copies = sum(len(each.copies) for each in one.fills)
+        room -= COPY_NBYTES * copies + sum(len(each.data) for each in one.file.literals)
+        few.append(one)
+        if room < 0 or one.file.packs:
+            few.clear()
+            room = -1
+        yield one
 
 
 def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:

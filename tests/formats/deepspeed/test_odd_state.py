@@ -188,3 +188,18 @@ def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path: Path) -> None:
         lambda content: next(iter(content["optimizer"]["state"].values())).update(exp_avg=torch.tensor(0.0)),
     )
     assert "ZC-123" not in {one.code for one in zckpt.verify(tag).findings}
+
+
+def _sized(content: dict[str, Any]) -> None:
+    for state in state_in(content).values():
+        state["numel"] = state["exp_avg"].numel()
+
+
+def test_the_size_of_a_partition_is_not_that_of_others(tmp_path: Path) -> None:
+    """All ranks of the source have the same one, and ranks of another number have another."""
+    run = changed("s2_fp32_dp2", tmp_path, _sized)
+    assert {one.key for one in zckpt.open(run).per_rank} == {"numel"}
+    cut(run, tmp_path / "same", 2, verify=True)
+    with pytest.raises(UnsupportedError, match="numel: each rank has its own"):
+        cut(run, tmp_path / "cut", 3)
+    cut(run, tmp_path / "cut", 3, drop=["numel"])

@@ -16,7 +16,7 @@ from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
-from zckpt.formats.deepspeed.restage import goes_by_modules
+from zckpt.formats.deepspeed.stage_order import goes_by_modules, known_orders
 
 PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
@@ -307,6 +307,34 @@ def test_another_format_is_dealt_to_stages(
         assert names_of(tag, rank) == names_of(same, rank)
     assert zckpt.diff(tag, same).equal
     assert zckpt.verify(tag, deep=True).sound
+
+
+def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tmp_path: Path) -> None:
+    tag = copy(PLAIN, tmp_path)
+    edit(tag / "mp_rank_01_model_states.pt", lambda content: content["param_shapes"][1].move_to_end("3.up.bias"))
+    for rank in (0, 1):
+        edit(optimizer_file(tag, rank, 1), _without_mappings)
+    checkpoint = zckpt.open(tag)
+    assert str(checkpoint.details["stage_orders"]).startswith("|")  # the first group is in order
+    [first, second] = known_orders(checkpoint)
+    assert first is None
+    assert [one[-1] for one in second or ()] == ["1.mix.bias", "3.up.bias"]
+    zckpt.convert(checkpoint, tmp_path / "between", to="dcp", weight_check=False)  # elements stay where they were
+    between = zckpt.open(tmp_path / "between")
+    assert known_orders(between) == [first, second]
+    how: dict[str, Any] = {
+        "to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "partition_method": "uniform",
+        "weight_check": False,
+    }  # fmt: skip
+    zckpt.convert(between, tmp_path / "back", pipeline_parallel_size=2, **how)
+    assert names_of(tag_of(tmp_path / "back"), 1) == names_of(tag, 1)
+    with pytest.raises(UnsupportedError, match="no stages but those that it was saved in"):
+        zckpt.convert(between, tmp_path / "x", pipeline_parallel_size=3, **how)
+    between.param_groups[1].parameters.reverse()
+    assert known_orders(between) == [None, None]
+    for text in ("|", "x", "|00000000;0-1", f"|{checkpoint.details['stage_orders']}"):
+        between.details["origin"] = {"stage_orders": text}
+        assert known_orders(between) in ([], [None, None])
 
 
 def test_the_experts_of_each_stage_are_counted_anew(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from zckpt.formats.deepspeed.shards import (
 )
 from zckpt.formats.deepspeed.stage0 import attach_optimizer, keep_other_state
 from zckpt.formats.deepspeed.stage0_auto_ep import attach_auto_experts
+from zckpt.formats.deepspeed.stage_order import stage_orders
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import is_unsaved, note_unsaved
@@ -110,8 +111,10 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     state = fused(join(stages, models[0].shard.path))
     checkpoint.parameters, checkpoint.buffers = state.parameters, state.buffers
     checkpoint.param_groups, checkpoint.per_rank = state.groups, state.per_rank
-    checkpoint.padding, checkpoint.padding_spans = state.padding, state.padding_spans
-    checkpoint.duplicates = state.duplicates
+    checkpoint.padding, checkpoint.padding_spans, checkpoint.duplicates = (
+        state.padding, state.padding_spans, state.duplicates,
+    )  # fmt: skip
+    checkpoint.details |= stage_orders(stages) if layers else {}
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
         directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import Options, RecutOptions
@@ -19,6 +18,7 @@ from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
+from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
 from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, split_experts
 from zckpt.formats.deepspeed.target_slices import local_states
@@ -70,8 +70,9 @@ def stage_states(
         return [local_states(checkpoint, origin, degree, rows, sliced_experts=as_slices)], None
     tp = checkpoint.topology.tp
     elsewhere = not origin.ranks
+    orders = known_orders(checkpoint) if elsewhere else []
     if elsewhere:
-        check_order(checkpoint)
+        check_order(checkpoint, orders)
         whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
         whole.degrees.extend(expert_degrees(whole))
         origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
@@ -85,7 +86,7 @@ def stage_states(
     if stages is not None:
         by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
         by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
-        slices = [_dealt(states, stages, checkpoint.source, by_groups=by_groups, elsewhere=elsewhere)
+        slices = [_dealt(states, stages, checkpoint.source, orders, by_groups=by_groups, elsewhere=elsewhere)
                   for states in by_rank]  # fmt: skip
         grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
     else:
@@ -147,7 +148,13 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
 
 
 def _dealt(
-    source: Sequence[RankState], stages: Stages, path: str, *, by_groups: bool, elsewhere: bool
+    source: Sequence[RankState],
+    stages: Stages,
+    path: str,
+    orders: Sequence[Sequence[Sequence[str]] | None],
+    *,
+    by_groups: bool,
+    elsewhere: bool,
 ) -> list[RankState]:
     """Return the state of each stage of the target, of one tensor-parallel rank.
 
@@ -155,6 +162,8 @@ def _dealt(
 
     Parameters
     ----------
+    orders : sequence of sequence of sequence of str, or None
+        As `known_orders` returns them, of a source of another format.
     by_groups : bool
         Whether DeepSpeed adds up the gradients' norms group by group, as ZeRO-1 does.
     elsewhere : bool
@@ -189,7 +198,8 @@ def _dealt(
             if its:
                 degree = spread.get(its[0])
                 if degree is None:
-                    members = [_in_order(its, groups, stages, stage, path, places)]
+                    members = [_as_it_was(its, number, orders, stage, stages, path)
+                               or _in_order(its, groups, stages, stage, path, places)]  # fmt: skip
                 else:
                     ordered = _experts_in_order(its, degree, stages, stage)
                     members = split_experts(ordered, degree, parameters) if by_size else [ordered]
@@ -218,6 +228,29 @@ def _check_alike(groups: Sequence[ParamGroup], number: int, path: str) -> None:
         )
 
 
+def _as_it_was(
+    names: Sequence[str],
+    number: int,
+    orders: Sequence[Sequence[Sequence[str]] | None],
+    stage: int,
+    stages: Stages,
+    path: str,
+) -> list[str] | None:
+    """Return a stage's parameters of a group in the order that the source's origin says; None where it says none."""
+    known = orders[number] if number < len(orders) else None
+    if known is None:
+        return None
+    if len(known) != len(stages.bounds) - 1 or set(known[stage]) != set(names):
+        raise UnsupportedError(
+            "a param group is not in the order of a pipeline's modules, so that its order is known for no stages but "
+            "those that it was saved in",
+            path=path,
+            expected=f"{len(known)} stages, the first with {', '.join(known[0][:4])}",
+            found=",".join(map(str, stages.bounds)),
+        )
+    return list(known[stage])
+
+
 def _in_order(
     names: Sequence[str],
     groups: Sequence[ParamGroup],
@@ -233,7 +266,7 @@ def _in_order(
         if len(tied) < 2 and held.issuperset(names):
             return [name for name in group.parameters if name in set(names)]
     for group in groups:
-        if not _is_ordered(group.parameters, places):
+        if not is_ordered(group.parameters, places):
             raise UnsupportedError(
                 "a param group is not in the order of the stage's modules, so that its order in another stage "
                 "is not known",
@@ -244,29 +277,7 @@ def _in_order(
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def _is_ordered(names: Sequence[str], places: Mapping[str, int]) -> bool:
-    """Tell whether parameters are in the order of modules: tied layers, the others by their number, then as in these.
-
-    All weights before all biases are such an order in a stage of one layer, and not in one of two.
-    """
-    found = [(0, 0, 0) if name.startswith(TIED) else (1, layer_of(name), places.get(name, 0)) for name in names]
-    return all(one <= other for one, other in pairwise(found)) and (bool(places) or goes_by_modules(names))
-
-
-def goes_by_modules(names: Sequence[str]) -> bool:
-    """Tell whether parameters come module by module: none is come back to after another, as `parameters()` has them."""
-    within: list[str] = []
-    left: set[str] = set()
-    for name in names:
-        modules = [name[:end] for end, character in enumerate(name) if character == "."]
-        left.update(one for one in within if one not in modules)
-        if not left.isdisjoint(modules):
-            return False
-        within = modules
-    return True
-
-
-def check_order(checkpoint: Checkpoint) -> None:
+def check_order(checkpoint: Checkpoint, orders: Sequence[object] = ()) -> None:
     """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them.
 
     Raises
@@ -279,10 +290,12 @@ def check_order(checkpoint: Checkpoint) -> None:
     for name in (*checkpoint.parameters, *checkpoint.buffers):
         if tied_key(name) is None:
             layer_of(name)
-    for group in checkpoint.param_groups:
-        if not any(map(is_expert, group.parameters)) and not _is_ordered(group.parameters, {}):
+    for number, group in enumerate(checkpoint.param_groups):
+        known = number < len(orders) and orders[number] is not None
+        if not known and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
             raise UnsupportedError(
-                "a param group is not in the order of a pipeline's modules: tied layers, and then the others by number",
+                "a param group is not in the order of a pipeline's modules (tied layers, then the others by number), "
+                "and nothing says what each stage had",
                 path=checkpoint.source,
                 found=", ".join(group.parameters[:8]),
             )

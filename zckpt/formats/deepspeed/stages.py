@@ -382,12 +382,12 @@ def _check_uses(found: Iterable[Stages], seen: _Evidence, path: str) -> None:
 
 
 def _check_trained(stages: Stages, seen: _Evidence, path: str) -> None:
-    """Raise where a stage would have nothing to train."""
+    """Raise where a stage would have nothing to train: the optimizers of ZeRO and of 16 bits raise there."""
     trained = {stage for layer in seen.weights for stage in stages.of(f"{layer}.")}
     trained |= {stage for key in seen.keys for stage in stages.of(f"{TIED}{key}.")}
     empty = sorted(set(range(len(stages.bounds) - 1)) - trained)
     if empty:
         raise UsageError(
-            f"stage {empty[0]} would have nothing to train", path=path, expected="parameters in each stage",
-            found=_shown(stages),
+            f"stage {empty[0]} would have nothing to train, and DeepSpeed's optimizers of ZeRO and 16 bits raise there",
+            path=path, expected="parameters in each stage", found=_shown(stages),
         )  # fmt: skip

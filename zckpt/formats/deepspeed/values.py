@@ -118,7 +118,9 @@ def own_keys(members: Sequence[OptimizerShard]) -> set[str]:
     for index in range(len(members[0].masters)):
         for key in dict.fromkeys(key for member in members for key in member.scalars[index]):
             values = [member.scalars[index][key] for member in members if key in member.scalars[index]]
-            if key not in FOLLOWS_FROM_STEPS and (key in OF_ONE_RANK or not _is_common(values)):
+            sizes = {member.masters[index].numel for member in members}
+            own = key in OF_ONE_RANK or not _is_common(values) or _is_size(values[0], sizes)
+            if key not in FOLLOWS_FROM_STEPS and own:
                 found.add(key)
     return found
 
@@ -210,6 +212,13 @@ def _is_common(values: Sequence[object]) -> bool:
     if len({repr(_plain(value)) for value in values}) > 1:
         return False
     return len(values) > 1 or not _has_float(_plain(first))
+
+
+def _is_size(value: object, sizes: Collection[int]) -> bool:
+    """Tell whether a value is the number of elements of a partition, or its shape: ranks alike, but not any ranks."""
+    told = _plain(value)
+    numel = told[0] if isinstance(told, (list, tuple)) and len(told) == 1 else told
+    return type(numel) is int and numel > 1 and numel in sizes
 
 
 def _has_float(value: object) -> bool:

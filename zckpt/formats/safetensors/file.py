@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,7 @@ from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
-from zckpt.state.inventory import IMPLIED, Claim, Rule
+from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
 
@@ -246,7 +246,7 @@ def read(source: Path) -> Checkpoint:
                 "model",
                 tensor_nbytes=sum(slot.nbytes for slot in slots.values()),
                 tree={METADATA_KEY: metadata, **slots},
-                rules=rules_of(metadata, slots),
+                rules=(*rules_of(metadata, slots), *_carry(checkpoint, path, metadata, slots)),
             )
         )
         for name, slot in slots.items():
@@ -266,6 +266,18 @@ def read(source: Path) -> Checkpoint:
                     found=where.get(name),
                 )
     return checkpoint
+
+
+def _carry(checkpoint: Checkpoint, path: Path, texts: Mapping[str, str], slots: Mapping[str, Slot]) -> Iterator[Rule]:
+    """Keep the texts that a program has put into a header, and yield rules that say so; not those of an optimizer."""
+    if "param_groups" in texts:
+        return
+    known = {"format", *aliases_in(texts, slots)}
+    for key, text in texts.items():
+        if key not in known:
+            kept = key if checkpoint.metadata.get(key, text) == text else f"{path.stem}.{key}"
+            checkpoint.metadata[kept] = text
+            yield Rule((METADATA_KEY, key), CARRIED, kept)
 
 
 def _files(source: Path) -> list[Path]:

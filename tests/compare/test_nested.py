@@ -1,0 +1,37 @@
+"""State that is a tree with tensors in it (codes and scales, lists of factors): its elements are compared, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zckpt
+
+
+def written(path: Path, factor: float, *, apart: bool = False) -> Path:
+    """An optimizer that keeps a list of factors of each parameter, which may lie far apart in memory."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    own = torch.full((2, 4), factor)[:, ::2] if apart else torch.full((2, 2), factor)
+    state = {number: {"step": 1, "factors": [own, None], "sizes": (1, 2.5)} for number in range(2)}
+    groups = [{"lr": 0.1, "params": [0, 1]}]
+    torch.save({"model": net.state_dict(), "optimizer": {"state": state, "param_groups": groups}}, path)
+    return path
+
+
+def test_trees_that_differ_in_an_element_differ(tmp_path: Path) -> None:
+    one, other = written(tmp_path / "one.pt", 1.0), written(tmp_path / "other.pt", 2.0)
+    found = zckpt.diff(one, other)
+    assert not found.equal
+    assert [one["key"] for one in found.as_dict()["metadata"]] == ["param_groups[0].state.factors"]
+    assert zckpt.fingerprint(one).text != zckpt.fingerprint(other).text
+
+
+def test_it_does_not_matter_how_they_lie_or_in_which_format(tmp_path: Path) -> None:
+    one, other = written(tmp_path / "one.pt", 1.0), written(tmp_path / "other.pt", 1.0, apart=True)
+    assert zckpt.diff(one, other).equal
+    zckpt.convert(one, tmp_path / "z", to="zckpt")
+    assert zckpt.diff(other, tmp_path / "z").equal
+    assert len({zckpt.fingerprint(path).text for path in (one, other, tmp_path / "z")}) == 1

@@ -1,0 +1,116 @@
+"""The order of parameters in each stage's param groups, where it is not that of modules.
+
+A training may list all weights of a stage before its biases: for other stages the order is then not known, and for the
+same ones only as long as it is kept. What another format has of the source's origin says it, for such groups alone:
+
+    stage_orders    a text: groups with | between them; of each a check sum of its names, stages with ; before them, and
+                    numbers of their parameters in the whole group, with , between them or - for ranges
+
+An empty one is a group that is in the order of modules.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.pipeline import TIED, align_groups
+from zckpt.formats.deepspeed.stages import layer_of, tied_key
+from zckpt.formats.remainder import origin
+from zckpt.state import Checkpoint
+from zckpt.state.names import plain_name
+
+KEY = "stage_orders"
+
+
+def stage_orders(stages: Sequence[RankState]) -> dict[str, object]:
+    """Return the text for the stages of a pipeline, by its key; nothing where nothing has to be said."""
+    names = [name for one in stages for name in one.parameters]
+    if any(map(is_expert, names)) or any(tied_key(n) is None and not n.partition(".")[0].isdecimal() for n in names):
+        return {}
+    texts: list[str] = []
+    for row in align_groups([one.groups for one in stages]):
+        own = [group.parameters if group is not None else [] for group in row]
+        whole = {name: number for number, name in enumerate(dict.fromkeys(name for one in own for name in one))}
+        plain = is_ordered(list(whole), {})
+        shares = [_ranges([whole[name] for name in one]) for one in own]
+        texts.append("" if plain else ";".join([_sum(whole), *shares]))
+    return {KEY: "|".join(texts)} if any(texts) else {}
+
+
+def known_orders(checkpoint: Checkpoint) -> list[list[list[str]] | None]:
+    """Return each stage's parameters of each group in its order, as a source's origin says it; None where it does not.
+
+    What is not of the checkpoint's groups as they are is not taken.
+    """
+    text = origin(checkpoint).get(KEY)
+    groups = text.split("|") if isinstance(text, str) else []
+    if len(groups) != len(checkpoint.param_groups):
+        return []
+    found: list[list[list[str]] | None] = []
+    for one, group in zip(groups, checkpoint.param_groups, strict=True):
+        check, *stages = one.split(";")
+        try:
+            numbers = [_numbers(stage) for stage in stages] if check == _sum(group.parameters) else []
+        except ValueError:
+            return []
+        every = {number for stage in numbers for number in stage}
+        fits = every == set(range(len(group.parameters))) and all(len(set(stage)) == len(stage) for stage in numbers)
+        found.append([[group.parameters[n] for n in stage] for stage in numbers] if fits and numbers else None)
+    return found
+
+
+def _sum(names: Iterable[str]) -> str:
+    """Return a check sum of names in their order, whatever wrappers have put into them."""
+    return f"{zlib.crc32(chr(10).join(map(plain_name, names)).encode()):08x}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][1] == number - 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}-{high}" if low != high else str(low) for low, high in spans)
+
+
+MOST = 10**6
+"""More parameters than this no group has."""
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers in a text of ranges; ValueError: it is none."""
+    found: list[int] = []
+    for item in filter(None, text.split(",")):
+        low, _, high = item.partition("-")
+        first, last = int(low), int(high or low)
+        if not 0 <= first <= last < MOST:
+            raise ValueError(item)
+        found += range(first, last + 1)
+    return found
+
+
+def is_ordered(names: Sequence[str], places: Mapping[str, int]) -> bool:
+    """Tell whether parameters are in the order of modules: tied layers, the others by their number, then as in these.
+
+    All weights before all biases are such an order in a stage of one layer, and not in one of two.
+    """
+    found = [(0, 0, 0) if name.startswith(TIED) else (1, layer_of(name), places.get(name, 0)) for name in names]
+    return all(one <= other for one, other in pairwise(found)) and (bool(places) or goes_by_modules(names))
+
+
+def goes_by_modules(names: Sequence[str]) -> bool:
+    """Tell whether parameters come module by module: none is come back to after another, as `parameters()` has them."""
+    within: list[str] = []
+    left: set[str] = set()
+    for name in names:
+        modules = [name[:end] for end, character in enumerate(name) if character == "."]
+        left.update(one for one in within if one not in modules)
+        if not left.isdisjoint(modules):
+            return False
+        within = modules
+    return True
