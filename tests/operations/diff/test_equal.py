@@ -108,3 +108,12 @@ def test_a_rounded_model_has_no_masters(tmp_path: Path) -> None:
     assert found.changed == []
     assert {slot for _, slot in found.only_in_b} == {"master"}
     assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight"], ignore_metadata=True).equal
+
+
+def test_names_that_torch_keeps_among_hyperparameters_are_members() -> None:
+    named, other = (zckpt.open(FIXTURES / "s2_bf16_dp4") for _ in range(2))
+    for group in named.param_groups:
+        group.hyperparameters["param_names"] = list(group.parameters)
+    assert zckpt.diff(named, other).equal
+    named.param_groups[0].parameters.reverse()
+    assert [one.key for one in zckpt.diff(named, other).settings] == ["param_groups[0].params"]
