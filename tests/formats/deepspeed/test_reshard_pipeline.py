@@ -337,6 +337,22 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
         assert known_orders(between) in ([], [None, None])
 
 
+def test_an_order_that_no_stage_shows_is_said(tmp_path: Path) -> None:
+    """A stage of one layer is in the order of modules even where the training lists weights after biases."""
+    tag = cut(run_of(PLAIN), tmp_path / "three", 1, **THREE)
+    how: dict[str, Any] = {"to": "deepspeed", "stage": 1, "world_size": 1, "pipeline_layers": LAYERS}
+    zckpt.convert(tag, tmp_path / "between", to="zckpt")
+    said = "param group 1 is taken to be in the order of modules, {} before 4.weight: no stage"
+    for name, bounds, first in (("one", "0,6", "1.norm.bias"), ("two", "0,2,6", "3.up.bias"), ("same", "0,2,4,6", "")):
+        found = zckpt.convert(tmp_path / "between", tmp_path / name, stage_bounds=bounds, **how)
+        assert sum(said.format(first) in note for note in found.notes) == bool(first)
+        found = zckpt.reshard(tag, tmp_path / f"{name}_direct", world_size=1, stage_bounds=bounds)
+        assert sum(said.format(first) in note for note in found.notes) == bool(first)
+        assert names_of(tag_of(tmp_path / name), 0) == names_of(tmp_path / f"{name}_direct", 0)
+    found = zckpt.reshard(run_of(PLAIN), tmp_path / "shown", world_size=1, **ONE)
+    assert not any("order of modules" in note for note in found.notes)
+
+
 def test_the_experts_of_each_stage_are_counted_anew(tmp_path: Path) -> None:
     """Of stages with other numbers of experts, another format has kept each stage's under a key of its file."""
     zckpt.convert(run_of(EXPERTS), tmp_path / "between", to="zckpt")

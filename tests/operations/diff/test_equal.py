@@ -117,3 +117,18 @@ def test_names_that_torch_keeps_among_hyperparameters_are_members() -> None:
     assert zckpt.diff(named, other).equal
     named.param_groups[0].parameters.reverse()
     assert [one.key for one in zckpt.diff(named, other).settings] == ["param_groups[0].params"]
+
+
+def test_weights_of_the_masters_type_are_compared_as_they_round(tmp_path: Path) -> None:
+    """The Trainer has no masters besides the weights, so that a model of 16 bits is one of 32 there."""
+    source = FIXTURES / "hf_llama_s2_bf16_dp2"
+    zckpt.convert(source, tmp_path / "trainer", to="transformers-trainer", train_batch_size=2)
+    found = zckpt.diff(source, tmp_path / "trainer", ignore_metadata=True)
+    assert found.equal
+    assert zckpt.diff(tmp_path / "trainer", source, ignore_metadata=True).equal
+    assert zckpt.fingerprint(source).text != zckpt.fingerprint(tmp_path / "trainer").text
+    copied = zckpt.open(source)
+    one, other = (copied.parameters[f"model.layers.{number}.mlp.up_proj.weight"] for number in (0, 1))
+    one.slots["weight"] = other.slots["weight"]
+    changed = zckpt.diff(copied, tmp_path / "trainer", ignore_metadata=True).changed
+    assert [(it.match.name, it.match.slot) for it in changed] == [(one.name, "weight")]

@@ -18,7 +18,7 @@ from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
-from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders
+from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
 from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, split_experts
 from zckpt.formats.deepspeed.target_slices import local_states
@@ -89,6 +89,7 @@ def stage_states(
         slices = [_dealt(states, stages, checkpoint.source, orders, by_groups=by_groups, elsewhere=elsewhere)
                   for states in by_rank]  # fmt: skip
         grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
+        stages = replace(stages, untold=tuple(untold_orders(by_rank[0], slices[0], orders)))
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
     first = origin.ranks[0]
@@ -236,11 +237,13 @@ def _as_it_was(
     stages: Stages,
     path: str,
 ) -> list[str] | None:
-    """Return a stage's parameters of a group in the order that the source's origin says; None where it says none."""
+    """Return a stage's parameters of a group in the order that the source's origin says; None: that of modules."""
     known = orders[number] if number < len(orders) else None
     if known is None:
         return None
     if len(known) != len(stages.bounds) - 1 or set(known[stage]) != set(names):
+        if is_ordered(list(dict.fromkeys(name for one in known for name in one)), {}):
+            return None  # as far as the stages show it
         raise UnsupportedError(
             "a param group is not in the order of a pipeline's modules, so that its order is known for no stages but "
             "those that it was saved in",

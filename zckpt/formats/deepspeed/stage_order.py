@@ -6,7 +6,8 @@ same ones only as long as it is kept. What another format has of the source's or
     stage_orders    a text: groups with | between them; of each a check sum of its names, stages with ; before them, and
                     numbers of their parameters in the whole group, with , between them or - for ranges
 
-An empty one is a group that is in the order of modules.
+An empty one is a group that is in the order of modules. A stage of one layer is so, too, where the training lists all
+weights before all biases: what no stage shows of the order is taken to be that of modules, and said.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def stage_orders(stages: Sequence[RankState]) -> dict[str, object]:
     for row in align_groups([one.groups for one in stages]):
         own = [group.parameters if group is not None else [] for group in row]
         whole = {name: number for number, name in enumerate(dict.fromkeys(name for one in own for name in one))}
-        plain = is_ordered(list(whole), {})
+        plain = is_ordered(list(whole), {}) and not _unseen(own, [list(whole)])
         shares = [_ranges([whole[name] for name in one]) for one in own]
         texts.append("" if plain else ";".join([_sum(whole), *shares]))
     return {KEY: "|".join(texts)} if any(texts) else {}
@@ -60,6 +61,54 @@ def known_orders(checkpoint: Checkpoint) -> list[list[list[str]] | None]:
         every = {number for stage in numbers for number in stage}
         fits = every == set(range(len(group.parameters))) and all(len(set(stage)) == len(stage) for stage in numbers)
         found.append([[group.parameters[n] for n in stage] for stage in numbers] if fits and numbers else None)
+    return found
+
+
+def untold_orders(
+    source: Sequence[RankState], target: Sequence[RankState], orders: Sequence[Sequence[Sequence[str]] | None]
+) -> list[str]:
+    """Say, for each param group of the target, which order of its parameters no stage of the source shows.
+
+    Parameters
+    ----------
+    orders : sequence of sequence of sequence of str, or None
+        As `known_orders` returns them: of these groups the source's stages are there.
+    """
+    group_of: dict[str, int] = {}
+    shown: list[Sequence[Sequence[str]]] = []
+    for number, row in enumerate(align_groups([one.groups for one in source])):
+        own = [group.parameters for group in row if group is not None]
+        shown.append((orders[number] if number < len(orders) else None) or own)
+        group_of |= {name: number for names in own for name in names}
+    found: dict[int, str] = {}
+    for group in (group for one in target for group in one.groups if group.parameters):
+        index = group_of.get(group.parameters[0])
+        pair = None if index is None or index in found else _unseen(shown[index], [group.parameters])
+        if pair is not None and index is not None:
+            found[index] = (
+                f"param group {index} is taken to be in the order of modules, {pair[0]} before {pair[1]}: no stage of "
+                f"the source shows it, and a training that lists parameters by kind would resume with others' state"
+            )
+    return list(found.values())
+
+
+def _unseen(shown: Iterable[Sequence[str]], wanted: Iterable[Sequence[str]]) -> tuple[str, str] | None:
+    """Return two parameters, one before the other, where no list shows any of these kinds in that order."""
+    known = {kinds for names in shown for kinds in _kinds(names)}
+    pairs = (pair for names in wanted for kinds, pair in _kinds(names).items() if kinds not in known)
+    return next(pairs, None)
+
+
+def _kinds(names: Sequence[str]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return the kinds of which one comes before another, with two such parameters; experts have their own order."""
+    first: dict[str, str] = {}
+    found: dict[tuple[str, str], tuple[str, str]] = {}
+    for name in (name for name in names if not is_expert(name)):
+        kind = next((part for part in reversed(name.split(".")) if not part.isdecimal()), "")
+        for other, its in first.items():
+            if other != kind:
+                found.setdefault((other, kind), (its, name))
+        first.setdefault(kind, name)
     return found
 
 

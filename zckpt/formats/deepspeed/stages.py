@@ -49,10 +49,13 @@ class Stages:
         Stage s has the layers from bounds[s] to before bounds[s + 1].
     uses : mapping of str to tuple of int
         The layers that use each tied one, by its key.
+    untold : tuple of str
+        What is to be said of param groups whose order no stage of the source shows.
     """
 
     bounds: tuple[int, ...]
     uses: Mapping[str, tuple[int, ...]]
+    untold: tuple[str, ...] = ()
 
     def of(self, name: str) -> list[int]:
         """Return the stages that have a parameter or buffer."""

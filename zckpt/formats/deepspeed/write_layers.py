@@ -116,4 +116,4 @@ def stage_notes(target: Target) -> list[str]:
     for key in stages.uses if target.pp > 1 else ():
         its = ", ".join(map(str, stages.of(f"{TIED}{key}.")))
         notes.append(f"tied layer {key} is taken to be used in stages {its}, which get its first stage's state")
-    return notes
+    return [*notes, *stages.untold]

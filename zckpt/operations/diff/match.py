@@ -183,12 +183,22 @@ def _weights(name: str, a: tuple[Slot, Slot | None], b: tuple[Slot, Slot | None]
     """Match the weights of a parameter that has masters, both given; a missing one is its rounded master."""
     (ours, x), (theirs, y) = a, b
     if x is not None and y is not None:
-        return [Match(name, WEIGHT, x, y)]
+        return [Match(name, WEIGHT, x, y, _narrower((ours, x), (theirs, y)))]
     if x is not None and _rounds(theirs, x):
         return [Match(name, WEIGHT, x, theirs, x.dtype)]
     if y is not None and _rounds(ours, y):
         return [Match(name, WEIGHT, ours, y, y.dtype)]
     return []
+
+
+def _narrower(a: tuple[Slot, Slot], b: tuple[Slot, Slot]) -> str | None:
+    """Return the type that both weights are compared in: one of the masters' type is compared as it rounds."""
+    (ours, x), (theirs, y) = a, b
+    if x.dtype == y.dtype:
+        return None
+    if y.dtype == theirs.dtype and _rounds(y, x):
+        return x.dtype
+    return y.dtype if x.dtype == ours.dtype and _rounds(x, y) else None
 
 
 def _one_master(name: str, master: Slot, own: Slot | None, other: Slot | None, side: str) -> list[Match | Only]:
