@@ -287,6 +287,19 @@ def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(
     assert found == {"ZC-206"}
 
 
+def test_model_with_more_digits_than_all_else_is_no_copy(tmp_path: Path) -> None:
+    """Where the optimizer's files are gone, float32 weights beside 16-bit ones may be all that is left of masters."""
+    source = copy("s2_bf16_dp2", tmp_path)
+    for path in source.rglob("*optim_states.pt"):
+        path.unlink()
+    for path in source.rglob("*model_states.pt"):
+        edit(path, lambda content: content.update(optimizer=None, param_shapes=None))
+    torch.save({"fc1.weight": Truth(SOURCES["s2_bf16_dp2"]).masters["fc1.weight"]}, source / "pytorch_model.bin")
+    assert lost(source) == ["pytorch_model.bin"]
+    with pytest.raises(LeftOutError, match=r"pytorch_model\.bin"):
+        zckpt.consolidate(source, tmp_path / "out.safetensors")
+
+
 def renamed(node: Any, names: dict[str, str]) -> Any:
     """A tree with other names in it, be they keys or values."""
     if isinstance(node, dict):

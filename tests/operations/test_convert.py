@@ -54,7 +54,7 @@ def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "to", "stage"),
-    pairwise(["s2_bf16_dp2_client", "s3_bf16_dp3", "s1_fp32_dp3", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
+    pairwise(["s2_bf16_dp2_client", "s3_bf16_dp3", "ds0145_s1_fp32_dp2", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
 )
 def test_deepspeed_is_rewritten_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])

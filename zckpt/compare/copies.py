@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.engine.read import read_extent
+import numpy as np
+
+from zckpt.engine.cast import Array, numpy_dtype
+from zckpt.engine.read import Read, read_all
 from zckpt.errors import listed
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Slot
-from zckpt.storage.files import Sources
 
 SAMPLED_NUMEL = 256
 """Elements that follow each other."""
@@ -21,8 +23,8 @@ SAMPLED_NUMEL = 256
 MOST_EXTENTS = 64
 """Of one copy, spread evenly over it; a smaller one is compared whole."""
 
-MOST_READS = 4096
-"""Of all copies together, unless each has two: its ends."""
+MOST_TOGETHER = 4096
+"""Extents of all copies together: of each its two ends at least, and of the copies evenly some where there are more."""
 
 
 def drifted(checkpoint: Checkpoint) -> list[str]:
@@ -39,9 +41,8 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
         and (one.slot.shape, one.slot.dtype) == (one.original.shape, one.original.dtype)
         and one.slot.name == (MASTER if one.kind == "parameter" and one.of in masters else WEIGHT)
     ]
-    most = max(2, min(MOST_EXTENTS, MOST_READS // max(len(copies), 1)))
-    with Sources() as sources:
-        found = [one for one in copies if _differ(one, most, sources)]
+    looked_at = min(len(copies), MOST_TOGETHER // 2)
+    found = _differing([copies[number * len(copies) // looked_at] for number in range(looked_at)])
     if not found:
         return []
     names = list(dict.fromkeys(one.of for one in found))
@@ -52,16 +53,23 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _differ(one: Duplicate, most: int, sources: Sources) -> bool:
-    return any(
-        read_extent(one.slot, extent, sources).tobytes() != read_extent(one.original, extent, sources).tobytes()
-        for extent in _sampled(one.slot, most)
-    )
+def _differing(copies: Sequence[Duplicate]) -> list[Duplicate]:
+    """Return those that differ from their originals in what is sampled: all is read at once, for stores' sake."""
+    most = min(MOST_EXTENTS, MOST_TOGETHER // max(len(copies), 1))
+    reads: list[Read] = []
+    pairs = [(one, _sampled(one.slot, most, reads), _sampled(one.original, most, reads)) for one in copies]
+    read_all(reads)
+    return [one for one, mine, its in pairs if mine.tobytes() != its.tobytes()]
 
 
-def _sampled(slot: Slot, most: int) -> Sequence[Extent]:
+def _sampled(slot: Slot, most: int, reads: list[Read]) -> Array:
+    """Return room for a sample of a slot; add the reads that fill it."""
     count = min(SAMPLED_NUMEL, slot.numel)
     last = slot.numel - count
     pieces = min(most, -(-slot.numel // count))
     starts = sorted({round(i * last / max(pieces - 1, 1)) for i in range(pieces)})
-    return [Extent.flat(slot.shape, start, count) for start in starts]
+    found: Array = np.empty(len(starts) * count, numpy_dtype(slot.dtype))
+    for number, start in enumerate(starts):
+        into = memoryview(found[number * count : (number + 1) * count].view(np.uint8).data)
+        reads.append(Read(slot, Extent.flat(slot.shape, start, count), slot.dtype, into))
+    return found

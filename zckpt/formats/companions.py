@@ -25,6 +25,7 @@ from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import read_whole
@@ -149,24 +150,33 @@ def _copy(checkpoint: Checkpoint, path: Path, names: Mapping[str, str]) -> bool:
 
 
 def _duplicates(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Iterator[Duplicate]:
+    masters = any(MASTER in parameter.slots for parameter in checkpoint.parameters.values())
     for name, slot in slots.items():
         one = checkpoint.parameters.get(name) or checkpoint.buffers.get(name)
-        original = _original(checkpoint.owner(name), slot) if one is not None else None
+        original = _original(checkpoint.owner(name), slot, widens=masters) if one is not None else None
         if one is not None and original is not None:
             kind = "buffer" if name in checkpoint.buffers else "tied" if one.tied_to else "parameter"
             yield Duplicate(kind, name, one.tied_to or name, replace(slot, name=WEIGHT), original)
 
 
-def _original(parameter: Parameter, copy: Slot) -> Slot | None:
+def _original(parameter: Parameter, copy: Slot, *, widens: bool) -> Slot | None:
     """Return what a copy was made of: what has its type, else what has most digits; None if that is not known.
 
     `zero_to_fp32` writes masters, and what is frozen as float32 (before 0.16 integers, too); ZeRO-3 gathers 16-bit
     weights of which its ranks have masters only.
+
+    Parameters
+    ----------
+    widens : bool
+        Whether it may have more digits than what it was made of. Where there are no masters, it may be what is
+        left of them.
     """
     held = [slot for key in (MASTER, WEIGHT) if (slot := parameter.slots.get(key)) and slot.shape == copy.shape]
     alike = [slot for slot in held if slot.dtype == copy.dtype]
     if alike or not held:
         return alike[-1] if alike else None
+    if not widens and itemsize(copy.dtype) > itemsize(held[0].dtype):
+        return None
     widened = copy.dtype == "float32" and held[0].dtype in INTEGERS
     return held[0] if widened or {copy.dtype, held[0].dtype} <= ROUNDED else None
 

@@ -39,6 +39,9 @@ _PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_gro
 NONE_IF_ABSENT = ("lr_scheduler", "data_sampler", "random_ltd")
 """Keys of metadata that DeepSpeed's files always have: a None there is the same as nothing."""
 
+KEPT_IF_KNOWN = ("global_samples", "sparse_tensor_module_names")
+"""Keys that DeepSpeed does without: samples are counted from steps, and 0.19 has no modules of sparse gradients."""
+
 
 def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
@@ -236,7 +239,7 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
         **{key: metadata.get(key) for key in NONE_IF_ABSENT},
         "skipped_steps": metadata.get("skipped_steps", 0),
         "global_steps": metadata.get("global_steps", step),
-        **{key: metadata[key] for key in ("global_samples",) if key in metadata},  # DeepSpeed counts it from the steps
+        **{key: metadata[key] for key in KEPT_IF_KNOWN if key in metadata},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
