@@ -112,6 +112,18 @@ def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path: Path) -> None
     assert list(zckpt.open(tmp_path / "model").parameters) == list(opened.parameters)
 
 
+@pytest.mark.parametrize(("step", "kept"), [(3.0, False), (4.0, True)])
+def test_steps_of_parameters_that_their_groups_have_are_not_kept_twice(
+    step: float, *, kept: bool, tmp_path: Path
+) -> None:
+    state = {"param_state": {0: {"step": torch.tensor(step)}, 1: {"step": torch.tensor(3.0)}}}
+    write(tmp_path, {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)},
+          optimizer={**optimizer(GROUP), **state})  # fmt: skip
+    checkpoint = zckpt.open(tmp_path)
+    assert ("param_state" in checkpoint.optimizer_metadata) == kept
+    assert take_inventory(checkpoint).left_out == []
+
+
 def test_difference_of_ranks_is_none(tmp_path: Path) -> None:
     tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
     about = {"content_metadata": {"singleton_local_shards": False}, "optimizer": optimizer(GROUP)}

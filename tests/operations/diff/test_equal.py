@@ -110,6 +110,15 @@ def test_a_rounded_model_has_no_masters(tmp_path: Path) -> None:
     assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight"], ignore_metadata=True).equal
 
 
+def test_names_that_torch_keeps_among_hyperparameters_are_members() -> None:
+    named, other = (zckpt.open(FIXTURES / "s2_bf16_dp4") for _ in range(2))
+    for group in named.param_groups:
+        group.hyperparameters["param_names"] = list(group.parameters)
+    assert zckpt.diff(named, other).equal
+    named.param_groups[0].parameters.reverse()
+    assert [one.key for one in zckpt.diff(named, other).settings] == ["param_groups[0].params"]
+
+
 def test_weights_of_the_masters_type_are_compared_as_they_round(tmp_path: Path) -> None:
     """The Trainer has no masters besides the weights, so that a model of 16 bits is one of 32 there."""
     source = FIXTURES / "hf_llama_s2_bf16_dp2"

@@ -27,6 +27,7 @@ from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
 GROUPS, STATES, STEP, COMMON_STEP, SCALER = "param_groups", "state", "step", "common_step", "grad_scaler"
+PARAM_STATE = "param_state"
 
 SHARDING = "param_state_sharding_type"
 SHOWN = 40
@@ -111,7 +112,11 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     for held in every:
         for node, steps in ((held.node, held.steps), (held.outer, held.outer_steps)):
             for key, value in node.items():
-                if key not in taken:
+                if key == PARAM_STATE and _has_only_steps(value, checkpoint.param_groups, common):
+                    rules.append(
+                        Rule((*steps, PARAM_STATE, REST), IMPLIED, "the step of the groups, for each parameter")
+                    )
+                elif key not in taken:
                     _keep(checkpoint, common, (*steps, str(key)), value, rules)
     others = {key: value for key, value in common.content.items() if key != OPTIMIZER}
     checkpoint.metadata |= {key: carried(common.file, value) for key, value in others.items()}
@@ -209,6 +214,17 @@ def _given(
         for name in its:
             checkpoint.parameters[name].group = at
     return [list(its) for its in members]
+
+
+def _has_only_steps(value: object, groups: Sequence[ParamGroup], common: Common) -> bool:
+    """Tell whether what is left of each parameter's state is the step of the groups, as torch's Adam counts it."""
+    nodes = list(value.values()) if isinstance(value, dict) else []
+    steps = [node[STEP] for node in nodes if isinstance(node, dict) and list(node) == [STEP]]
+    tensors = [one for one in steps if isinstance(one, Tensor) and one.numel == 1]
+    if not groups or len(tensors) != len(nodes):
+        return False
+    found = {float(one.value) for one in read_scalars(common.file.path, tensors)}
+    return found <= {group.state.get(STEP) for group in groups}
 
 
 def _keep(checkpoint: Checkpoint, common: Common, steps: Steps, value: object, rules: list[Rule]) -> None:

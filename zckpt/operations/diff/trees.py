@@ -239,13 +239,18 @@ def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
     found = []
     for index, (ours, theirs) in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
         key = f"param_groups[{index}]"
-        found += _leaves(key, leaves(ours.hyperparameters), leaves(theirs.hyperparameters))
+        found += _leaves(key, leaves(_settings(ours)), leaves(_settings(theirs)))
         if ours.optimizer != theirs.optimizer:
             found.append(Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer))
         names = _members(ours, matches.ours), _members(theirs, matches.theirs)
         if names[0] != names[1]:
             found.append(Setting(f"{key}.params", *_shown_members(*names)))
     return found
+
+
+def _settings(group: ParamGroup) -> dict[str, object]:
+    """Return hyperparameters; the names that torch puts among them are members, which are compared as such."""
+    return {key: value for key, value in group.hyperparameters.items() if key != "param_names"}
 
 
 def _members(group: ParamGroup, named: Mapping[str, Parameter]) -> list[str]:
