@@ -17,7 +17,7 @@ from tests.formats.some_tensors import assert_same, random_tensor, stored
 from tests.plans import read_slot, write_directory
 from tests.strategies import shapes
 from zckpt.engine.plan import plan
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.safetensors.file import (
     INDEX_NAME,
     MAXIMUM_HEADER_NBYTES,
@@ -390,3 +390,31 @@ def test_texts_that_a_program_put_into_the_header_are_carried(tmp_path: Path) ->
     assert zckpt.open(source).metadata == texts
     zckpt.convert(source, tmp_path / "out", to="dcp")
     assert zckpt.open(tmp_path / "out").metadata == texts
+
+
+def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) -> None:
+    tensors = {f"layer.{number}": torch.full((2, 3), float(number)) for number in range(3)}
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        save_file({name: tensor}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
+    checkpoint = zckpt.open(tmp_path)
+    assert list(checkpoint.parameters) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(checkpoint.read(name), tensor)
+    (tmp_path / "model-00002-of-00003.safetensors").rename(tmp_path / "model-00002-of-00004.safetensors")
+    with pytest.raises(ShardError, match="shards of several models"):
+        zckpt.open(tmp_path)
+    (tmp_path / "model-00002-of-00004.safetensors").unlink()
+    with pytest.raises(ShardError, match=r"expected 3 files .*found 2, without model-00002-of-00003\.safetensors"):
+        zckpt.open(tmp_path)
+
+
+def test_texts_in_the_header_of_a_model_beside_an_optimizer_are_carried(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    (tmp_path / "run").mkdir()
+    save_file(model.state_dict(), tmp_path / "run" / "model.safetensors", {"format": "pt", "license": "mine"})
+    torch.save(optimizer.state_dict(), tmp_path / "run" / "optimizer.pt")
+    zckpt.convert(tmp_path / "run", tmp_path / "out", to="zckpt")
+    assert zckpt.open(tmp_path / "out").metadata["license"] == "mine"

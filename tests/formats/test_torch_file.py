@@ -428,6 +428,19 @@ def test_what_holds_no_state_dict_is_refused(root, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.eye(2).to_sparse(), "b, of layout torch.sparse_coo"),
+        (torch.ones(2, device="meta"), "b, of the meta device"),
+    ],
+)
+def test_tensors_that_are_not_plain_are_named(tensor, words, tmp_path):
+    for root in ({"a": torch.ones(1), "b": tensor}, {"model": {"a": torch.ones(1), "b": tensor}}):
+        with pytest.raises(UnsupportedError, match=words):
+            read(saved(tmp_path / "m.pt", root))
+
+
+@pytest.mark.parametrize(
     "optimizer",
     [
         {"state": {}, "param_groups": [5]},

@@ -218,3 +218,23 @@ def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path
     assert len(truth.masters) > 10
     for parameter, value in truth.masters.items():
         assert torch.equal(bits(parameters[parameter]), bits(value)), parameter
+
+
+def test_an_optimizer_without_state_is_written_too(tmp_path: Path) -> None:
+    """SGD keeps nothing, but its param groups."""
+    model = torch.nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.named_parameters(), lr=0.25)
+    model(torch.ones(3)).sum().backward()
+    sgd.step()
+    torch.save({"model": model.state_dict(), "optimizer": sgd.state_dict()}, tmp_path / "x.pt")
+    for target in ("model.pt", "model.safetensors", "model"):
+        zckpt.consolidate(tmp_path / "x.pt", tmp_path / target, slots="all")
+    again = torch.optim.SGD(model.parameters(), lr=1.0)
+    again.load_state_dict(torch.load(tmp_path / "model.optimizer.pt", weights_only=True))
+    assert again.param_groups[0]["lr"] == 0.25
+    [group] = zckpt.open(tmp_path / "model").param_groups
+    assert (group.hyperparameters["lr"], group.parameters) == (0.25, ["weight", "bias"])
+    assert (tmp_path / "model.optimizer.safetensors").is_file()
+    torch.save(model.state_dict(), tmp_path / "none.pt")
+    with pytest.raises(zckpt.UsageError, match="expected a checkpoint that has an optimizer"):
+        zckpt.consolidate(tmp_path / "none.pt", tmp_path / "n.pt", slots="all")

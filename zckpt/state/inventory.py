@@ -31,6 +31,7 @@ FILE, RECORD, TENSOR, VALUE = "file", "record", "tensor", "value"
 KINDS = (FILE, RECORD, TENSOR, VALUE)
 
 ANY = "*"
+NUMBER = "#"
 REST = "**"
 
 
@@ -41,7 +42,8 @@ class Rule:
     Parameters
     ----------
     pattern : tuple of str
-        Steps from the root, keys and indices as text; `*` is any step, a last `**` everything from there on.
+        Steps from the root, keys and indices as text; `*` is any step, `#` any number, a last `**` everything from
+        there on.
     fate : {"state", "carried", "copy", "implied"}
         Of a value that is said to be state the last step has to be a key of some parameter or param group.
     about : str

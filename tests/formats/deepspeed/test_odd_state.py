@@ -12,7 +12,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.contents import cut, tag_of
 from tests.formats.deepspeed.shards import copy, edit, optimizer_file
-from zckpt.errors import ShardError, UnsupportedError
+from zckpt.errors import LeftOutError, ShardError, UnsupportedError
 
 
 def state_in(content: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -203,3 +203,38 @@ def test_the_size_of_a_partition_is_not_that_of_others(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="numel: each rank has its own"):
         cut(run, tmp_path / "cut", 3)
     cut(run, tmp_path / "cut", 3, drop=["numel"])
+
+
+def _of_texts(content: dict[str, Any]) -> None:
+    state_in(content)["global"] = {"step": 7, "count": 3}
+
+
+@pytest.mark.parametrize("name", ["s1_fp32_dp2", "s3_fp32_dp2"])
+def test_state_under_a_text_is_not_lost_in_silence(name: str, tmp_path: Path) -> None:
+    """torch's optimizers may keep some in `state["global"]`, under keys that parameters have, too."""
+    run = changed(name, tmp_path, _of_texts)
+    with pytest.raises(LeftOutError, match="global/step"):
+        zckpt.convert(run, tmp_path / "out", to="zckpt")
+
+
+def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path: Path) -> None:
+    tag = copy("s0_fp32_dp2", tmp_path)
+    edit(tag / "mp_rank_00_model_states.pt", lambda content: content["optimizer"]["state"].update({"global": {"k": 7}}))
+    with pytest.raises(UnsupportedError, match="has state under 'global', which is no parameter's"):
+        zckpt.open(tag)
+
+
+def _listed(content: dict[str, Any]) -> None:
+    for state in state_in(content).values():
+        state["window"], state["last"] = (1, 2.5, None), [1, {"of": (2,)}]
+
+
+@pytest.mark.parametrize("to", ["dcp", "fsdp-rank-files"])
+def test_lists_and_tuples_in_state_come_back(to: str, tmp_path: Path) -> None:
+    run = changed("s2_fp32_dp2", tmp_path, _listed)
+    zckpt.convert(run, tmp_path / "between", to=to, world_size=2)
+    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=2, world_size=2)
+    assert loaded(tmp_path / "back", 1)[0]["window"] == (1, 2.5, None)
+    assert loaded(tmp_path / "back", 1)[1]["last"] == [1, {"of": (2,)}]
+    assert zckpt.diff(run, tmp_path / "between").equal
+    assert zckpt.diff(run, tmp_path / "back").equal

@@ -1,7 +1,8 @@
 """Which rule of an adapter speaks for a place in a file's tree. Pure: no I/O.
 
 The rules of a file become a tree of their own, step by step as the file's tree is gone through: a place there has the
-rules that fit all steps to it, in their order. Steps that no rule names lead to the same place, however many there are.
+rules that fit all steps to it, in their order. Steps that no rule names lead to the same place, however many there are;
+numbers may have one of their own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from zckpt.state.inventory import ANY, REST, Rule
+from zckpt.state.inventory import ANY, NUMBER, REST, Rule
 
 Steps = Sequence[object]
 """Keys, indices and names of fields from the root of a tree."""
@@ -40,20 +41,24 @@ class Fit:
         The first that speaks for what is here.
     """
 
-    __slots__ = ("_any", "_depth", "_named", "_next", "_others", "_rules", "rule")
+    __slots__ = ("_any", "_depth", "_named", "_next", "_numbered", "_numbers", "_others", "_rules", "rule")
 
     def __init__(self, rules: Sequence[Rule], depth: int) -> None:
         self._rules, self._depth = rules, depth
         self._next: dict[str, Fit] = {}
         self._named: dict[str, list[int]] = {}  # which rules go on with a step, by the step
         self._any: list[int] = []
+        self._numbers: list[int] = []
         for number, one in enumerate(rules):
             step = one.pattern[depth] if len(one.pattern) > depth else None
             if step in (ANY, REST) or (step is None and one.pattern[-1:] == (REST,)):
                 self._any.append(number)
+            elif step == NUMBER:
+                self._numbers.append(number)
             elif step is not None:
                 self._named.setdefault(step, []).append(number)
         self._others: Fit | None = None
+        self._numbered: Fit | None = None
         self.rule = next((one for one in rules if _ends(one, depth)), None)
         if all(one.pattern[-1:] == (REST,) and len(one.pattern) <= depth for one in rules):
             self._others = self  # as it is here it is everywhere below
@@ -63,12 +68,17 @@ class Fit:
         if self._others is self:
             return self
         text = step if type(step) is str else text_of(step)
+        is_number = bool(self._numbers) and text.isdecimal()
         if text not in self._named:
+            if is_number:
+                if self._numbered is None:
+                    self._numbered = self._leading(self._numbers)
+                return self._numbered
             if self._others is None:
                 self._others = self._leading([])
             return self._others
         if text not in self._next:
-            self._next[text] = self._leading(self._named[text])
+            self._next[text] = self._leading([*self._named[text], *(self._numbers if is_number else ())])
         return self._next[text]
 
     def _leading(self, named: list[int]) -> Fit:

@@ -226,7 +226,8 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
             if found:
                 state[number] = found
             number += 1
-        named = {"param_names": list(group.parameters)} if not set(group.parameters) & set(checkpoint.unnamed) else {}
+        numbered = any(n in checkpoint.unnamed or (n.isdecimal() and n not in owners) for n in group.parameters)
+        named = {} if numbered else {"param_names": list(group.parameters)}
         hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
         groups.append({**hyperparameters, **named, "params": list(range(first, number))})
     return {"state": state, "param_groups": groups}

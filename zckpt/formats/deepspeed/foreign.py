@@ -22,9 +22,10 @@ from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
+from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
-from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
+from zckpt.torchfile import Digests, FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -172,14 +173,23 @@ def _shared(members: Sequence[Parameter]) -> dict[str, object]:
     return {
         key: value
         for key, value in (present[0] if present else {}).items()
-        if isinstance(value, (bool, int, float, Scalar))
+        if (isinstance(value, (bool, int, float, str, Scalar)) or _is_plain(value))
         and all(key in state and _same(state[key], value) for state in present)
     }
 
 
 def _same(one: object, other: object) -> bool:
     a, b = (x.value if isinstance(x, Scalar) else x for x in (one, other))
-    return a == b
+    if _is_plain(a) and _is_plain(b):
+        digests = Digests()
+        return digests.of(a) == digests.of(b)
+    return bool(a == b)
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is a list, a tuple or a dict without tensors."""
+    node = value.node if isinstance(value, FromFile) else value
+    return isinstance(node, (list, tuple, dict)) and not holds_tensors(node)
 
 
 def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:

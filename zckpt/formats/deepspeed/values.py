@@ -72,10 +72,10 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
             for where in groups
         ),
         *(Rule((*where, "*", key), STATE, "a value of each rank") for where in groups for key in OF_ONE_RANK_IN_GROUPS),
-        Rule((_Z, "base_optimizer_state", "state", "*", "*", "**"), STATE, "single values of a group"),
-        Rule((_Z, "base_optimizer_state", "*", "*", "**"), STATE, "single values of a group"),
+        Rule((_Z, "base_optimizer_state", "state", "#", "*", "**"), STATE, "single values of a group"),
+        Rule((_Z, "base_optimizer_state", "#", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
-        Rule((_Z, "optimizer_state_dict", "state", "*", "*", "**"), STATE, "single values of a group"),
+        Rule((_Z, "optimizer_state_dict", "state", "#", "*", "**"), STATE, "single values of a group"),
         *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
         Rule(("ds_version",), IMPLIED, "ranks and version of the run"),
         Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),

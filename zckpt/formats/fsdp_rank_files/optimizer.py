@@ -103,6 +103,7 @@ def _rules(rank: int, single: Sequence[str]) -> tuple[Rule, ...]:
         return (*inside, *optimizer_rules())
     about = "found to be rank 0's"
     same = tuple(Rule(("state", "*", key), COPY, about, tensors=True) for key in single)
+    same += tuple(Rule(("state", "*", key, "**"), COPY, about) for key in single)  # of a tuple, what is in it
     listed = tuple(Rule(("param_groups", "*", key, "**"), IMPLIED, "which parameters they are") for key in MEMBERS)
     return (*inside, *same, *listed, Rule(("param_groups", "*", "**"), COPY, about, tensors=True), *optimizer_rules())
 

@@ -23,6 +23,7 @@ from typing import Any
 from zckpt.codes import TRUNCATED
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.safetensors import unindexed
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
@@ -246,7 +247,7 @@ def read(source: Path) -> Checkpoint:
                 "model",
                 tensor_nbytes=sum(slot.nbytes for slot in slots.values()),
                 tree={METADATA_KEY: metadata, **slots},
-                rules=(*rules_of(metadata, slots), *_carry(checkpoint, path, metadata, slots)),
+                rules=(*rules_of(metadata, slots), *carry_texts(checkpoint, path, metadata, slots)),
             )
         )
         for name, slot in slots.items():
@@ -268,7 +269,9 @@ def read(source: Path) -> Checkpoint:
     return checkpoint
 
 
-def _carry(checkpoint: Checkpoint, path: Path, texts: Mapping[str, str], slots: Mapping[str, Slot]) -> Iterator[Rule]:
+def carry_texts(
+    checkpoint: Checkpoint, path: Path, texts: Mapping[str, str], slots: Mapping[str, Slot]
+) -> Iterator[Rule]:
     """Keep the texts that a program has put into a header, and yield rules that say so; not those of an optimizer."""
     if "param_groups" in texts:
         return
@@ -285,7 +288,7 @@ def _files(source: Path) -> list[Path]:
         return [source]
     index = source / INDEX_NAME
     if not index.is_file():
-        return [source / WHOLE_NAME]
+        return [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else unindexed.shards(source)
     names = sorted(set(weight_map(index).values()))
     if any(Path(name).name != name for name in names):
         raise DamagedFileError("the index names a file outside its directory", path=index)
@@ -307,7 +310,7 @@ def weight_map(index: Path) -> dict[str, str]:
 def is_safetensors(path: Path) -> bool:
     """Tell whether a file or directory is this format, by its names and first bytes."""
     if path.is_dir():
-        return is_file(path / INDEX_NAME) or is_file(path / WHOLE_NAME)
+        return is_file(path / INDEX_NAME) or is_file(path / WHOLE_NAME) or unindexed.is_there(path)
     with opened(str(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         head = read_at(descriptor, 0, min(9, size), path=str(path))

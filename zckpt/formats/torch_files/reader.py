@@ -17,7 +17,7 @@ from zckpt.formats.torch_files.content import content_of, is_running_statistic, 
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
-from zckpt.torchfile import Object, Tensor, read_torchfile
+from zckpt.torchfile import MetaTensor, Object, QuantizedTensor, SparseTensor, Tensor, read_torchfile
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -56,11 +56,12 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     rest = root.get(KEY)
     content = content_of({key: value for key, value in root.items() if key != KEY}, path)
     if not content.models and not content.optimizers:
+        strange = _without_elements(root)
         raise UnsupportedError(
             "holds no state dict",
             path=path,
-            expected="a dict of tensors, or one that has one",
-            found=f"keys {', '.join(map(str, list(root)[:8]))}",
+            expected="a dict of tensors, or one that has one" + (", all dense and with elements" if strange else ""),
+            found=strange or f"keys {', '.join(map(str, list(root)[:8]))}",
         )
     checkpoint.warnings += content.warnings
     if len(content.models) > 1:
@@ -76,6 +77,21 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     rules = [rule for one in content.optimizers for rule in one.rules]
     checkpoint.files.append(describe(file, "model", rules=(*rules, *remainder_rules(KEY))))
     return checkpoint
+
+
+def _without_elements(root: Mapping[object, object], deep: int = 2) -> str | None:
+    """Say which entry of a dict, or of one so deep in it, is no plain tensor."""
+    for key, value in root.items():
+        match value:
+            case SparseTensor():
+                return f"{key}, of layout {value.layout.name}"
+            case QuantizedTensor():
+                return f"{key}, quantized by torch to {value.tensor.dtype}"
+            case MetaTensor(subclass=None):
+                return f"{key}, of the meta device"
+            case dict() if deep and (inside := _without_elements(value, deep - 1)) is not None:
+                return f"{key}.{inside}"
+    return None
 
 
 def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:

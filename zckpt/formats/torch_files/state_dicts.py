@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Digests, MetaTensor, Tensor, brief
@@ -142,6 +142,8 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     ------
     DamagedFileError
         It is not the state dict of a torch optimizer.
+    UnsupportedError
+        State under a text, which torch allows, where parameters have numbers.
     """
     if not isinstance(node, dict) or not looks_like_optimizer(node):
         raise DamagedFileError(
@@ -160,6 +162,13 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     for key, slots in node[STATE_KEY].items():
         digits = isinstance(key, str) and key.isdecimal() and not names  # as `dcp_to_torch_save` leaves them
         number = by_label.get(int(key) if digits else key)
+        if isinstance(key, str) and not digits and not names:
+            raise UnsupportedError(
+                f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for it",
+                path=path,
+                expected="state under the numbers of parameters; what all have belongs into their param group",
+                advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
+            )
         if not isinstance(number, int) or not isinstance(slots, dict):
             raise DamagedFileError("state of a parameter that is in no group", path=path, found=brief(key))
         state[number] = {str(slot): value for slot, value in slots.items()}

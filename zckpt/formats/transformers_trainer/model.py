@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.formats.safetensors.file import METADATA_KEY, aliases_in, read_header, rules_of, weight_map
+from zckpt.formats.safetensors.file import METADATA_KEY, aliases_in, carry_texts, read_header, rules_of, weight_map
 from zckpt.formats.torch_files.content import is_state_dict
 from zckpt.formats.torch_files.reader import add_tensors
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
@@ -105,9 +105,8 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
     slots, texts, nbytes = read_header(path)
     used = sum(slot.nbytes for slot in slots.values())
     tree = {METADATA_KEY: texts, **slots}
-    one.files.append(
-        SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules_of(texts, slots))
-    )
+    rules = (*rules_of(texts, slots), *carry_texts(one, path, texts, slots))
+    one.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules))
     for name, slot in slots.items():
         _check_new(one, name, path)
         trained = is_floating(slot.dtype) and not _is_running(name, slots)
