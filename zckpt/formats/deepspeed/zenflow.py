@@ -49,8 +49,10 @@ def notes(config: Mapping[str, object], stage: int) -> list[str]:
         return []
     if stage == 3:
         return ["matrices are stored as ZeRO-3 has them: ZenFlow at ZeRO-3 takes them for transposed ones"]
-    return ["matrices are stored in order, as ZeRO and ZenFlow of DeepSpeed 0.19.8 have them: ZenFlow of earlier versions "
-            "takes them for transposed ones"]  # fmt: skip
+    return [
+        "matrices are stored in order, as ZeRO and ZenFlow of DeepSpeed 0.19.8 have them: ZenFlow of earlier versions "
+        "takes them for transposed ones"
+    ]
 
 
 def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes], path: str) -> bool:
