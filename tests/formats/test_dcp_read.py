@@ -326,12 +326,17 @@ def test_several_optimizers_of_one_model(tmp_path):
         model(torch.randn(4, 5)).square().sum().backward()
         for half in halves:
             half.step()
-    alone = {f"opt{i}": get_optimizer_state_dict(model, half) for i, half in enumerate(halves)}
-    for number, optimizers in enumerate((alone, {"optim": get_optimizer_state_dict(model, halves)})):
+    each = [get_optimizer_state_dict(model, half) for half in halves]
+    joined = {"optim": get_optimizer_state_dict(model, halves)}
+    named, numbered = ({f"{key}{i}": one for i, one in enumerate(each)} for key in ("opt", "optimizer_"))
+    called = [["opt0", "opt1"], ["0", "1"], ["g.optim", "d.optim"], []]
+    below = {key: {"optim": one} for key, one in zip("gd", each, strict=True)}
+    for number, optimizers in enumerate((named, numbered, below, joined)):
         checkpoint = read(saved(tmp_path / str(number), {"model": model.state_dict(), **optimizers}))
         for half in halves:
             assert_optimizer(checkpoint, model, half)
         assert [p.group for p in checkpoint.parameters.values()] == [0, 0, 1, 1]
+        assert checkpoint.optimizers() == called[number]
 
 
 def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_the_names(tmp_path):

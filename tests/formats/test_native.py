@@ -741,6 +741,14 @@ def test_missing_file_and_file_of_another_checkpoint_are_named(directory: Path, 
     assert name in str(caught.value)
 
 
+def test_one_ranks_file_is_no_model(directory: Path, tmp_path: Path) -> None:
+    """Whatever it is called: it has pieces of tensors, and an optimizer's among them."""
+    shutil.copy(directory / rank_name(1, 2), tmp_path / "model.safetensors")
+    for path in (directory / rank_name(0, 2), tmp_path / "model.safetensors"):
+        with pytest.raises(SourceError, match=r"is one rank's file of a checkpoint of zckpt; give its directory"):
+            zckpt.open(path)
+
+
 def test_truncated_file_is_refused(directory: Path) -> None:
     path = directory / "rank-00001-of-00002.safetensors"
     os.truncate(path, path.stat().st_size - 1)

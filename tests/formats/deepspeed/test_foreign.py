@@ -106,6 +106,15 @@ def test_parameters_without_state_are_named(stage: int, tmp_path: Path) -> None:
     assert any("b.weight, b.bias of param group 0 have no optimizer state" in note for note in notes)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(stage: int, tmp_path: Path) -> None:
+    content = torch.load(model_and_optimizer(tmp_path / "m.pt"))
+    content["model"]["table"] = torch.ones(4)
+    torch.save(content, tmp_path / "m.pt")
+    _, notes = converted(tmp_path / "m.pt", tmp_path / "out", stage)
+    assert any(note.startswith("table, which the optimizer does not have") for note in notes) == (stage == 3)
+
+
 def test_group_of_which_nothing_has_state_gets_none(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])

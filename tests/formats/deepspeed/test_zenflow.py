@@ -87,6 +87,10 @@ def test_weights_may_be_ahead_of_masters_in_any_format(tmp_path: Path) -> None:
     assert zckpt.verify(tag, deep=True).sound
     zckpt.convert(tag, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.verify(tmp_path / "dcp", deep=True).sound
+    done = zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", stage=2, world_size=3, verify=True)
+    assert any("ZenFlow of DeepSpeed 0.19.8" in note for note in done.notes)
+    assert zckpt.open(tmp_path / "back").details["transposed_matrices"] is False
+    assert zckpt.verify(tmp_path / "back", deep=True).sound
     zckpt.consolidate(tmp_path / "dcp", tmp_path / "kept.safetensors", dtype="keep")
     weight = Truth(run_of(FLAT)).weights["head.weight"] + 1
     assert torch.equal(load_file(tmp_path / "kept.safetensors")["head.weight"], weight)

@@ -53,9 +53,9 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[OptimizerState], names: 
             for label in group.members:
                 _give(checkpoint, optimizer, label, found[label], index)
             unnamed += [str(label) for label in group.members if found[label] in checkpoint.unnamed and _bare(label)]
-    groups = [group for optimizer in kept for group in optimizer.groups]
-    for group, listed, shared in zip(groups, members, common_values(kept), strict=True):
-        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, listed, shared))
+    groups = [(group, optimizer.name) for optimizer in kept for group in optimizer.groups]
+    for (group, name), listed, shared in zip(groups, members, common_values(kept), strict=True):
+        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, listed, shared, name))
     if unnamed:
         shown = ", ".join(unnamed[:SHOWN_NAMES]) + (" ..." if len(unnamed) > SHOWN_NAMES else "")
         checkpoint.warnings.append(

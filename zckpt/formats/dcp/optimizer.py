@@ -46,6 +46,8 @@ class OptimizerState:
         What else it holds.
     prefix : str
         Put before its names where several models are read as one.
+    name : str, optional
+        What it is called, where several were saved together.
     """
 
     path: str
@@ -53,6 +55,7 @@ class OptimizerState:
     groups: list[Group]
     others: dict[str, Node] = field(default_factory=dict)
     prefix: str = ""
+    name: str | None = None
 
     @property
     def is_numbered(self) -> bool:

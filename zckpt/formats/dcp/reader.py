@@ -157,7 +157,18 @@ def _states(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], pa
     for state, part, model, prefix in zip(states, optimizers, its, prefixes(optimizers, its), strict=True):
         state.prefix = prefix
         state.rename(names_of_model(model, part.names))
+    if len(states) > 1:
+        for state, name in zip(states, _names_of(optimizers), strict=True):
+            state.name = name
     return states
+
+
+def _names_of(optimizers: Sequence[OptimizerPart]) -> list[str]:
+    """Return what several optimizers are called: their keys, or numbers where Lightning has made keys of a list."""
+    keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
+    if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
+        return [key.removeprefix("optimizer_") for key in keys]
+    return keys if len(set(keys)) == len(keys) else [".".join(map(str, part.path)) for part in optimizers]
 
 
 def _shown(keys: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions, aliases
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
-from zckpt.formats.deepspeed.codes import FLOATS, HINT, codes_of
+from zckpt.formats.deepspeed.code_groups import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon

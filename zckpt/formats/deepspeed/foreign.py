@@ -113,6 +113,12 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
     if without_master:
         found.append(f"masters of {listed(without_master)} are copied from the weights: the source has none")
+    unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]
+    if stage == 3 and unsure:
+        found.append(
+            f"{listed(unsure)}, which the optimizer does not have, {'is' if len(unsure) == 1 else 'are'} written as "
+            f"frozen parameters: where the training has buffers of these names DeepSpeed stops (ZeRO-1 and 2 load both)"
+        )
     return tuple(found)
 
 

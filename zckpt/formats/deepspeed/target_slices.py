@@ -54,7 +54,7 @@ def local_states(
         A parameter does not divide among the ranks.
     """
     whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
-    path = origin.rules_path or (origin.model.shard.path if origin.ranks else checkpoint.source)
+    path = origin.rules_path or (origin.model.shard.path if origin.model.file.path else checkpoint.source)
     ranks = ranks or origin.ranks or [RankFiles([origin.model], origin.members, whole)]
     if degree == len(ranks) and rows is None:
         return list(ranks)
@@ -100,14 +100,15 @@ def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -
     what is not to be cut.
     """
     names = list(ranks[0].state.parameters)
+    option = "--tp-rules" if origin.model.file.path else "--slice-rules"  # by which another format's are cut
     if origin.rules is None:
-        raise without_rules(names, path, "how to cut them")
+        raise without_rules(names, path, "how to cut them", option)
     if len(ranks) == 1 < degree and REPLICATED_KEY not in origin.rules:
         raise UnsupportedError(
             "the tensor-parallel rules do not say which parameters every rank has whole",
             path=path,
             expected=f"{REPLICATED_KEY}, be it empty",
-            advice="give rules with --tp-rules FILE",
+            advice=f"give rules with {option} FILE",
         )
     if origin.rules_path is None and degree != len(ranks):
         check_degree(origin.model.content, origin.rules, names, degree, path)

@@ -168,13 +168,13 @@ def _part(slot: Slot, dim: int, start: int, size: int) -> Slot:
     return Slot(slot.name, slot.dtype, _with(slot.shape, dim, size), spans)
 
 
-def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
+def without_rules(names: Sequence[str], path: str, what: str, option: str = "--tp-rules") -> UnsupportedError:
     """Return the error for slices that no rule names."""
     return UnsupportedError(
         f"tensor-parallel slices of {len(names)} parameters ({listed(names, most=SHOWN_NAMES)}) and no rules {what}",
         path=path,
         expected="universal_checkpoint_info in the model file",
-        advice="give them with --tp-rules FILE",
+        advice=f"give them with {option} FILE",
     )
 
 

@@ -95,7 +95,9 @@ def config_tree(target: Target) -> object:
             key: value for key, value in flat.items() if key in zero or value
         }
         members = target.origin.members
-        if not members or not keeps_zenflow(target.checkpoint, members[0].stage, target.stage):
+        keeps = bool(members) and keeps_zenflow(target.checkpoint, members[0].stage, target.stage)
+        # From another format matrices are in order, as 0.19.8 has them with ZenFlow, too, but at ZeRO-3.
+        if not (keeps if target.origin.ranks else target.stage != 3):
             changed["zero_optimization"].pop("zenflow", None)
     changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")

@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling
+from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling, zenflow
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.origin import origin_of
@@ -98,7 +98,8 @@ def _from_elsewhere(
     if options.slice_rules is not None and made is not None:
         converted.origin = replace(made, rules=read_rules(Path(options.slice_rules)), rules_path=options.slice_rules)
     target = _decide(converted, _recut(options, options.world_size, stage))
-    notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target)]
+    notes = [*foreign.notes(checkpoint, stage=stage), *keys, *stage_notes(target),
+             *zenflow.notes(target.origin.model.config, stage)]  # fmt: skip
     if target.ranks[0].lanes > 1:
         notes.append(
             f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "

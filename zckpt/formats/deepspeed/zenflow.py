@@ -43,6 +43,18 @@ def uses_zenflow(config: Mapping[str, object]) -> bool:
     return isinstance(zero, dict) and zero.get("zenflow") is not None
 
 
+def notes(config: Mapping[str, object], stage: int) -> list[str]:
+    """Say how a ZenFlow training that another format has kept is written at a stage."""
+    if not uses_zenflow(config):
+        return []
+    if stage == 3:
+        return ["matrices are stored as ZeRO-3 has them: ZenFlow at ZeRO-3 takes them for transposed ones"]
+    return [
+        "matrices are stored in order, as ZeRO and ZenFlow of DeepSpeed 0.19.8 have them: ZenFlow of earlier versions "
+        "takes them for transposed ones"
+    ]
+
+
 def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes], path: str) -> bool:
     """Tell whether the flat buffers of a ZenFlow training hold matrices column by column.
 

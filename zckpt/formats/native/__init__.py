@@ -34,6 +34,7 @@ DOCUMENT_NAME = "checkpoint.json"
 
 _RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 _MARK = re.compile(rb'"format"\s*:\s*"zckpt"')
+_OF_RANK = re.compile(rb'"zckpt_id"\s*:\s*"')
 _IDENTITY = re.compile(rb'"(?:id|zckpt_id)"\s*:\s*"([0-9a-f]{1,64})"')
 
 HEAD_NBYTES = 4096
@@ -77,6 +78,11 @@ def identity_of(path: Path) -> str | None:
         if found is not None:
             return found[1].decode()
     return None
+
+
+def is_rank_file(path: Path) -> bool:
+    """Tell whether a file is one rank's, of whatever name: it has pieces of tensors, with an optimizer's among them."""
+    return path.is_file() and _OF_RANK.search(_head(path)) is not None
 
 
 def _is_document(path: Path) -> bool:

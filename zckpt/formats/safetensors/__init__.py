@@ -25,8 +25,11 @@ class Safetensors(Format):
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell a file by its header, a directory by its names; other formats keep more next to such a model."""
+        from zckpt.formats.native import is_rank_file
         from zckpt.formats.safetensors import file, shards
 
+        if is_rank_file(search.path):
+            return NearMiss("is one rank's file of a checkpoint of zckpt", f"give its directory, {search.path.parent}")
         if search.path.is_dir() and shards.is_sharded(search.path):
             return Found("shards")
         if file.is_safetensors(search.path):
