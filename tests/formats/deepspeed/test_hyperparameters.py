@@ -60,3 +60,19 @@ def test_those_of_the_configuration_are_told_and_not_taken(tmp_path: Path) -> No
     torch.save(content, path)
     with pytest.raises(zckpt.UnsupportedError, match=r"only ds_config's.*0\.125.*--hyperparameters FILE"):
         zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, elastic=False)
+
+
+def test_a_pipeline_that_becomes_one_model_takes_them_too(tmp_path: Path) -> None:
+    source, elastic, file = run_of("pp2_s1_fp32_dp2"), tmp_path / "elastic", tmp_path / "groups.json"
+    zckpt.reshard(source, elastic, world_size=2, elastic=True)
+    file.write_text(json.dumps(Truth(source).facts["param_groups"]))
+    named = zckpt.open(source)
+    rename = [(one.name, f"model.{one.name.replace('tied_modules.', 'tied_')}") for one in named.tensors()]
+    how: dict[str, Any] = {"world_size": 2, "rename": rename, "pipeline_parallel_size": 1}
+    zckpt.reshard(elastic, tmp_path / "one", elastic=False, hyperparameters=str(file), **how)
+    expected = [group.hyperparameters for group in named.param_groups]
+    assert [group.hyperparameters for group in zckpt.open(tmp_path / "one").param_groups] == expected
+    with pytest.raises(zckpt.UsageError, match="expected --rigid"):
+        zckpt.reshard(elastic, tmp_path / "x", hyperparameters=str(file), **how)
+    with pytest.raises(zckpt.UnsupportedError, match="--hyperparameters FILE and --rigid"):
+        zckpt.reshard(elastic, tmp_path / "x", **how)

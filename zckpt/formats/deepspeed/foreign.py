@@ -145,7 +145,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
         raise UnsupportedError(
             "holds no hyperparameters, which a checkpoint of ZeRO needs",
             path=path,
-            expected="a source that is not elastic",
+            expected="a source that is not elastic, or --hyperparameters FILE and --rigid",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
         )
     layers = [name for name in checkpoint.parameters if is_of_layer(name)]

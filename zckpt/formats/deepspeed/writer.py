@@ -16,6 +16,7 @@ from zckpt.formats import remainder
 from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling, zenflow
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.pipeline import is_of_layer
@@ -83,6 +84,13 @@ def _from_elsewhere(
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
+    if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
+        if options.elastic and stage != 3:
+            raise UsageError("the elastic form holds no hyperparameters", path=options.hyperparameters,
+                             expected="--rigid, or --stage 3")  # fmt: skip
+        given = read_hyperparameters(Path(options.hyperparameters), len(checkpoint.param_groups))
+        checkpoint = replace(checkpoint, param_groups=with_hyperparameters(checkpoint.param_groups, given))
+        options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
     strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
