@@ -221,7 +221,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     parameters = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters([p for p in parameters.values() if hasattr(p, "ds_id")]):
         stored = {name: p.detach().clone() for name, p in parameters.items()}
-    columns = hasattr(next(iter(parameters.values())), "ds_id") and getattr(engine.optimizer, "zenflow", False)
+    columns = hasattr(next(iter(parameters.values()), None), "ds_id") and getattr(engine.optimizer, "zenflow", False)
     return {name: _upright(value, transposed=columns) for name, value in stored.items()}
 
 

@@ -101,6 +101,17 @@ def test_deepspeed_resumes_other_stages_and_slices(
     assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3, "fp16": 3e-3}[spec.dtype]
 
 
+@pytest.mark.nightly
+def test_a_stage_in_float32_may_train_nothing(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    spec, method = pipeline("pp2_s0_fp32", 2, 2, **SHORT), "type:(_Block|relu|_FeedForward)"
+    folder = made(spec)
+    zckpt.reshard(folder, tmp_path / "cut", verify=True, world_size=1, pipeline_parallel_size=3, names=NAMES,
+                  partition_method=method, pipeline_layers=LAYERS)  # fmt: skip
+    verdict = resume(tmp_path / "cut", spec.at(3, pipeline_parallel=3, partition_method=method), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= 2e-5
+
+
 def test_flat_masters_have_names_by_their_values(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     spec = Spec("s0_flat", stage=0, dtype="fp16", optimizer="fused", world_size=1, steps=2, steps_after=1)
     folder = made(spec)

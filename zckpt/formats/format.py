@@ -340,7 +340,7 @@ class Format(Protocol):
             It cannot be cut for others.
         """
         raise UnsupportedError(
-            "only DeepSpeed checkpoints of ZeRO-1, 2 and 3, and Megatron's legacy files, are resharded",
+            "only DeepSpeed's checkpoints (but universal ones) and Megatron's legacy files are resharded",
             path=job.checkpoint.source,
             found=self.name,
             advice="use `zckpt convert`, whose targets any number of ranks loads",

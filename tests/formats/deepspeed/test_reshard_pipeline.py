@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.stage_order import goes_by_modules, known_orders
+from zckpt.state import Checkpoint, ParamGroup
 
 PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
@@ -512,3 +514,12 @@ def test_other_names_that_make_no_model_are_refused(
     with pytest.raises((UnsupportedError, UsageError, zckpt.LeftOutError), match=words):
         cut(run_of(name), tmp_path / "cut", 1, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_order_of_endless_ranges_is_not_taken() -> None:
+    """A text of a few kilobytes that would be a list of gigabytes."""
+    checkpoint = Checkpoint("source", "zckpt")
+    checkpoint.param_groups = [ParamGroup({}, ["0.weight"], {})]
+    text = f"{zlib.crc32(b'0.weight'):08x};{','.join(['0-999999'] * 2000)}"
+    checkpoint.details = {"origin": {"stage_orders": text}}
+    assert known_orders(checkpoint) == []

@@ -87,6 +87,17 @@ def test_a_list_of_layers_tells_the_key_of_a_tied_one(tmp_path: Path) -> None:
         assert (tmp_path / "cut" / "global_step5" / path.name).read_bytes() == path.read_bytes()
 
 
+def test_a_stage_in_float32_may_train_nothing(tmp_path: Path) -> None:
+    """DeepSpeed takes param groups without parameters from the optimizer of such a stage."""
+    run, how = run_of("pp2_s0_fp32_dp2"), {"world_size": 2, "names": KEYED, "pipeline_layers": LAYERS, "verify": True}
+    zckpt.reshard(run, tmp_path / "cut", stage_bounds="0,2,3,6", **how)
+    idle = load(tmp_path / "cut" / "global_step5" / "mp_rank_01_model_states.pt")
+    assert idle["optimizer"] == {"state": {}, "param_groups": []}
+    assert zckpt.diff(run, tmp_path / "cut").equal
+    zckpt.reshard(tmp_path / "cut", tmp_path / "back", stage_bounds="0,3,6", **how)
+    assert zckpt.diff(zckpt.open(run, names=KEYED), zckpt.open(tmp_path / "back", names=KEYED)).equal
+
+
 def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path: Path) -> None:
     with pytest.raises(zckpt.LeftOutError, match="--names FILE may tell what they are"):
         zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")

@@ -101,6 +101,12 @@ class Origin:
     rules_path: str | None = None
     layers: Sequence[tuple[Shard, TorchFile]] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's optimizer steps by itself: stage 0 in float32, where it may have nothing in a stage."""
+        held = [files.models[0].content.get("optimizer") for files in self.ranks]
+        return not self.members and bool(held) and all(isinstance(one, dict) and "param_groups" in one for one in held)
+
 
 def origin_of(checkpoint: Checkpoint) -> Origin | None:
     """Return what is kept of the files; None for a checkpoint that was not read from DeepSpeed's."""

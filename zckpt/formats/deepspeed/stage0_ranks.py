@@ -78,7 +78,7 @@ def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None
 
     They tell the keys of tied layers, too. Where which layer has a key is not known, none is taken.
     """
-    recorded = [recorded_names(files.models[0]) for files in ranks]
+    recorded = [[] if _is_idle(files) else recorded_names(files.models[0]) for files in ranks]
     alike = all(names == recorded[number // tp * tp] for number, names in enumerate(recorded))
     if not alike or any(names is None for names in recorded):
         return None
@@ -88,6 +88,12 @@ def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None
     except (UsageError, LayoutError):
         return None
     return found if set(whole or ()) <= set(ranks[0].state.parameters) else None
+
+
+def _is_idle(files: RankFiles) -> bool:
+    """Tell whether a stage trains nothing: DeepSpeed takes groups without parameters from its optimizer."""
+    held = files.models[0].content.get("optimizer")
+    return isinstance(held, dict) and held.get("param_groups") == []
 
 
 def layer_numbers(
@@ -199,7 +205,8 @@ def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Se
     for number, one in enumerate(found):
         groups = [group.parameters for group in one.param_groups]
         of_first = [group.parameters for group in found[number // tp * tp].param_groups]
-        if not has_all_names(one) or not _follow(groups, found[number % tp : number : tp]) or groups != of_first:
+        known = has_all_names(one) or _is_idle(ranks[number])
+        if not known or not _follow(groups, found[number % tp : number : tp]) or groups != of_first:
             return [
                 f"{ranks[number].models[0].shard.path}: which layers' parameters the optimizer of stage {number // tp} "
                 f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "

@@ -137,7 +137,7 @@ def _numbers(text: str) -> list[int]:
     for item in filter(None, text.split(",")):
         low, _, high = item.partition("-")
         first, last = int(low), int(high or low)
-        if not 0 <= first <= last < MOST:
+        if not 0 <= first <= last < MOST or len(found) + last - first >= MOST:
             raise ValueError(item)
         found += range(first, last + 1)
     return found

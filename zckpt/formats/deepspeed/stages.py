@@ -215,7 +215,8 @@ def stages_of(
         methods = method or f"{UNIFORM} or {PARAMETERS}"
         raise _unsure(path, several or f"stages that are not by {methods}")
     (one,) = found.values()
-    _check_trained(one, seen, path)
+    if not origin.is_plain:
+        _check_trained(one, seen, path)
     return one
 
 
