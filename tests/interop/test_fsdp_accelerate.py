@@ -14,6 +14,7 @@ import zckpt
 from tests import gloo
 from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.interop.test_fsdp_rank_files import assert_is
+from zckpt.errors import UnsupportedError
 from zckpt.formats.account import take_inventory
 
 pytestmark = pytest.mark.interop
@@ -69,3 +70,9 @@ def test_flat_parameters_are_read_as_they_are(tmp_path: Path) -> None:
     layer = checkpoint.read("layers.0._flat_param", "weight")
     names = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight", "down.bias")
     assert torch.equal(layer, torch.cat([held[f"weight/layers.0.{name}"].flatten() for name in names]))
+
+
+def test_local_pieces_of_original_parameters_are_refused(tmp_path: Path) -> None:
+    gloo.run(save, 2, "fsdp1 orig", "LOCAL_STATE_DICT", tmp_path / "state")
+    with pytest.raises(UnsupportedError, match=r"pieces of one axis.*LOCAL_STATE_DICT.*save it as SHARDED_STATE_DICT"):
+        zckpt.open(tmp_path / "state")

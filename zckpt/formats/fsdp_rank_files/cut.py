@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER
-from zckpt.errors import LayoutError
+from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.fsdp_rank_files.held import Box, Held
 from zckpt.formats.torch_files.tensors import span_of, unresolved
 from zckpt.state import Extent, Slot, Span
@@ -77,8 +77,14 @@ class RankFiles:
         ------
         LayoutError
             Ranks have other shapes or types than the first, or together not every element once.
+        UnsupportedError
+            They have flattened pieces of which nothing says where they lie.
         """
         rank, first = held[0]
+        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {("Tensor", 1, first.dtype)} and any(
+            one.shape == (0,) for _, one in held
+        ):
+            _refuse_pieces(self.paths[rank], label, [one for _, one in held])
         for other, one in held[1:]:
             if (one.shape, one.dtype) != (first.shape, first.dtype):
                 raise LayoutError(
@@ -159,3 +165,17 @@ def _row_width(cells: Sequence[Cell], shape: tuple[int, ...]) -> int | None:
     if any(sizes[0] != rows for _, sizes in cells[:-1]) or cells[-1][1][0] > rows:
         return None
     return rows * math.prod(shape[1:])
+
+
+def _refuse_pieces(path: str, label: str, held: Sequence[Held]) -> None:
+    """Refuse flattened pieces of different sizes; ranks that all have nothing have an empty parameter."""
+    sizes = [one.shape[0] for one in held]
+    if len(set(sizes)) > 1:
+        raise UnsupportedError(
+            f"{label} is in pieces of one axis, of which no file says where they lie, as FSDP1 with use_orig_params "
+            "saves its LOCAL_STATE_DICT",
+            path=path,
+            expected="a tensor that every rank has whole, or a sharded one",
+            found=f"{', '.join(map(str, sizes[:8]))} elements",
+            advice="load it in its own program and save it as SHARDED_STATE_DICT",
+        )
