@@ -93,7 +93,8 @@ def run(
     _start_server()
     warm = not fresh and world_size <= KEPT and _in_use.acquire(blocking=False)
     try:
-        with tempfile.TemporaryDirectory(prefix="zckpt-ranks-") as folder:
+        # A rank that is done may still be giving up its store, a file here, while the folder is removed.
+        with tempfile.TemporaryDirectory(prefix="zckpt-ranks-", ignore_cleanup_errors=True) as folder:
             ranks = _warm(world_size) if warm else [_Rank() for _ in range(world_size)]
             done = False
             try:
