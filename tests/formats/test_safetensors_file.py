@@ -18,16 +18,8 @@ from tests.plans import read_slot, write_directory
 from tests.strategies import shapes
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, ShardError, SourceError, UnsupportedError
-from zckpt.formats.safetensors.file import (
-    INDEX_NAME,
-    MAXIMUM_HEADER_NBYTES,
-    Entry,
-    is_safetensors,
-    lay_out,
-    lay_out_directory,
-    read,
-    read_header,
-)
+from zckpt.formats.safetensors.file import INDEX_NAME, MAXIMUM_HEADER_NBYTES, is_safetensors, read, read_header
+from zckpt.formats.safetensors.layout import Entry, lay_out, lay_out_directory
 from zckpt.operations.target import write_target
 from zckpt.state import WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import DTYPES

@@ -18,7 +18,7 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.write import write
 from zckpt.errors import TargetError, UnsupportedError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.safetensors.file import Entry, lay_out, lay_out_directory
+from zckpt.formats.safetensors.layout import Entry, lay_out, lay_out_directory
 from zckpt.state import Slot
 from zckpt.storage.durable import written_files
 

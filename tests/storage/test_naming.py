@@ -17,7 +17,7 @@ from tests.gloo import forked
 from zckpt.engine.plan import plan
 from zckpt.errors import SourceError, TargetError, TargetExistsError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.operations.target import write_target
 from zckpt.storage.durable import interrupted, recover, written_directory, written_files
 from zckpt.storage.ownership import Owned
@@ -300,7 +300,7 @@ def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path: P
 
 def test_opening_a_file_whose_companion_is_not_named_yet_warns(tmp_path: Path) -> None:
     model = tmp_path / "m.safetensors"
-    write_target(plan([safetensors_file.lay_out(model.name, [])]), model)
+    write_target(plan([safetensors_layout.lay_out(model.name, [])]), model)
     assert open_checkpoint(model).warnings == []
     (tmp_path / ".m.safetensors.zckpt-naming").touch()
     assert "names the rest" in open_checkpoint(model).warnings[0]

@@ -12,13 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
 
 from zckpt.engine.boxes import Box, boxes_of, factored, intersection, row_major
 from zckpt.engine.plan import locate
 from zckpt.naming.document import Template
 from zckpt.naming.sizes import Sizes
-from zckpt.state import ZEROS, Extent, Slot, Span, Spans
+from zckpt.state import ZEROS, Extent, ListedSpans, Slot, Span, Spans
 from zckpt.state.dtypes import itemsize
 
 
@@ -153,7 +152,7 @@ def _moved(target: Arrangement, source: Arrangement, span: Span) -> Iterator[Spa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ArrangedSpans(Spans):
+class ArrangedSpans(ListedSpans):
     """The spans of a tensor that is put together from others, some of whose spans are a rule.
 
     Parameters
@@ -174,20 +173,6 @@ class ArrangedSpans(Spans):
             for span in spans:
                 yield from _moved(self.target, source, span)
         yield from self.zeros
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some."""
-        return tuple(self)[index]
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that may have some of elements [low, high) of the flattened tensor."""

@@ -23,6 +23,7 @@ from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.losses import check_nothing_lost
@@ -281,13 +282,13 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapp
         from zckpt.formats.torch_files import writer as torch_writer
 
         return [torch_writer.lay_out(path.name, model_tree(tensors))]
-    entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
+    entries = [safetensors_layout.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if kind == SAFETENSORS:
-        return [safetensors_file.lay_out(path.name, entries)]
+        return [safetensors_layout.lay_out(path.name, entries)]
     if is_adapter(tensors, assets):
-        return [safetensors_file.lay_out(ADAPTER_NAME, entries, safetensors_file.FOR_TORCH)]
-    return safetensors_file.lay_out_directory(
-        entries, max_shard_size, stem=stem_of(assets), metadata=safetensors_file.FOR_TORCH
+        return [safetensors_layout.lay_out(ADAPTER_NAME, entries, safetensors_layout.FOR_TORCH)]
+    return safetensors_layout.lay_out_directory(
+        entries, max_shard_size, stem=stem_of(assets), metadata=safetensors_layout.FOR_TORCH
     )
 
 

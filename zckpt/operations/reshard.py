@@ -11,7 +11,7 @@ from pathlib import Path
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.floats import with_floats
-from zckpt.formats.format import Job
+from zckpt.formats.format import Format, Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.naming import Config, MapSource, Naming
@@ -23,6 +23,7 @@ from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, write_from
+from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.distant import place
 
@@ -110,18 +111,10 @@ def reshard(
         raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
     checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     own = get(checkpoint.format)
-    if naming.changes and not own.renames(checkpoint):
-        raise UnsupportedError(
-            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
-            path=checkpoint.opened or checkpoint.source,
-            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
-            "with --pipeline-layers as a pipeline",
-        )
+    _check_names(checkpoint, naming, own)
     checkpoint = checkpoint if naming.changes else as_filed(checkpoint)
     path, origin = Path(target), named(checkpoint)
-    for root in (str(origin), *checkpoint.roots):
-        if place(root) in place(path).parents:
-            raise UsageError("the target is inside the source", path=path, found=root)
+    _check_outside(path, (str(origin), *checkpoint.roots))
     whole = checkpoint
     checkpoint, values, drop = without_rank_values(checkpoint, drop)
     if dequantize:
@@ -144,3 +137,21 @@ def reshard(
                   laid.in_floats, direct, laid.rounded)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified, notes=(*notes, *done.notes))
+
+
+def _check_names(checkpoint: Checkpoint, naming: Naming, own: Format) -> None:
+    """Raise UnsupportedError where other names are asked for and the format's ranks keep theirs."""
+    if naming.changes and not own.renames(checkpoint):
+        raise UnsupportedError(
+            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
+            path=checkpoint.opened or checkpoint.source,
+            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
+            "with --pipeline-layers as a pipeline",
+        )
+
+
+def _check_outside(path: Path, roots: Sequence[str]) -> None:
+    """Raise UsageError where the target is inside the source."""
+    for root in roots:
+        if place(root) in place(path).parents:
+            raise UsageError("the target is inside the source", path=path, found=root)

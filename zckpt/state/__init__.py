@@ -17,7 +17,19 @@ from zckpt.state.checkpoint import (
     SourceFile,
     Topology,
 )
-from zckpt.state.spans import ZEROS, CutFiles, CutSpans, Extent, Padding, PaddingRule, PaddingSpan, Slot, Span, Spans
+from zckpt.state.spans import (
+    ZEROS,
+    CutFiles,
+    CutSpans,
+    Extent,
+    ListedSpans,
+    Padding,
+    PaddingRule,
+    PaddingSpan,
+    Slot,
+    Span,
+    Spans,
+)
 
 __all__ = [
     "MASTER",
@@ -28,6 +40,7 @@ __all__ = [
     "CutSpans",
     "Duplicate",
     "Extent",
+    "ListedSpans",
     "Padding",
     "PaddingRule",
     "PaddingSpan",

@@ -117,6 +117,30 @@ class Spans(Sequence[Span]):
         return hash(tuple(self))
 
 
+class ListedSpans(Spans):
+    """Spans of which nothing is known but how to list them: their number, and each by itself, take a walk."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Span]:
+        """Yield all of them."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return sum(1 for _ in self)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        """Return a span, or some."""
+        return tuple(self)[index]
+
+
 @dataclass(frozen=True, slots=True)
 class CutFiles:
     """The tensors, one in each rank's file, that together hold a line of elements.

@@ -31,7 +31,7 @@ from zckpt.formats.dcp.write_items import items_of, named_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.groups import DCP, ONE, follows, one_group
 from zckpt.formats.remainder import remainder, types_of_weights
-from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar
@@ -146,13 +146,13 @@ def _plain(parts: Parts) -> Iterator[TargetFile]:
     for number, model in enumerate(parts.models):
         tied = {one.name: one.tied_to for one in model.parameters.values() if one.tied_to is not None}
         entries = [
-            safetensors_file.Entry(one.name, one.slots[WEIGHT], one.slots[WEIGHT].dtype, one.name)
+            safetensors_layout.Entry(one.name, one.slots[WEIGHT], one.slots[WEIGHT].dtype, one.name)
             for one in model.tensors()
             if one.tied_to is None and WEIGHT in one.slots
         ]
-        safetensors_file.check_names([*(one.name for one in entries), *tied])
-        metadata = {**tied, **safetensors_file.FOR_TORCH}
-        yield safetensors_file.lay_out(f"{_numbered(MODEL, number)}.safetensors", entries, metadata)
+        safetensors_layout.check_names([*(one.name for one in entries), *tied])
+        metadata = {**tied, **safetensors_layout.FOR_TORCH}
+        yield safetensors_layout.lay_out(f"{_numbered(MODEL, number)}.safetensors", entries, metadata)
     for number, optimizer in enumerate(parts.optimizers):
         tree = optimizer_tree(optimizer, _slots(optimizer))
         yield torch_writer.lay_out(f"{_numbered(OPTIMIZER, number)}.bin", tree)

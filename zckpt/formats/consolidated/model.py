@@ -19,6 +19,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import KEY, known_names, names_in, remainder, remainder_rules, restore
 from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import optimizer_rules, parse
@@ -125,8 +126,8 @@ def lay_out(
             path=checkpoint.source,
             advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
         )
-    entries = [safetensors_file.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
-    files = safetensors_file.lay_out_directory(entries, max_shard_size, indexed=True)
+    entries = [safetensors_layout.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
+    files = safetensors_layout.lay_out_directory(entries, max_shard_size, indexed=True)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))

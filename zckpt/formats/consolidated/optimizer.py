@@ -20,6 +20,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import refuse_trees
@@ -71,7 +72,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
         checkpoint, "safetensors files", "--dequantize writes floats; or give the target a name that ends in .pt"
     )
     entries = [
-        safetensors_file.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype, f"{slot}/{parameter}")
+        safetensors_layout.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype, f"{slot}/{parameter}")
         for slot in slots
         for parameter, one in _owners(checkpoint).items()
         if slot in one.slots
@@ -102,7 +103,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
         "state": json.dumps(state),
         "step": json.dumps(checkpoint.step),
     }
-    return safetensors_file.lay_out(name, entries, metadata)
+    return safetensors_layout.lay_out(name, entries, metadata)
 
 
 def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:

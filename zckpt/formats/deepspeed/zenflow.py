@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 from zckpt.engine.boxes import boxes_of
 from zckpt.engine.plan import locate
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Spans
+from zckpt.state import Checkpoint, Extent, ListedSpans, Parameter, Slot, Span, Spans
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Tensor
 
@@ -142,7 +141,7 @@ def _transposed(spans: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TransposedSpans(Spans):
+class TransposedSpans(ListedSpans):
     """The spans of a matrix whose columns are the rows of another.
 
     Parameters
@@ -160,20 +159,6 @@ class TransposedSpans(Spans):
         """Yield all of them: each of the other's is up to three boxes."""
         for span in self.source:
             yield from _boxes(span)
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some."""
-        return tuple(self)[index]
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that may have some of elements [low, high) of the flattened matrix."""

@@ -21,7 +21,8 @@ from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
-from zckpt.formats.safetensors.file import ALIGNMENT, header_of, read_header
+from zckpt.formats.safetensors.file import read_header
+from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32

@@ -14,20 +14,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zckpt.codes import TRUNCATED
-from zckpt.engine.targets import Hole, Literal, TargetFile
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError
 from zckpt.formats.safetensors import unindexed
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
-from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
+from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
-from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -41,9 +37,6 @@ OWN_NAMES = re.compile(
 """Names of the files of a directory that `consolidate` writes."""
 
 METADATA_KEY = "__metadata__"
-
-FOR_TORCH = {"format": "pt"}
-"""What Hugging Face's programs look for in a header."""
 
 RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are for"),)
 """Of the texts in a header."""
@@ -68,162 +61,6 @@ MAXIMUM_DIMENSIONS = 64
 
 MAXIMUM_INDEX_NBYTES = 1 << 30
 """Of an index: one of a million tensors has a tenth of it."""
-
-ALIGNMENT = 8
-"""The header is padded with spaces so that the data starts on a multiple of this."""
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor that is to be written: its name, what fills it, and its element type in the file."""
-
-    name: str
-    slot: Slot
-    dtype: str
-    label: str
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.slot.numel * itemsize(self.dtype)
-
-
-def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> TargetFile:
-    """Return a safetensors file that holds the entries, in their order.
-
-    Parameters
-    ----------
-    name : str
-        File name within the target.
-    entries : sequence of Entry
-    metadata : mapping of str to str, optional
-
-    Raises
-    ------
-    UnsupportedError
-        An element type that the format has no code for.
-    """
-    from zckpt.engine.congruence import residue
-
-    starts = accumulate((entry.nbytes for entry in entries), initial=0)
-    holes = [
-        Hole(start, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype)
-        for start, entry in zip(starts, entries, strict=False)
-    ]
-    tensors = [(entry.name, entry.dtype, entry.slot.shape) for entry in entries]
-    header = header_of(tensors, metadata, start=residue(holes, ALIGNMENT))
-    nbytes = sum(entry.nbytes for entry in entries)
-    holes = [replace(hole, offset=len(header) + hole.offset) for hole in holes]
-    return TargetFile(name, len(header) + nbytes, [Literal(0, header)], holes)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise unless a file can hold tensors of these names.
-
-    Raises
-    ------
-    UnsupportedError
-        A name is that of the format's own metadata, there twice, or not to be had in UTF-8.
-    """
-    seen: set[str] = set()
-    for name in names:
-        if name == METADATA_KEY:
-            raise UnsupportedError(
-                f"no tensor of a safetensors file can be called {METADATA_KEY}, as one of the source is",
-                advice="write a .pt file, or to dcp",
-            )
-        if name in seen:
-            raise UnsupportedError(f"two tensors of a safetensors file would be called {name[:80]!r}")
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise UnsupportedError(
-                f"the name {ascii(name)[:80]} holds a lone surrogate, which a safetensors file cannot",
-                advice="write a .pt file, or to dcp",
-            ) from error
-        seen.add(name)
-
-
-def header_of(
-    tensors: Sequence[tuple[str, str, Sequence[int]]],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    start: int | None = None,
-    nbytes: int = 0,
-) -> bytes:
-    """Return what a file begins with that holds tensors (name, dtype, shape) end to end: the header and its length.
-
-    It is padded with spaces, so that the tensors begin at a multiple of `ALIGNMENT`, or at `start` modulo a block; or
-    at `nbytes`, as far as a header that was padded so may have as many.
-
-    Raises
-    ------
-    UnsupportedError
-        An element type that the format has no code for, too many tensors, or a name that it cannot hold.
-    """
-    check_names([name for name, _, _ in tensors])
-    header: dict[str, object] = {METADATA_KEY: {"format": "pt", **(metadata or {})}}
-    at = 0
-    for name, dtype, shape in tensors:
-        code = DTYPES[dtype].safetensors
-        if code is None:
-            raise UnsupportedError(
-                f"safetensors has no element type {dtype}, which {name} has", advice="write a .pt file"
-            )
-        end = at + math.prod(shape) * itemsize(dtype)
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT if start is None else (start - 8 - len(text)) % BLOCK_NBYTES)
-    if 0 < nbytes - 8 - len(text) < BLOCK_NBYTES:
-        text += b" " * (nbytes - 8 - len(text))
-    if len(text) > MAXIMUM_HEADER_NBYTES:
-        raise UnsupportedError("too many tensors for one safetensors file", found=f"a header of {len(text)} bytes")
-    return len(text).to_bytes(8, "little") + text
-
-
-def lay_out_directory(
-    entries: Sequence[Entry],
-    maximum: int,
-    *,
-    indexed: bool = False,
-    stem: str = "model",
-    metadata: Mapping[str, str] | None = None,
-) -> list[TargetFile]:
-    """Return the files of a directory in Hugging Face's layout: one, or shards of at most `maximum` bytes and an index.
-
-    A tensor larger than that has a shard to itself. Errors are those of `lay_out`.
-
-    Parameters
-    ----------
-    entries : sequence of Entry
-    maximum : int, bytes
-    indexed : bool
-        Whether one file is a shard, too, and has an index.
-    stem : str
-        What the files' names begin with.
-    metadata : mapping of str to str, optional
-        Texts of every file's header.
-    """
-    check_names([entry.name for entry in entries])
-    shards: list[list[Entry]] = [[]]
-    nbytes = 0
-    for entry in entries:
-        if shards[-1] and nbytes + entry.nbytes > maximum:
-            shards.append([])
-            nbytes = 0
-        shards[-1].append(entry)
-        nbytes += entry.nbytes
-    if len(shards) == 1 and not indexed:
-        return [lay_out(f"{stem}.safetensors", shards[0], metadata)]
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    index = {
-        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
-        "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
-    }
-    text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
-    return [*files, TargetFile(f"{stem}.safetensors.index.json", len(text), [Literal(0, text)])]
 
 
 def read(source: Path) -> Checkpoint:

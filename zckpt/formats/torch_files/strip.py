@@ -16,6 +16,7 @@ from zckpt.errors import SourceError
 from zckpt.formats.companions import files_below
 from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.state_dicts import STATE_KEY, looks_flattened, looks_like_optimizer
@@ -89,18 +90,18 @@ def _is_torch(path: Path) -> bool:
 def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
     """Return a file of `<slot>/<parameter>` tensors without some of the slots."""
     slots, metadata, nbytes = safetensors_file.read_header(path)
-    kept: list[safetensors_file.Entry] = []
+    kept: list[safetensors_layout.Entry] = []
     kinds: dict[str, int] = {}
     for key, slot in slots.items():
         kind = _kind(key)
         if request.drops(kind):
             kinds[kind] = kinds.get(kind, 0) + slot.nbytes
         else:
-            kept.append(safetensors_file.Entry(key, slot, slot.dtype, key))
+            kept.append(safetensors_layout.Entry(key, slot, slot.dtype, key))
     if not kept:
         return without(path, name, kinds)
     extra = {key: value for key, value in metadata.items() if key != "format"}
-    return replaced(name, nbytes, safetensors_file.lay_out(name, kept, extra), kinds)
+    return replaced(name, nbytes, safetensors_layout.lay_out(name, kept, extra), kinds)
 
 
 def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:

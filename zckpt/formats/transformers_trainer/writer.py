@@ -24,6 +24,8 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
 from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import layout as safetensors_layout
+from zckpt.formats.safetensors.layout import FOR_TORCH, Entry
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, OWN_NAME, STATE_NAME
@@ -126,10 +128,10 @@ def _check(checkpoint: Checkpoint) -> None:
 def _model_files(checkpoint: Checkpoint, assets: Mapping[str, Path]) -> list[TargetFile]:
     entries = []
     for name, slot in _weights(checkpoint).items():
-        entries.append(safetensors_file.Entry(name, slot, slot.dtype, name))
+        entries.append(Entry(name, slot, slot.dtype, name))
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
-        return [safetensors_file.lay_out(f"{ADAPTER_STEM}.safetensors", entries, safetensors_file.FOR_TORCH)]
-    return safetensors_file.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=safetensors_file.FOR_TORCH)
+        return [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
+    return safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
 
 
 def _weights(checkpoint: Checkpoint) -> dict[str, Slot]:
