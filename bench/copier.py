@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from contest import BLOCK, ROOT
 
 Holes = list[tuple[Any, str]]
@@ -30,11 +31,11 @@ Holes = list[tuple[Any, str]]
 
 
 def make_source(path: Path, nbytes: int) -> None:
-    """Write random bytes, unless they are there."""
+    """Write random numbers of float32, all finite, unless they are there."""
     if not path.exists() or path.stat().st_size != nbytes:
         with path.open("wb") as file:
             for _ in range(0, nbytes, BLOCK):
-                file.write(os.urandom(BLOCK))
+                file.write((np.frombuffer(os.urandom(BLOCK), np.uint32) & 0xBFFF_FFFF).tobytes())
 
 
 def whole(path: str, nbytes: int, dtype: str = "float32") -> Holes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from zckpt.engine.cast import Array
-from zckpt.engine.checking import Checked
+from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan
 from zckpt.engine.read import read_extent
 from zckpt.operations.target import write_target
@@ -15,8 +15,10 @@ from zckpt.storage.ownership import Owned
 
 
 def write_directory(made: Plan, target: str | os.PathLike[str], *, owned: Owned | None = None, **options) -> Checked:
-    """Write a plan into a directory; by default it may replace one that holds files of the plan's names only."""
+    """Write a plan, whatever overflows, into a directory, which may hold files of the plan's names only."""
     names = {one.file.name for one in made.files}
+    options["checks"] = options.get("checks") or Checks()
+    options["checks"].allows_overflow = True
     return write_target(made, target, owned=owned or Owned(names.__contains__), **options)
 
 

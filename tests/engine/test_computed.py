@@ -69,6 +69,7 @@ def test_a_mean_is_torchs_in_float32_rounded_once(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     target = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
     weights = data.draw(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=4))
+    weights = [weight / math.fsum(weights) for weight in weights]
     dtypes = data.draw(st.lists(st.sampled_from(sorted(DTYPES)[:3]), min_size=len(weights), max_size=len(weights)))
     memory = data.draw(st.sampled_from([1, 4 << 10, 64 << 20]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -81,7 +82,7 @@ def test_a_mean_is_torchs_in_float32_rounded_once(data: st.DataObject) -> None:
     total = used[0] * tensors[0].float()
     for weight, tensor in zip(used[1:], tensors[1:], strict=True):
         total = total + weight * tensor.float()
-    assert found == raw((total / math.fsum(used)).to(DTYPES[target]))
+    assert found == raw((total / len(used) if used[0] == 1 else total).to(DTYPES[target]))
 
 
 def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path: Path) -> None:
@@ -107,9 +108,10 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
 def test_what_is_no_number_stays_none(tmp_path: Path) -> None:
     odd = [torch.tensor([math.inf, math.inf, math.nan, 3e38, 65000.0]), torch.tensor([1, -math.inf, 1, 3e38, 65000.0])]
     slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(odd))
-    found = np.frombuffer(written(computed(Mean(slots, "float32", (3, 1)), (5,)), "float16", tmp_path), np.float16)
+    mean = computed(Mean(slots, "float32", (0.75, 0.25)), (5,))
+    found = np.frombuffer(written(mean, "float16", tmp_path), np.float16)
     assert np.isnan(found).tolist() == [False, True, True, False, False]
-    assert np.isinf(found).tolist() == [True, False, False, True, False]
+    assert np.isinf(found).tolist() == [True, False, False, True, False]  # the mean of 3e38 is beyond float16
 
 
 def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bool = False) -> tuple[LowRank, bytes]:

@@ -25,10 +25,12 @@ def values(source: Path) -> dict[str, torch.Tensor]:
 
 
 def mean(tensors: list[torch.Tensor], weights: list[float], dtype: torch.dtype) -> torch.Tensor:
-    total = weights[0] * tensors[0].float() if weights[0] != 1 else tensors[0].float()
-    for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
-        total = total + (weight * tensor.float() if weight != 1 else tensor.float())
-    return (total / sum(weights)).to(dtype)
+    alike = len(set(weights)) == 1
+    shares = [1.0 if alike else weight / sum(weights) for weight in weights]
+    total = shares[0] * tensors[0].float()
+    for share, tensor in zip(shares[1:], tensors[1:], strict=True):
+        total = total + share * tensor.float()
+    return (total / len(weights) if alike else total).to(dtype)
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from zckpt.cli.options import (
     exclude_frozen_option,
     max_shard_size_option,
     naming_options,
+    overflow_option,
     show,
     source_options,
     tied_option,
@@ -38,7 +39,7 @@ recomputed_option = click.option(
 @click.option(
     "--weights",
     metavar="W,...",
-    help="One for each SOURCE, in any unit; the sum is divided by theirs. Default: all the same.",
+    help="One for each SOURCE, in any unit; they are divided by their sum. Default: all the same.",
 )
 @click.option(
     "--ema",
@@ -69,6 +70,7 @@ recomputed_option = click.option(
 @max_shard_size_option
 @config_option
 @recomputed_option
+@overflow_option
 @naming_options
 @write_options
 @source_options
@@ -132,6 +134,7 @@ def average_command(
 @max_shard_size_option
 @config_option
 @recomputed_option
+@overflow_option
 @naming_options
 @write_options
 @source_options

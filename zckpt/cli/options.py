@@ -87,6 +87,13 @@ dequantize_option = click.option(
     is_flag=True,
     help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
 )
+overflow_option = click.option(
+    "--overflow",
+    type=click.Choice(["refuse", "allow"]),
+    default="refuse",
+    show_default=True,
+    help="Finite values beyond the type that is written: refuse, or write infinity and count them.",
+)
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
 executor_option = click.option(
     "--executor",

@@ -16,6 +16,7 @@ from zckpt.cli.options import (
     exclude_frozen_option,
     max_shard_size_option,
     naming_options,
+    overflow_option,
     proof_options,
     show,
     source_argument,
@@ -53,6 +54,7 @@ target_argument = click.argument("target", type=Place())
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
 @dequantize_option
+@overflow_option
 @naming_options
 @write_options
 @source_options
@@ -66,6 +68,7 @@ def consolidate_command(
     max_shard_size: int,
     config: Path | None,
     dequantize: bool,
+    overflow: str,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -90,6 +93,7 @@ def consolidate_command(
         max_shard_size=max_shard_size,
         config=config,
         dequantize=dequantize,
+        overflow=overflow,
         reporter=reporter("consolidate", quiet=quiet),
         **naming,
         **writing,
@@ -104,6 +108,7 @@ def consolidate_command(
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
 @dequantize_option
+@overflow_option
 @naming_options
 @write_options
 @source_options
@@ -114,6 +119,7 @@ def reshard_command(
     verify: bool,
     fingerprint: bool | None,
     dequantize: bool,
+    overflow: str,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -140,6 +146,7 @@ def reshard_command(
         verify=verify,
         fingerprint=bool(fingerprint),
         dequantize=dequantize,
+        overflow=overflow,
         reporter=reporter("reshard", quiet=quiet),
         **naming,
         **writing,
@@ -154,6 +161,7 @@ def reshard_command(
 @target_argument
 @proof_options
 @dequantize_option
+@overflow_option
 @naming_options
 @write_options
 @source_options
@@ -164,6 +172,7 @@ def convert_command(
     verify: bool,
     fingerprint: bool | None,
     dequantize: bool,
+    overflow: str,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -181,6 +190,7 @@ def convert_command(
         verify=verify,
         fingerprint=fingerprint,
         dequantize=dequantize,
+        overflow=overflow,
         reporter=reporter("convert", quiet=quiet),
         **naming,
         **writing,

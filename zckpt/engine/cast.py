@@ -109,6 +109,19 @@ def cast(array: Array, target: str) -> Array:
         return array.astype(np.float32).astype(result)
 
 
+_INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
+
+
+def is_finite(array: Array) -> bool:
+    """Tell whether no element is infinite or no number; of words, in a fraction of the time that a cast takes."""
+    infinity = _INFINITY.get(array.dtype.name)
+    if infinity is None or not array.size:
+        return bool(np.isfinite(array).all())
+    words = np.ascontiguousarray(array).view(f"u{array.itemsize}")
+    sign = 1 << (8 * array.itemsize - 1)
+    return bool(words.view(f"i{array.itemsize}").max() < infinity and words.max() < infinity | sign)
+
+
 def mean(arrays: Iterable[Array], dtype: str) -> Array:
     """Return the element-wise mean of several arrays, summed in float32 in their order and rounded to `dtype`.
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.codes import CHECKSUM
 from zckpt.engine.plan import FilePlan, Strided
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources
 
@@ -76,6 +76,14 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
+class Overflowed(Seen):
+    """Elements that became infinite or no number, of finite ones; `path` is what is written there, in element type."""
+
+    count: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class Checked:
     """What was held against checksums.
 
@@ -84,10 +92,13 @@ class Checked:
     records : int
     nbytes : int, bytes
         Of these records.
+    overflowed : str
+        Which values became infinite or no number, and how many; empty if none did.
     """
 
     records: int = 0
     nbytes: int = 0
+    overflowed: str = ""
 
 
 class WatchedSources(Sources):
@@ -123,6 +134,11 @@ class Checks:
     ----------
     sums : iterable of Sum
         No two of a file share a byte.
+
+    Attributes
+    ----------
+    allows_overflow : bool
+        Whether values may be beyond what the target's type holds.
     """
 
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
@@ -133,6 +149,8 @@ class Checks:
         self._nbytes: dict[Sum, int] = {}
         self._done: set[Sum] = set()
         self._wrong: list[tuple[Sum, int]] = []
+        self._overflowed: list[Overflowed] = []
+        self.allows_overflow = False
         self.watched = frozenset(self._sums)
 
     def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -162,6 +180,9 @@ class Checks:
     def add(self, seen: Iterable[Seen]) -> None:
         """Note what was seen. A record is done with as soon as that tiles it."""
         for each in seen:
+            if isinstance(each, Overflowed):
+                self._overflowed.append(each)
+                continue
             one = self._sum_of(each)
             if one is not None and each.nbytes and one not in self._done:
                 self._seen.setdefault(one, []).append(each)
@@ -204,6 +225,8 @@ class Checks:
         ------
         DamagedFileError
             A record is damaged.
+        UsageError
+            Values became infinite or no number, and may not.
         """
         tasks = []
         for one in (one for some in self._sums.values() for one in some if one not in self._done):
@@ -217,7 +240,13 @@ class Checks:
                 self._note(one, crc)
         if self._wrong:
             raise _damaged(self._wrong)
-        return Checked(len(self._done), sum(one.nbytes for one in self._done))
+        overflowed = _counted(self._overflowed)
+        if overflowed and not self.allows_overflow:
+            raise UsageError(
+                f"{overflowed}: finite in the source, and beyond the type that is written",
+                advice="write a type that holds them (--dtype float32, bfloat16), or give --overflow allow",
+            )
+        return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)
 
 
 def _bytes_of(piece: Piece, start: int, nbytes: int) -> Piece:
@@ -313,6 +342,14 @@ def patch_checksums(path: Path, one: FilePlan, written: Iterable[Seen]) -> None:
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
             for offset in checksum.offsets:
                 os.pwrite(file.fileno(), crc.to_bytes(4, "little"), offset)
+
+
+def _counted(some: Iterable[Overflowed]) -> str:
+    """Return how many values of which tensors overflowed."""
+    found: dict[tuple[str, str], int] = {}
+    for one in sorted(some, key=attrgetter("path", "offset")):
+        found[one.path, one.dtype] = found.get((one.path, one.dtype), 0) + one.count
+    return listed([f"{count} values of {name} overflow {dtype}" for (name, dtype), count in found.items()])
 
 
 def _damaged(wrong: list[tuple[Sum, int]]) -> DamagedFileError:

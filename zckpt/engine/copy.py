@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from zckpt.engine.boxes import SpanIndexes
-from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
+from zckpt.engine.cast import Array, cast, is_finite, mean, numpy_dtype, resolved, swapped
+from zckpt.engine.checking import Overflowed
 from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
 from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
-from zckpt.engine.plan import Copy, Fill, Strided, fill
+from zckpt.engine.plan import WIDENED, Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
 from zckpt.state import ZEROS
-from zckpt.state.dtypes import itemsize
+from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.distant import Range, found
 from zckpt.storage.files import Sources
@@ -46,11 +47,14 @@ class Piece:
     offset, nbytes : int, bytes
     copies : tuple of Copy
         One; several where they are interleaved.
+    label : str
+        What is to be written here, for messages.
     """
 
     offset: int
     nbytes: int
     copies: tuple[Copy, ...]
+    label: str = field(default="", kw_only=True)
 
     @property
     def is_bytewise(self) -> bool:
@@ -96,15 +100,16 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
         yield from _computed(one, hole.slot, most)
         return
     if len(one.copies) == 1 and hole.nbytes <= most_bytewise and one.copies[0].is_bytewise:
-        yield Piece(hole.offset, hole.nbytes, one.copies)
+        yield Piece(hole.offset, hole.nbytes, one.copies, label=hole.label)
         return
     if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in one.copies):
         for copy in (part for whole in one.copies for part in _dense(whole)):
             for cut in _cut_bytes(copy, most_bytewise) if copy.is_bytewise else _cut(copy, most):
-                yield Piece(cut.offset, cut.nbytes, (cut,))
+                yield Piece(cut.offset, cut.nbytes, (cut,), label=hole.label)
         return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
-    yield from _interleaved(one.copies, origin, hole.offset, hole.offset + hole.nbytes, most)
+    for piece in _interleaved(one.copies, origin, hole.offset, hole.offset + hole.nbytes, most):
+        yield replace(piece, label=hole.label)
 
 
 def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
@@ -116,7 +121,9 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
         inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
         offset = hole.offset + (block.start + block.skipped - extent.start) * size
         reaching = replace(block, inputs=inputs)
-        yield ComputedPiece(offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype)
+        yield ComputedPiece(
+            offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype, label=hole.label
+        )
 
 
 def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
@@ -251,6 +258,53 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
         target: Array = np.ndarray(copy.shape, dtype, buffer, copy.offset - piece.offset, copy.strides)
         place(target, _values(copy, sources))
     return memoryview(buffer)
+
+
+def overflowed(piece: Piece, data: memoryview, sources: Sources) -> list[Overflowed]:
+    """Return how many elements of a piece became infinite or no number, of finite ones; one entry, or none.
+
+    Where there are some that are not finite, what they were made of is read again.
+    """
+    if not is_endless(piece, data):
+        return []
+    dtype = _dtype_of(piece)
+    wrong = ~np.isfinite(np.frombuffer(data, numpy_dtype(dtype)))
+    if isinstance(piece, ComputedPiece):
+        for each in piece.block.inputs:
+            finite = np.isfinite(_elements_of(each, sources))
+            if len(finite) != piece.block.numel:
+                finite = finite.all()  # of a factor, say, each element is in many
+            else:
+                finite = finite[piece.block.skipped : piece.block.skipped + piece.block.kept]
+            wrong &= finite
+    else:
+        for copy in piece.copies:
+            size = numpy_dtype(dtype).itemsize
+            strides = tuple(stride // size for stride in copy.strides)
+            its = np.lib.stride_tricks.as_strided(wrong[(copy.offset - piece.offset) // size :], copy.shape, strides)
+            for source in copy.sources:
+                alone = replace(copy, sources=(source,), target_dtype=copy.source_dtype)
+                its &= np.isfinite(_values(alone, sources))
+    count = int(np.count_nonzero(wrong))
+    return [Overflowed(piece.label, piece.offset, 0, None, count, dtype)] if count else []
+
+
+def is_endless(piece: Piece, data: memoryview) -> bool:
+    """Tell whether bytes that a piece became, alone or with others like it, may hold values that overflowed."""
+    dtype = _dtype_of(piece)
+    if not is_floating(dtype) or not (isinstance(piece, ComputedPiece) or any(map(_may_overflow, piece.copies))):
+        return False
+    return not is_finite(np.frombuffer(data, numpy_dtype(dtype)))
+
+
+def _dtype_of(piece: Piece) -> str:
+    return piece.dtype if isinstance(piece, ComputedPiece) else piece.copies[0].target_dtype
+
+
+def _may_overflow(copy: Copy) -> bool:
+    """Tell whether a finite element can become one that is not: where a type is narrower, or several are added."""
+    types = copy.source_dtype, copy.target_dtype
+    return len(copy.sources) > 1 or (types[0] != types[1] and types not in WIDENED)
 
 
 def _values(copy: Copy, sources: Sources) -> Array:

@@ -1,12 +1,12 @@
 """Functions that compute a slot as the mean of several: weighted, or exponential. Every step is rounded, as torch's is.
 
-Mean     w0*x0 + w1*x1 + ...  / (w0 + w1 + ...)         a model soup, or the last checkpoints of a run
+Mean     w0*x0 + w1*x1 + ...                            a model soup, or the last checkpoints of a run; of equal
+         (x0 + x1 + ...) / n                            weights, which together are 1 in any case
 Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is kept during training does
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,12 +53,12 @@ class _OfSeveral:
 
 @dataclass(frozen=True, slots=True)
 class Mean(_OfSeveral):
-    """The mean of slots, summed in their order and divided by the sum of the weights; equal weights count as 1.
+    """The mean of slots, summed in their order; of equal weights, the sum is divided by their number.
 
     Parameters
     ----------
     weights : tuple of float
-        One for each slot.
+        One for each slot; together they are 1.
     """
 
     weights: tuple[float, ...]
@@ -71,9 +71,8 @@ class Mean(_OfSeveral):
         total = _weighted(weights[0], inputs[0], number)
         for weight, read in zip(weights[1:], inputs[1:], strict=True):
             total += _weighted(weight, read, number)
-        whole = number(math.fsum(weights))
-        if whole != 1.0:
-            total /= whole
+        if alike:
+            total /= number(len(weights))
         return total
 
 

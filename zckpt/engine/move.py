@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import Protocol
 
 from zckpt.engine.checking import Seen, WatchedSources, seen_of
-from zckpt.engine.copy import Piece, converted, elements
+from zckpt.engine.copy import Piece, converted, elements, is_endless, overflowed
 from zckpt.engine.packs import GAP_NBYTES, PackPiece
 from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
@@ -147,6 +147,10 @@ def _write_small(
         data = buffer[at : last_at + last.copies[0].source_nbytes]
         if not piece.is_bytewise:
             data = converted(data, piece.copies[0])
+            if is_endless(piece, data):
+                for one, _ in some:
+                    start = one.offset - piece.offset
+                    sources.seen += overflowed(one, data[start : start + one.nbytes], sources)
         if views and (piece.offset != end or len(views) == VIEWS_AT_ONCE):
             _write_views(target, views, first)
             views = []
@@ -221,7 +225,11 @@ def _write_piece(
         return _write_memory(piece, target, len(buffer), checksummed=checksummed)
     if isinstance(piece, Piece) and piece.is_bytewise:
         return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed, cloned=cloned)
-    data = piece.read(sources) if isinstance(piece, PackPiece) else elements(piece, sources)
+    if isinstance(piece, PackPiece):
+        data = piece.read(sources)
+    else:
+        data = elements(piece, sources)
+        sources.seen += overflowed(piece, data, sources)
     target.write(data, piece.offset)
     return crc32(data) if checksummed else None
 

@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
-from zckpt.engine.copy import Piece, elements, pieces, ranges_read
+from zckpt.engine.copy import Piece, elements, overflowed, pieces, ranges_read
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Checksum, Literal
@@ -228,8 +228,12 @@ def make(part: Part, sources: WatchedSources) -> bytearray:
             continue
         if isinstance(item, Literal):
             data = memoryview(item.data)
+        elif isinstance(item, PackPiece):
+            data = item.read(sources)
         else:
-            data = item.read(sources) if isinstance(item, PackPiece) else elements(item, sources)
+            data = elements(item, sources)
+            if item.offset >= part.offset:  # one that reaches into two parts is made twice
+                sources.seen += overflowed(item, data, sources)
         into[:] = data[low - item.offset : high - item.offset]
     return buffer
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of, patch_checksums
+from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
@@ -189,6 +189,8 @@ class _Recording:
     def _record(self, task: _Task, done: _Done) -> None:
         if self._journal is None or task.key is None or not done.is_new:
             return
+        if any(isinstance(one, Overflowed) for one in done.read):
+            return  # it is done again, and counted again
         read: dict[str, list[Seen]] = {}
         for one in done.read:
             read.setdefault(whole(one.path), []).append(one)

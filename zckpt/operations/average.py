@@ -28,7 +28,8 @@ SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alph
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
 
 LEAST_SUM = 1e-6
-"""Of weights: they are divided by their sum, which must be more than what is left of weights that cancel out."""
+"""Of weights of which the largest is 1: they are divided by it, and it must be more than what is left of some that
+cancel out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ def average(
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
     direct: bool = False,
+    overflow: str = "refuse",
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -107,7 +109,7 @@ def average(
     target : path-like
         As for `consolidate`.
     weights : sequence of float, optional
-        One for each source, in any unit: the sum is divided by theirs. Negative ones subtract. By default all the same.
+        One for each source, in any unit: they are divided by their sum. Negative ones subtract. By default the same.
     ema : float, optional
         Instead of weights: an exponential average over the sources in their order, oldest first. What it was stays by
         this factor, and 1 - `ema` of the next source is added.
@@ -125,7 +127,7 @@ def average(
         As for `consolidate`; by default the first source's.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
@@ -151,7 +153,8 @@ def average(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, verb="average", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
+        restart=restart, verb="average",
         options={"weights": weights, "ema": ema, "dtype": dtype, "slots": slots, "from_last": from_last,
             "tied": tied, "exclude_frozen": exclude_frozen, "max_shard_size": max_shard_size, "config": config,
             "drop": drop, "names": names},
@@ -213,10 +216,12 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
         raise UsageError("as many weights as checkpoints are needed", expected=count, found=len(used))
     if not all(map(math.isfinite, used)):
         raise UsageError("unusable weights", expected="finite numbers", found=", ".join(map(str, used)))
-    total = math.fsum(used)
-    if abs(total) <= LEAST_SUM * max(map(abs, used)):
-        raise UsageError("the weights add up to nothing, by which the sum is divided", found=", ".join(map(str, used)))
-    return partial(_mean, tuple(used)), [one / total for one in used]
+    most = max(map(abs, used))
+    total = math.fsum(one / most for one in used) if most else 0.0  # of any unit: the sum itself may be too large
+    if abs(total) <= LEAST_SUM:
+        raise UsageError("the weights add up to nothing, by which they are divided", found=", ".join(map(str, used)))
+    shares = [one / most / total for one in used]
+    return partial(_mean, tuple(shares)), shares
 
 
 def _mean(weights: tuple[float, ...], slots: tuple[Slot, ...], dtype: str) -> Mean:

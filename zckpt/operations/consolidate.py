@@ -30,7 +30,7 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_companions, check_sources
-from zckpt.operations.target import How, Written, write_from
+from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
@@ -62,8 +62,8 @@ class Chosen:
     takes_assets: bool = True
 
     def __post_init__(self) -> None:
-        _check_choice("dtype", self.dtype, (None, *DTYPES))
-        _check_choice("tied", self.tied, TIED)
+        check_choice("dtype", self.dtype, (None, *DTYPES))
+        check_choice("tied", self.tied, TIED)
         if self.max_shard_size < 1:
             raise UsageError("sizes must be positive", found=self.max_shard_size)
 
@@ -106,6 +106,7 @@ def consolidate(
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
     direct: bool = False,
+    overflow: str = "refuse",
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -164,6 +165,9 @@ def consolidate(
         threads of this process.
     direct : bool
         Read and write past the page cache, where the file systems can; `notes` say where they cannot.
+    overflow : {"refuse", "allow"}
+        Finite values that are beyond the type that is written: refuse to write them, or write infinity or NaN, as the
+        type has it, and say how many there are.
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
@@ -199,7 +203,8 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, verb="consolidate", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
+        restart=restart, verb="consolidate",
         options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
             "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
             "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},
@@ -262,11 +267,6 @@ def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     parameters = {name: replace(one, group=None) for name, one in checkpoint.parameters.items()}
     return replace(checkpoint, parameters=parameters, unnamed={}, param_groups=[])
-
-
-def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
-    if value not in choices:
-        raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
 def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:

@@ -46,6 +46,7 @@ def convert(
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
     direct: bool = False,
+    overflow: str = "refuse",
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -75,7 +76,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `consolidate`.
@@ -103,7 +104,8 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, verb="convert", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
+        restart=restart, verb="convert",
         options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
             "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
     )  # fmt: skip

@@ -72,6 +72,7 @@ def merge_adapter(
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
     direct: bool = False,
+    overflow: str = "refuse",
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -105,7 +106,7 @@ def merge_adapter(
         As for `consolidate`, of the base.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`; of the base, if it is a path.
@@ -128,7 +129,8 @@ def merge_adapter(
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, verb="merge-adapter", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
+        restart=restart, verb="merge-adapter",
         options={"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out, "dtype": dtype, "tied": tied,
             "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names},
     )  # fmt: skip

@@ -46,6 +46,7 @@ def reshard(
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
     direct: bool = False,
+    overflow: str = "refuse",
     drop: Sequence[str] = (),
     dequantize: bool = False,
     roots: Sequence[str | os.PathLike[str]] = (),
@@ -77,7 +78,7 @@ def reshard(
     dequantize : bool
         Write quantised state of bitsandbytes and torchao as float32, under torch's names. Without it, codes are cut
         where each partition begins with a block of them.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `consolidate`.
@@ -103,7 +104,8 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, verb="reshard", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
+        restart=restart, verb="reshard",
         options={"world_size": world_size, "drop": drop, "names": names, "dequantize": dequantize, **options},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)

@@ -33,6 +33,8 @@ from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
 from zckpt.storage.purpose import Purpose
 
+OVERFLOW = ("refuse", "allow")
+
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
 
@@ -142,6 +144,8 @@ class How:
         Go on with what a killed run has left, or remove it.
     direct : bool
         Read and write past the page cache.
+    overflow : {"refuse", "allow"}
+        What becomes of finite values that are beyond the type that is written.
     """
 
     weight_check: bool
@@ -156,8 +160,10 @@ class How:
     resume: bool = False
     restart: bool = False
     direct: bool = False
+    overflow: str = "refuse"
 
     def __post_init__(self) -> None:
+        check_choice("overflow", self.overflow, OVERFLOW)
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
         check_executor(self.executor)
@@ -226,7 +232,8 @@ def write_from(
     else:
         from zckpt.formats.survey import source_checks
 
-        checks = source_checks(origins, planned) if how.checksums else None
+        checks = source_checks(origins, planned) if how.checksums else Checks()
+        checks.allows_overflow = how.overflow == "allow"
         with using(how.executor):
             checked = write_target(
                 planned,
@@ -252,7 +259,7 @@ def write_from(
         memory=how.memory,
         compared=compared,
         checksummed=checked.nbytes,
-        notes=(*laid.notes, *drifts, *_otherwise(planned, target, how)),
+        notes=(*laid.notes, *drifts, *filter(None, [checked.overflowed]), *_otherwise(planned, target, how)),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
@@ -351,6 +358,12 @@ class Written:
             "warnings": list(self.warnings),
             "foresight": None if self.foresight is None else self.foresight.as_dict(),
         }
+
+
+def check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
+    """Raise UsageError unless a value is one of some."""
+    if value not in choices:
+        raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
 def about(checkpoint: Checkpoint) -> dict[str, object]:

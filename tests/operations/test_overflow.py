@@ -1,0 +1,127 @@
+"""Finite values that are beyond the type that is written: counted, named, and refused unless they are asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, run
+from tests.operations.test_merge_adapter import adapter, factors
+
+MODEL = {
+    "wide": torch.tensor([[1.0, 7e4], [-1e30, 65504.0]]),
+    "own": torch.tensor([float("inf"), float("nan"), 1e38, -2.0]),
+    "fine": torch.randn(5000),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.save({**MODEL, "turned": MODEL["wide"].clone().t()}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def test_what_overflows_is_counted_named_and_refused(model: Path, tmp_path: Path) -> None:
+    expected = ("1 values of own overflow float16, 2 values of turned overflow float16, "
+                "2 values of wide overflow float16: finite in the source")  # fmt: skip
+    with pytest.raises(zckpt.UsageError, match=expected):
+        zckpt.consolidate(model, tmp_path / "m.safetensors", dtype="float16")
+    assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
+    done = zckpt.consolidate(model, tmp_path / "m.safetensors", dtype="float16", overflow="allow")
+    assert expected.startswith(done.notes[0])
+    found = load_file(tmp_path / "m.safetensors")
+    assert all(torch.equal(found[name].isinf(), one.half().isinf()) for name, one in MODEL.items())
+    assert zckpt.consolidate(model, tmp_path / "n.safetensors", dtype="bfloat16").notes == ()
+    with pytest.raises(zckpt.UsageError, match="unusable overflow: expected refuse or allow, found 'yes'"):
+        zckpt.consolidate(model, tmp_path / "o.safetensors", overflow="yes")
+
+
+def test_a_store_and_the_command_line_refuse_too(model: Path, tmp_path: Path) -> None:
+    for target in (tmp_path / "m", "memory://overflow/m"):
+        done = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "-q")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert "give --overflow allow" in done.stderr
+        allowed = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "--overflow", "allow")
+        assert allowed.returncode == 0
+        assert "1 values of own overflow float16" in allowed.stderr
+
+
+@pytest.mark.parametrize("size", [3, 40_000])
+@pytest.mark.parametrize("memory", [1, 64 << 20])
+def test_every_value_is_counted_once(memory: int, size: int, tmp_path: Path) -> None:
+    chosen = np.random.default_rng(size)
+    tensors = {f"w{i}": torch.from_numpy(chosen.normal(size=(size,)).astype(np.float32)) for i in range(7)}
+    beyond = 0
+    for one in tensors.values():
+        at = torch.from_numpy(chosen.integers(0, size, max(size // 100, 1)))
+        one[at] = 1e6
+        beyond += len(at.unique())
+    save_file(tensors, tmp_path / "a.safetensors")
+    done = zckpt.consolidate(
+        tmp_path / "a.safetensors", tmp_path / "m.pt", dtype="float16", overflow="allow", memory=memory
+    )
+    shown, _, more = done.notes[0].partition(" and ")
+    assert more == "3 more"
+    assert sum(int(one.split()[0]) for one in shown.split(", ")) <= beyond
+    assert [one.split()[3] for one in shown.split(", ")] == ["w0", "w1", "w2", "w3"]
+    counts = {f"w{i}": int((tensors[f"w{i}"] > 65504).sum()) for i in range(4)}
+    assert {one.split()[3]: int(one.split()[0]) for one in shown.split(", ")} == counts
+
+
+def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 0)
+    for resume in (False, True):
+        with pytest.raises(zckpt.UsageError, match="2 values of wide overflow"):
+            zckpt.consolidate(model, tmp_path / "m.pt", dtype="float16", resume=resume)
+    done = zckpt.consolidate(model, tmp_path / "m.pt", dtype="float16", resume=True, overflow="allow")
+    assert "2 values of wide overflow float16" in done.notes[0]
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_mean_and_a_merged_adapter_that_overflow_are_refused(tmp_path: Path) -> None:
+    for name, value in (("a", 3e4), ("b", 2e5)):
+        save_file({"w": torch.full((3, 4), value)}, tmp_path / f"{name}.safetensors")
+    pair = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    with pytest.raises(zckpt.UsageError, match="12 values of w overflow float16"):
+        zckpt.average(pair, tmp_path / "m.safetensors", dtype="float16")
+    lora = adapter(tmp_path / "lora", factors("m", 3, 4), lora_alpha=1e38)
+    save_file({"m.weight": torch.full((3, 4), 3e38)}, tmp_path / "c.safetensors")
+    with pytest.raises(zckpt.UsageError, match=r"values of m\.weight overflow float32"):
+        zckpt.merge_adapter(tmp_path / "c.safetensors", lora, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "weights", [(1e39, 2e39), (1e-50, 2e-50), (1e38, 2e38), (1e-42, 2e-42), (1e308, 1e308), (5e-324, 1e-323)]
+)
+def test_weights_may_be_of_any_unit(weights: tuple[float, float], tmp_path: Path) -> None:
+    tensors = [torch.randn(50) * 1e20 for _ in range(2)]
+    for name, one in zip("ab", tensors, strict=True):
+        save_file({"w": one}, tmp_path / f"{name}.safetensors")
+    pair = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    zckpt.average(pair, tmp_path / "m.safetensors", weights=weights)
+    share = weights[0] / max(weights) / (weights[0] / max(weights) + weights[1] / max(weights))
+    expected = share * tensors[0].double() + (1 - share) * tensors[1].double()
+    assert torch.allclose(load_file(tmp_path / "m.safetensors")["w"].double(), expected, rtol=1e-6, atol=1e14)
+
+
+def documents(*arguments: Any) -> dict[str, Any]:
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_what_is_within_the_type_says_nothing(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2"
+    for number, arguments in enumerate((("--dtype", "float16"), ("--dtype", "bfloat16"), ("--slots", "all"))):
+        assert documents("consolidate", source, tmp_path / f"{number}.pt", *arguments)["notes"] == []
