@@ -28,6 +28,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged, is_remote
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
@@ -170,8 +171,13 @@ class How:
         if self.resume and self.restart:
             raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
 
-    def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal | None:
+    def journal(
+        self, target: Path, planned: Plan, beside: Sequence[Path], origins: Sequence[Checkpoint]
+    ) -> Journal | None:
         """Return the journal of a run to a target, and to the files beside it; to a store, of its purpose only.
+
+        Of what it is made, it names what tensors are copied from and what else was read of the sources: what a target
+        says of itself comes from there.
 
         Raises
         ------
@@ -180,8 +186,17 @@ class How:
         """
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes
-        purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])
+        read = planned.sources.union(*map(_files_of, origins))
+        purpose = Purpose.of(self.verb, options, planned.names, sizes, read, [one.name for one in beside])
         return Journal(target, purpose, resume=self.resume, restart=self.restart)
+
+
+def _files_of(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield the files that say what a checkpoint holds; not what lies beside it and only names it, as `latest` does."""
+    yield from (file.path for file in checkpoint.files)
+    for path, claim in checkpoint.claims.items():
+        if claim.fate != IMPLIED or Path(checkpoint.source) in Path(path).parents:
+            yield path
 
 
 def write_from(
@@ -246,7 +261,7 @@ def write_from(
                 checks=checks,
                 prove=prove,
                 prove_files=prove_files,
-                journal=how.journal(target, planned, [*more, *files] if owned is None else []),
+                journal=how.journal(target, planned, [*more, *files] if owned is None else [], origins),
                 direct=how.direct,
             )
         for one in laid.outside:
