@@ -204,7 +204,19 @@ def test_tag_may_repeat_the_name_of_the_tag_directory() -> None:
 
 def test_unknown_tag_is_refused_with_the_tags_that_are_there() -> None:
     run = FIXTURES / "s2_bf16_dp2_multitag"
-    refused(3, "inspect", run, "--tag", "global_step4", words=("global_step4", "global_step3", "global_step5"))
+    refused(3, "inspect", run, "--tag", "global_step4", words=("global_step4", "global_step3, global_step5"))
+    refused(3, "inspect", run / "global_step5", "--tag", "global_step4", words=("global_step4", "one checkpoint"))
+
+
+def test_unknown_tag_is_refused_with_the_tags_of_any_format(tmp_path: Path) -> None:
+    steps = [f"step-{number}" for number in range(8, 12)]
+    for step in steps[:2]:
+        zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / step, to="zckpt")
+    shutil.copytree(FIXTURES / "other/dcp_fsdp2_dp3/ckpt", tmp_path / steps[2])
+    shutil.copytree(FIXTURES / "s2_bf16_dp2/global_step5", tmp_path / steps[3])
+    (tmp_path / "logs").mkdir()
+    for tag in ("nope", "logs"):
+        refused(3, "inspect", tmp_path, "--tag", tag, words=("no such tag", tag, f"found {', '.join(steps)}\n"))
 
 
 def test_several_tags_without_latest_ask_for_the_tag(tmp_path: Path) -> None:

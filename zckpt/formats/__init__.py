@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import SourceError, UsageError
+from zckpt.errors import SourceError, UnknownFormatError, UsageError, listed
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import BrokenPluginError, formats
 from zckpt.storage.files import collector_paused
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
+
+SHOWN = 8
+"""Of the tags of a run in a message."""
 
 __all__ = ["is_checkpoint", "open_checkpoint", "recognise"]
 
@@ -105,6 +108,8 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
     SourceError
         As `Format.find`.
     """
+    from zckpt.formats.near import settle, tags_in
+
     misses = [] if misses is None else misses
     unsure: tuple[Format, Found] | None = None
     broken: list[BrokenPluginError] = []
@@ -118,12 +123,14 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
             return one, answer
         elif answer is not None:
             unsure = unsure or (one, answer)
+    if search.tag is not None and (tags := tags_in(search.path)) is not None:
+        found_tags = listed(tags, most=SHOWN) or "one checkpoint, which has no tags"
+        expected = f"a directory {search.tag}"
+        raise UnknownFormatError("no such tag", path=search.path, expected=expected, found=found_tags)
     if search.given:
         takers = [one.title for one in formats() if search.given <= one.takes]
         given = ", ".join(f"--{'root' if name == 'roots' else name.replace('_', '-')}" for name in sorted(search.given))
         raise UsageError(f"{given}: is for a directory of {' or '.join(takers)}", path=search.path)
-    from zckpt.formats.near import settle
-
     return settle(search.path, misses, broken, unsure)
 
 

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError
-from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.storage.files import is_file, read_head
 
@@ -182,6 +182,25 @@ def _parent(path: Path) -> str | None:
     inside = [f for f in folders if (f / "latest").is_file() or any(one.is_checkpoint(f) for one in own)]
     latest = max(inside, key=lambda folder: _numbered(folder.name), default=None)
     return f"did you mean {latest}?" if latest is not None else None
+
+
+def tags_in(path: Path) -> list[str] | None:
+    """Return the folders of a directory that a tag may name, whatever format they are of, as they were saved.
+
+    None: it has none, and is no checkpoint of a format that has tags.
+    """
+    names = [entry.name for entry in _entries(path) if entry.is_dir()]
+    tags = sorted((name for name in names if _takes(Search(path, tag=name))), key=_numbered)
+    return tags if tags or _takes(Search(path)) else None
+
+
+def _takes(search: Search) -> bool:
+    """Tell whether a format that has tags recognises something."""
+    takers = (one for one in formats() if one.name in BUILT_IN and TAG in one.takes)
+    try:
+        return any(isinstance(one.find(search), Found) for one in takers)
+    except SourceError:
+        return True
 
 
 def _iteration(path: Path) -> Path | None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.latest import is_tag, latest_name
-from zckpt.storage.files import is_file
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -159,7 +158,7 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
     UnknownFormatError
         `latest` names nothing, or several checkpoints are there and nothing says which.
     """
-    directory = _tag_directory(source, tag)
+    directory = _tag_directory(source, tag, roots)
     if directory is None:
         return None
     shards: dict[object, Shard] = {}
@@ -202,15 +201,13 @@ def _is_tag_directory(directory: Path) -> bool:
     return any(shard.role in (MODEL, OPTIMIZER) for shard in _shards(directory))
 
 
-def _tag_directory(source: Path, tag: str | None) -> Path | None:
+def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path | None:
     if not source.is_dir():
         return None
     if tag is not None:
-        if _is_directory(source / tag):
-            return None if is_file(source / tag / DCP_NAME) else source / tag
-        if source.name == tag and _is_tag_directory(source):
-            return source
-        raise UnknownFormatError("no such tag", path=source, expected=f"a directory {tag}", found=_listed(source))
+        if _is_directory(source / tag) and (roots or _shards(source / tag)):
+            return source / tag
+        return source if source.name == tag and _is_tag_directory(source) else None
     if _is_tag_directory(source):
         return source
     name = latest_name(source)
@@ -231,10 +228,6 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
             "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
         )
     return source / tags[0] if tags else None
-
-
-DCP_NAME = ".metadata"
-"""Of a file that directories of torch.distributed.checkpoint have, of which a run may have several, too."""
 
 
 def _tag_of(directory: Path, source: Path) -> str:
