@@ -165,3 +165,24 @@ def test_a_flat_tensor_with_gaps_is_refused_as_a_partition(tmp_path: Path) -> No
     file = read_torchfile(tmp_path / "x.pt")
     with pytest.raises(UnsupportedError, match="end to end"):
         span_of(file.root, file.path, Extent.flat((2, 3), 1, 3), first=1)  # type: ignore[arg-type]
+
+
+def test_attributes_that_torch_sets_mean_nothing_and_others_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.cloned, model.buffer = torch.nn.Parameter(torch.ones(3)), torch.nn.Buffer(torch.ones(2))
+    model.cloned._has_been_cloned = model.buffer._fsdp_synced = True  # type: ignore[attr-defined]
+    model.cloned._dynamo_dynamic_indices = {0}  # type: ignore[attr-defined]
+    state = dict(model.state_dict(keep_vars=True))
+    torch.save(state, tmp_path / "x.pt")
+    assert verify(tmp_path / "x.pt", deep=True).sound
+    assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "m.safetensors").num_tensors == 2
+    for value in (3, torch.ones(4)):
+        state["cloned"].mine = value
+        torch.save(state, tmp_path / "x.pt")
+        with pytest.raises(zckpt.LeftOutError, match="cloned/attributes/mine"):
+            zckpt.consolidate(tmp_path / "x.pt", tmp_path / "n.safetensors")
+    del state["cloned"].mine
+    state["cloned"]._dynamo_dynamic_indices = torch.ones(4)
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(zckpt.LeftOutError, match="_dynamo_dynamic_indices"):
+        zckpt.consolidate(tmp_path / "x.pt", tmp_path / "n.safetensors")

@@ -76,3 +76,31 @@ def test_local_pieces_of_original_parameters_are_refused(tmp_path: Path) -> None
     gloo.run(save, 2, "fsdp1 orig", "LOCAL_STATE_DICT", tmp_path / "state")
     with pytest.raises(UnsupportedError, match=r"pieces of one axis.*LOCAL_STATE_DICT.*save it as SHARDED_STATE_DICT"):
         zckpt.open(tmp_path / "state")
+
+
+def save_full(rank: int, world_size: int, file: Path) -> Any:
+    """Train, and save what FSDP1 makes of the whole model and optimizer with torch.save; rank 0 returns the truth."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    torch.set_num_threads(1)
+    model, optimizer, scheduler = made("fsdp1", world_size)
+    for number in range(STEPS):
+        step(model, optimizer, scheduler, number)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        whole = model.state_dict()
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    if rank:
+        return None
+    assert any(getattr(one, "_has_been_cloned", False) for one in whole.values())
+    torch.save({"model": whole, "optimizer": state}, file)
+    return held
+
+
+def test_what_fsdp_leaves_on_whole_tensors_means_nothing(tmp_path: Path) -> None:
+    held = gloo.run(save_full, 2, tmp_path / "x.pt")[0]
+    checkpoint = zckpt.open(tmp_path / "x.pt")
+    assert_is(checkpoint, held)
+    assert not take_inventory(checkpoint).left_out
+    zckpt.consolidate(checkpoint, tmp_path / "m.safetensors", slots="all")
+    zckpt.convert(checkpoint, tmp_path / "own", to="zckpt", verify=True)

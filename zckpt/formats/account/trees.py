@@ -7,6 +7,7 @@ what it is, and a value that is said to be state has to be under a key that some
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -26,7 +27,7 @@ from zckpt.state.inventory import (
     Item,
     Rule,
 )
-from zckpt.torchfile import LEAVES, FromFile, OrderedMapping, Storage, Tensor, children
+from zckpt.torchfile import LEAVES, FromFile, OrderedMapping, Storage, Tensor, children, walk_tensors
 
 TRAINED_ROLES = frozenset({"model", "optimizer", "expert", "pipeline layer", "shard", "rank"})
 """Roles of files whose tensors are state of a model or an optimizer, whatever else they may be."""
@@ -206,10 +207,18 @@ class FileAccount:
             return _NOTHING
         if isinstance(node, Tensor):
             self._tensor(node, steps, fit.rule)
-            return ((step, child) for step, child in children(node) if child is not node.metadata)
+            return self._of_tensor(node, steps)
         if isinstance(node, dict):
             return self._entries(node, steps)
         return children(node) if node else _NOTHING
+
+    def _of_tensor(self, tensor: Tensor, steps: Steps) -> Iterator[tuple[object, object]]:
+        """Yield what a tensor has besides its elements, but flags of its view and attributes that torch itself sets."""
+        for step, child in children(tensor):
+            if child is tensor.attributes and _is_torchs(child):
+                self._add(VALUE, IMPLIED, "attributes that torch sets on tensors", (*steps, step))
+            elif child is not tensor.metadata:
+                yield step, child
 
     def _entries(self, node: dict[object, object], steps: Steps) -> Iterator[tuple[object, object]]:
         """Yield what is in a mapping, but plain values that the metadata have under their keys.
@@ -326,6 +335,13 @@ _RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".s
 _DATA = "data/"
 _NOTHING: Iterator[tuple[object, object]] = iter(())
 _VERSIONS = "_metadata"
+_TORCHS = re.compile(r"_has_been_cloned|_fsdp_\w+|_ddp_ignored|_is_buffer|_is_param|persistent|_dynamo_\w+")
+"""Attributes of FSDP1's clones, of parameters and buffers under FSDP, DDP and torch.compile (torch 2.13); all say only
+how the process that saved them had made or would treat them."""
+
+
+def _is_torchs(attributes: Mapping[object, object]) -> bool:
+    return all(_TORCHS.fullmatch(str(key)) for key in attributes) and not any(True for _ in walk_tensors(attributes))
 
 
 def _range(tensor: Tensor) -> Range:
