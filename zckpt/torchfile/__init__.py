@@ -24,6 +24,7 @@ from zckpt.torchfile.archive import (
 )
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.nodes import (
+    TENSORS,
     DefaultMapping,
     Device,
     DeviceTensor,
@@ -60,6 +61,7 @@ from zckpt.torchfile.trees import (
     children,
     each,
     is_leaf,
+    is_tensor,
     walk_tensors,
 )
 
@@ -73,6 +75,7 @@ __all__ = [
     "MAX_ELEMENTS",
     "NUMPY",
     "PARTS",
+    "TENSORS",
     "Context",
     "DType",
     "DefaultMapping",
@@ -118,6 +121,7 @@ __all__ = [
     "has_checksums",
     "in_order",
     "is_leaf",
+    "is_tensor",
     "lay_out_archive",
     "open_range",
     "plain",

@@ -60,6 +60,22 @@ def children(node: object) -> Iterator[tuple[object, object]]:
             yield name, part
 
 
+_REBUILT = frozenset({
+    "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
+    "torch._tensor._rebuild_from_type_v2",
+})  # fmt: skip
+
+
+def is_tensor(node: object) -> bool:
+    """Tell a tensor of any kind: dense, sparse, quantised, nested, without data, or of a class of its own.
+
+    A tuple with a quantised one is, too: that is how modules of `torch.ao` keep a weight and its bias.
+    """
+    if isinstance(node, tuple):
+        return any(type(one) is nodes.QuantizedTensor for one in node)
+    return type(node) in nodes.TENSORS or (isinstance(node, nodes.Object) and node.qualified in _REBUILT)
+
+
 def is_leaf(node: object) -> bool:
     """Tell whether nothing can be below a node."""
     return type(node) in LEAVES or (

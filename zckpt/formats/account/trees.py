@@ -27,7 +27,17 @@ from zckpt.state.inventory import (
     Item,
     Rule,
 )
-from zckpt.torchfile import LEAVES, FromFile, OrderedMapping, Storage, Tensor, children, walk_tensors
+from zckpt.torchfile import (
+    LEAVES,
+    TENSORS,
+    FromFile,
+    MetaTensor,
+    OrderedMapping,
+    Storage,
+    Tensor,
+    children,
+    walk_tensors,
+)
 
 TRAINED_ROLES = frozenset({"model", "optimizer", "expert", "pipeline layer", "shard", "rank"})
 """Roles of files whose tensors are state of a model or an optimizer, whatever else they may be."""
@@ -242,7 +252,11 @@ class FileAccount:
         """Return the fate of a node that the checkpoint has taken, and under which key; empty where it has not."""
         nodes = self.taken.nodes
         own = nodes.get((self.file.path, id(node))) if self._is_named else None
-        return own or nodes.get(("", id(node)), ("", ""))
+        found = own or nodes.get(("", id(node)), ("", ""))
+        wraps = isinstance(node, Tensor) or (isinstance(node, MetaTensor) and (node.attributes or node.state))
+        if not found[0] and type(node) in TENSORS and not wraps:
+            return LEFT_OUT, f"a {type(node).__name__}, whose values zckpt does not make dense"
+        return found
 
     def _take(self, node: object, steps: Steps, fate: str, about: str) -> None:
         """Account for a node that was taken over, with the tensors below it."""
@@ -257,7 +271,10 @@ class FileAccount:
                 self.ranges.setdefault(fate, []).append([(low, high)])
                 held += high - low
             waiting.extend(child for _, child in children(one))
-        self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, steps, held)
+        if fate == LEFT_OUT:
+            self._lose(TENSOR, about, steps, held, trained=self.file.role in TRAINED_ROLES)
+        else:
+            self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, steps, held)
 
     def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
         low, high = _range(tensor)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from zckpt.errors import DamagedFileError
-from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile
+from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile, is_tensor
 
 Node = Mapping[object, object]
 
@@ -55,7 +55,7 @@ def flattened(
             if name in found:
                 raise DamagedFileError(f"two tensors are {name}", path=path, expected="one in its modules' dicts")
             found[name] = tensor
-    rest = {str(key): value for key, value in module.items() if not isinstance(value, (Tensor, dict))}
+    rest = {str(key): value for key, value in module.items() if not (is_tensor(value) or isinstance(value, dict))}
     for key, value in module.items():
         if isinstance(value, dict):
             left = _without(value, f"{key}.", found)

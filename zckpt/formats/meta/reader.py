@@ -14,7 +14,7 @@ from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, desc
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Topology
 from zckpt.state.inventory import Claim
 from zckpt.storage.files import is_file, read_whole
-from zckpt.torchfile import Tensor, TorchFile, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile
 
 PARAMS = "params"
 """Under which the metadata have the content of `params.json`."""
@@ -62,7 +62,7 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     contents = [by_name(as_mapping(one.root, one.path, "a dict of tensors"), one.path) for one in every]
     _check_alike(every, contents)
     _add(checkpoint, every, contents, Sizes.of(params or {}))
-    others = {name: value for name, value in contents[0].items() if not isinstance(value, Tensor)}
+    others = {name: value for name, value in contents[0].items() if not is_tensor(value)}
     checkpoint.metadata |= {name: carried(every[0], value) for name, value in others.items() if name != PARAMS}
     checkpoint.files += [describe(one, "model", mp_rank=rank) for rank, one in enumerate(every)]
     return checkpoint

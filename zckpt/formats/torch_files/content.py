@@ -34,7 +34,7 @@ from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
-from zckpt.torchfile import Tensor
+from zckpt.torchfile import Tensor, is_tensor
 
 STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
@@ -123,7 +123,7 @@ class Content:
             if key in self.keys:
                 extra = _without_tensors(value)
                 rest.update({key: extra} if extra else {})
-            elif key not in gone and not (None in self.keys and isinstance(value, Tensor)):
+            elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
         if self.base_key is None:
             return rest
@@ -132,7 +132,7 @@ class Content:
 
 def _without_tensors(model: object) -> dict[object, object]:
     found = model if isinstance(model, Mapping) else {}
-    return {key: value for key, value in found.items() if not isinstance(value, Tensor)}
+    return {key: value for key, value in found.items() if not is_tensor(value)}
 
 
 def content_of(root: Node, path: Path) -> Content:
@@ -162,11 +162,11 @@ def content_of(root: Node, path: Path) -> Content:
 
 
 def is_state_dict(node: object) -> bool:
-    """Tell a dict of tensors; what a module keeps as its extra state may be anything."""
+    """Tell a dict of tensors, of which some are dense; what a module keeps as its extra state may be anything."""
     if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
         return False
     values = [value for key, value in node.items() if isinstance(value, Tensor) or not key.endswith(EXTRA_STATE)]
-    return bool(values) and all(isinstance(value, Tensor) for value in values)
+    return any(isinstance(value, Tensor) for value in values) and all(map(is_tensor, values))
 
 
 def is_trainable(tensor: Tensor) -> bool:
@@ -197,8 +197,13 @@ def _models(base: Node) -> dict[object, Node]:
     found: dict[object, Node] = {key: one for key, one in base.items() if isinstance(one, dict) and is_state_dict(one)}
     if found:
         return found
-    tensors = {key: value for key, value in base.items() if isinstance(value, Tensor)}
-    mostly = len(tensors) * 2 > len(base) and not looks_like_optimizer(base) and not looks_flattened(base)
+    tensors = {key: value for key, value in base.items() if is_tensor(value)}
+    mostly = (
+        any(isinstance(one, Tensor) for one in tensors.values())
+        and len(tensors) * 2 > len(base)
+        and not looks_like_optimizer(base)
+        and not looks_flattened(base)
+    )
     return {None: tensors} if mostly else {}
 
 

@@ -26,7 +26,7 @@ from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import is_file, read_whole
-from zckpt.torchfile import Tensor, brief, read_torchfile
+from zckpt.torchfile import brief, is_tensor, read_torchfile
 
 CONFIG_NAME = "config.json"
 
@@ -133,7 +133,7 @@ def _read_torch(one: Checkpoint, path: Path) -> None:
     for name in by_name(root, str(path)):
         _check_new(one, name, path)
     add_tensors(one, root, str(path))
-    one.metadata |= {str(key): carried(file, value) for key, value in root.items() if not isinstance(value, Tensor)}
+    one.metadata |= {str(key): carried(file, value) for key, value in root.items() if not is_tensor(value)}
     one.files.append(describe(file, "model"))
 
 

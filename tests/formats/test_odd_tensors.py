@@ -1,0 +1,79 @@
+"""Tensors of a state dict that are not dense are the model's: nothing is written without them unless that is said."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's: its own kinds of tensors are beta, or to go
+
+PLAIN = {"a.weight": torch.randn(3, 3), "b.weight": torch.randn(3, 3)}
+EYE = torch.eye(4)
+
+
+def odd(kind: str) -> object:
+    quantised = torch.quantize_per_tensor(EYE, 0.1, 0, torch.qint8)
+    made: dict[str, object] = {
+        "sparse": EYE.to_sparse(),
+        "compressed": EYE.to_sparse_csr(),
+        "parameter": torch.nn.Parameter(EYE.to_sparse()),
+        "quantised": quantised,
+        "packed": (quantised, None),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": torch.empty(3, 3, device="meta"),
+    }
+    return made[kind]
+
+
+KINDS = ["sparse", "compressed", "parameter", "quantised", "packed", "nested", "meta"]
+
+
+@pytest.mark.parametrize("form", ["flat", "model", "with optimizer"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_without_it(kind: str, form: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "x.pt", tmp_path / "m.safetensors"
+    state = {**PLAIN, "odd_one": odd(kind)}
+    parameters = [torch.nn.Parameter(one) for one in PLAIN.values()]
+    optimizer = torch.optim.SGD(parameters, momentum=0.9).state_dict()
+    torch.save(
+        state if form == "flat" else {"model": state, **({"optimizer": optimizer} if "opt" in form else {})}, source
+    )
+    with pytest.raises(zckpt.LeftOutError, match="odd_one") as caught:
+        zckpt.consolidate(source, target)
+    with pytest.raises(zckpt.LeftOutError, match="odd_one"):
+        zckpt.convert(source, tmp_path / "own", to="zckpt")
+    assert not zckpt.verify(source).sound
+    assert [one.name for one in tmp_path.iterdir()] == ["x.pt"]
+    assert zckpt.consolidate(source, target, drop=caught.value.names).num_tensors == 2
+
+
+def test_a_dict_beside_a_model_is_none_of_its_tensors(tmp_path: Path) -> None:
+    torch.save({"model": PLAIN, "mask": EYE.to_sparse(), "epoch": 3}, tmp_path / "x.pt")
+    assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "m.safetensors").num_tensors == 2
+    assert "mask" in zckpt.open(tmp_path / "x.pt").metadata
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantised"])
+def test_one_in_deepspeeds_model_file_is_named(kind: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run")
+    for path in (tmp_path / "run").glob("*/*model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        content["module"]["odd_one"] = odd(kind)
+        torch.save(content, path)
+    with pytest.raises(zckpt.LeftOutError, match="odd_one"):
+        zckpt.consolidate(tmp_path / "run", tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["sparse", "quantised"])
+def test_one_in_a_models_directory_is_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    torch.save({**PLAIN, "odd_one": odd(kind)}, tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(zckpt.LeftOutError, match="odd_one"):
+        zckpt.consolidate(tmp_path / "model", tmp_path / "m.safetensors")
