@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, run
+from tests.cli.console import FIXTURES, in_time, run
 from tests.truth import Truth, bits
 
 ADAPTERS = Path(__file__).parent / "adapters"
@@ -206,7 +206,17 @@ def test_other_adapters_of_peft_are_refused_by_name(name: str, message: str, tmp
         ({"r": 4}, r"the factors of w do not fit.*a rank of 4.*A \(2, 4\), B \(3, 2\)"),
         ({"rank_pattern": {"w": 8}}, "a rank of 8"),
         ({"rank_pattern": {"(": 8}}, "unusable pattern"),
-        ({"lora_alpha": "big"}, "unusable lora_alpha: expected a number, found big"),
+        ({"lora_alpha": "big"}, "unusable lora_alpha: expected a number of float32, found 'big'"),
+        ({"lora_alpha": 1e300}, "unusable lora_alpha: expected a number of float32"),
+        ({"lora_alpha": 10**401}, "unusable lora_alpha: expected a number of float32"),
+        ({"lora_alpha": float("nan")}, "unusable lora_alpha"),
+        ({"r": 10**401}, "unusable r: expected a number of float32"),
+        ({"r": 0}, "unusable r: expected a number above 0"),
+        ({"rank_pattern": ["w"]}, "unusable rank_pattern: expected an object"),
+        ({"rank_pattern": "w"}, "unusable rank_pattern: expected an object"),
+        ({"alpha_pattern": 5}, "unusable alpha_pattern: expected an object"),
+        ({"modules_to_save": 5}, "unusable modules_to_save: expected a list"),
+        ({"alpha_pattern": {r"(w)\1": 8}}, r"unusable pattern, it has groupref.*found '\(w\)"),
         ({"target_modules": ["q_proj"]}, "w is none of target_modules"),
         ({"target_modules": "layers.*"}, "w is none of target_modules"),
     ],
@@ -233,6 +243,9 @@ def test_configurations_that_mean_something_else_are_refused(
         (factors("v", 3, 4), r"the adapter of v does not fit"),
         (factors("n", 2, 2), r"n\.weight is no weight that numbers are added to.*found int8"),
         ({"w.lora_A.other.weight": torch.ones(2, 4), "w.lora_A.default.weight": torch.ones(2, 4)}, "several adapters"),
+        ({"w.lora_A.b.weight": torch.ones(2, 4)}, "several adapters: b, one without a name"),
+        ({"w.bias": torch.ones(3), "w.base_layer.bias": torch.ones(3)}, r"has w\.bias twice"),
+        ({"w.modules_to_save.a.bias": torch.ones(3), "w.modules_to_save.b.bias": torch.ones(3)}, "twice|several"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
@@ -244,6 +257,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     with pytest.raises((zckpt.SourceError, zckpt.UsageError), match=message):
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
+def test_patterns_that_would_take_for_ever_do_not(key: str, tmp_path: Path) -> None:
+    module, hostile = "a" * 50 + "b", "(a+)+(a|aa)*c|" + "a" * 50 + "b"
+    save_file({f"{module}.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
+    settings: dict[str, Any] = {key: hostile if key == "target_modules" else {hostile: 2}}
+    path = adapter(tmp_path / "a", factors(module, 3, 4), **settings)
+    with in_time():
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
 
 
 def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:

@@ -23,13 +23,20 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
+from zckpt.formats.patterns import Patterns
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.names import PEFT
 from zckpt.storage.files import read_whole
+from zckpt.torchfile import brief
 
 CONFIG_NAME = "adapter_config.json"
 MODEL_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 MAXIMUM_CONFIG_NBYTES = 1 << 24
+
+UNNAMED = "one without a name"
+
+MOST = 3.4e38
+"""What is multiplied with factors must be a number of their type."""
 
 _HARMLESS = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
@@ -187,32 +194,38 @@ class _Reading:
     checkpoint: Checkpoint
     settings: Mapping[str, Any]
     path: Path
+    patterns: Patterns = field(default_factory=Patterns)
 
     def read(self) -> Adapter:
+        for key, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list)):
+            if not isinstance(self.settings.get(key) or kind(), kind):
+                raise DamagedFileError(f"unusable {key}", path=self.path, found=brief(self.settings[key]),
+                                       expected="an object" if kind is dict else "a list")  # fmt: skip
         found = Adapter(self.checkpoint, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
         factors: dict[tuple[str, bool], dict[str, Slot]] = {}
-        adapters, strange = set[str](), list[str]()
+        adapters, others, strange = set[str](), set[str](), list[str]()
         parameters = {one.name: one for one in self.checkpoint.tensors()}
         for filed, name in _plain(parameters).items():
             match = _FACTOR.fullmatch(name) or _EMBEDDING.fullmatch(name)
             saved = _SAVED.fullmatch(name)
-            named = match or saved
-            if named and named["adapter"]:
-                adapters.add(named["adapter"])
             if match:
                 key = match["module"], "lora_embedding" in match[0][len(match["module"]) :]
                 factors.setdefault(key, {})[match["factor"]] = _best(self.checkpoint.owner(filed))
-            elif saved:
-                found.replaced[f"{saved['module']}.{saved['name']}"] = parameters[filed]
-            elif _ADDED.search(f".{name}"):
+                adapters.add(match["adapter"] or UNNAMED)
+            elif _ADDED.search(f".{name}") and not saved:
                 strange.append(name)
-            elif ".original_module." not in name:
-                found.replaced[_unwrapped(name)] = self.checkpoint.owner(filed)
+            elif saved or ".original_module." not in name:
+                plain = f"{saved['module']}.{saved['name']}" if saved else _unwrapped(name)
+                others |= {saved["adapter"]} if saved else set()
+                if plain in found.replaced:
+                    raise DamagedFileError(f"has {plain} twice", path=self.checkpoint.source, found=name)
+                found.replaced[plain] = parameters[filed] if saved else self.checkpoint.owner(filed)
         if strange:
             raise UnsupportedError(f"{listed(strange)}: not added to weights as B @ A", path=self.checkpoint.source,
                                    advice="merge it with PEFT's merge_and_unload")  # fmt: skip
-        if len(adapters) > 1:
-            raise UnsupportedError(f"holds several adapters: {listed(sorted(adapters))}", path=self.checkpoint.source,
+        if len(adapters) > 1 or len(others | adapters - {UNNAMED}) > 1:
+            several = listed(sorted(adapters | others))
+            raise UnsupportedError(f"holds several adapters: {several}", path=self.checkpoint.source,
                                    advice="save one by itself, with PEFT's save_pretrained")  # fmt: skip
         if not factors and not found.replaced:
             raise UsageError("holds no adapter", path=self.checkpoint.source, expected="tensors called lora_A, lora_B")
@@ -225,7 +238,7 @@ class _Reading:
             raise DamagedFileError(f"{module} has only lora_{next(iter(factors))}", path=self.checkpoint.source,
                                    expected="lora_A and lora_B")  # fmt: skip
         targets = self.settings.get("target_modules")
-        if not _is_target(module, targets, self.path):
+        if not self._is_target(module, targets):
             raise DamagedFileError(f"{module} is none of target_modules", path=self.path, expected=str(targets))
         a, b = factors["A"], factors["B"]
         rank = self._number("r", module, "rank_pattern")
@@ -246,12 +259,30 @@ class _Reading:
         values = self.settings.get(patterns) or {}
         found = values.get(module, self.settings.get(key, 8))
         for pattern, value in values.items():
-            if _matches(rf"(.*\.)?({pattern})$", module, self.path):
+            if self._matches(pattern, module, below=True):
                 found = value
                 break
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-            raise DamagedFileError(f"unusable {key}", path=self.path, expected="a number", found=found)
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not -MOST <= found <= MOST:
+            raise DamagedFileError(
+                f"unusable {key}", path=self.path, expected="a number of float32", found=brief(found)
+            )
+        if key == "r" and found <= 0:
+            raise DamagedFileError("unusable r", path=self.path, expected="a number above 0", found=found)
         return found
+
+    def _is_target(self, module: str, targets: object) -> bool:
+        """Tell whether a module is one that was to get an adapter; a text is a pattern of whole names."""
+        if targets is None or targets == "all-linear":
+            return True
+        if isinstance(targets, str):
+            return self._matches(targets, module)
+        return isinstance(targets, list) and any(module == one or module.endswith(f".{one}") for one in targets)
+
+    def _matches(self, pattern: str, name: str, *, below: bool = False) -> bool:
+        try:
+            return self.patterns.match(pattern, name, below=below)
+        except ValueError as error:
+            raise SourceError(f"unusable pattern, {error}", path=self.path, found=brief(pattern)) from error
 
     def _is_saved(self, name: str) -> bool:
         """Tell whether a tensor is of a module that the configuration lists as saved with the adapter."""
@@ -261,19 +292,3 @@ class _Reading:
 
 def _best(parameter: Parameter) -> Slot:
     return parameter.slots.get(MASTER) or parameter.slots[WEIGHT]
-
-
-def _is_target(module: str, targets: object, path: Path) -> bool:
-    """Tell whether a module is one that was to get an adapter; a text is a pattern of whole names."""
-    if targets is None or targets == "all-linear":
-        return True
-    if isinstance(targets, str):
-        return _matches(targets, module, path, whole=True)
-    return isinstance(targets, list) and any(module == one or module.endswith(f".{one}") for one in targets)
-
-
-def _matches(pattern: str, name: str, path: Path, *, whole: bool = False) -> bool:
-    try:
-        return (re.fullmatch if whole else re.match)(pattern, name) is not None
-    except re.error as error:
-        raise SourceError("unusable pattern", path=path, found=pattern) from error

@@ -24,7 +24,6 @@ from zckpt.torchfile.archive import (
 )
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.nodes import (
-    TENSORS,
     DefaultMapping,
     Device,
     DeviceTensor,
@@ -62,6 +61,7 @@ from zckpt.torchfile.trees import (
     each,
     is_leaf,
     is_tensor,
+    oddity,
     walk_tensors,
 )
 
@@ -75,7 +75,6 @@ __all__ = [
     "MAX_ELEMENTS",
     "NUMPY",
     "PARTS",
-    "TENSORS",
     "Context",
     "DType",
     "DefaultMapping",
@@ -123,6 +122,7 @@ __all__ = [
     "is_leaf",
     "is_tensor",
     "lay_out_archive",
+    "oddity",
     "open_range",
     "plain",
     "read_archive",

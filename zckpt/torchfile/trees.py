@@ -76,6 +76,22 @@ def is_tensor(node: object) -> bool:
     return type(node) in nodes.TENSORS or (isinstance(node, nodes.Object) and node.qualified in _REBUILT)
 
 
+def oddity(node: object) -> str | None:
+    """Say what makes a tensor something else than elements in a storage; None if it is one, or a class's wrapper."""
+    match node:
+        case nodes.SparseTensor():
+            return f"of layout {node.layout.name}"
+        case nodes.QuantizedTensor():
+            return f"quantized by torch to {node.tensor.dtype}"
+        case nodes.NestedTensor():
+            return "nested"
+        case nodes.DeviceTensor():
+            return f"of device {node.device}"
+        case nodes.MetaTensor(subclass=None):
+            return "of the meta device"
+    return None
+
+
 def is_leaf(node: object) -> bool:
     """Tell whether nothing can be below a node."""
     return type(node) in LEAVES or (

@@ -29,13 +29,12 @@ from zckpt.state.inventory import (
 )
 from zckpt.torchfile import (
     LEAVES,
-    TENSORS,
     FromFile,
-    MetaTensor,
     OrderedMapping,
     Storage,
     Tensor,
     children,
+    oddity,
     walk_tensors,
 )
 
@@ -253,10 +252,8 @@ class FileAccount:
         nodes = self.taken.nodes
         own = nodes.get((self.file.path, id(node))) if self._is_named else None
         found = own or nodes.get(("", id(node)), ("", ""))
-        wraps = isinstance(node, Tensor) or (isinstance(node, MetaTensor) and (node.attributes or node.state))
-        if not found[0] and type(node) in TENSORS and not wraps:
-            return LEFT_OUT, f"a {type(node).__name__}, whose values zckpt does not make dense"
-        return found
+        odd = None if found[0] else oddity(node)
+        return found if odd is None else (LEFT_OUT, f"a tensor {odd}, which zckpt does not write densely")
 
     def _take(self, node: object, steps: Steps, fate: str, about: str) -> None:
         """Account for a node that was taken over, with the tensors below it."""

@@ -17,7 +17,7 @@ from zckpt.formats.torch_files.content import content_of, is_running_statistic, 
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
-from zckpt.torchfile import MetaTensor, Object, QuantizedTensor, SparseTensor, Tensor, read_torchfile
+from zckpt.torchfile import Object, Tensor, oddity, read_torchfile
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -82,15 +82,10 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
 def _without_elements(root: Mapping[object, object], deep: int = 2) -> str | None:
     """Say which entry of a dict, or of one so deep in it, is no plain tensor."""
     for key, value in root.items():
-        match value:
-            case SparseTensor():
-                return f"{key}, of layout {value.layout.name}"
-            case QuantizedTensor():
-                return f"{key}, quantized by torch to {value.tensor.dtype}"
-            case MetaTensor(subclass=None):
-                return f"{key}, of the meta device"
-            case dict() if deep and (inside := _without_elements(value, deep - 1)) is not None:
-                return f"{key}.{inside}"
+        if (odd := oddity(value)) is not None:
+            return f"{key}, {odd}"
+        if isinstance(value, dict) and deep and (inside := _without_elements(value, deep - 1)) is not None:
+            return f"{key}.{inside}"
     return None
 
 
