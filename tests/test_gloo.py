@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import threading
@@ -57,6 +58,25 @@ def end(rank: int, world_size: int, how: str) -> None:
         elif how == "exited":
             os._exit(7)
     time.sleep(60)
+
+
+def arguments_of_torch(rank: int, world_size: int) -> list[bool]:
+    """Make groups with the arguments that torch 2.13 and 2.15 give; tell which have the device that ranks share."""
+    from torch.distributed import ProcessGroupGloo
+
+    limit, store = datetime.timedelta(seconds=9), dist.HashStore()
+    made = [
+        ProcessGroupGloo(store, 0, 1, limit),
+        ProcessGroupGloo(store, 0, 1, timeout=limit),
+        ProcessGroupGloo(store, 0, 1, timeout=limit, enable_reconfigure=False),
+        ProcessGroupGloo(store, 0, 1),
+    ]
+    devices = [one.options._devices[0] for one in made]
+    return [one is devices[0] for one in devices]
+
+
+def test_groups_share_a_device_whatever_torch_gives_them() -> None:
+    assert run(arguments_of_torch, 1) == [[True, True, True, False]]
 
 
 def test_ranks_are_used_again_at_any_number() -> None:

@@ -6,6 +6,7 @@ Only ranks import this; it sets the environment of its process.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import gc
 import importlib
@@ -125,10 +126,16 @@ def _share_gloo_device() -> None:
 
     original, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
-    def __init__(self, store, rank, size, timeout):  # noqa: N807
-        options = ProcessGroupGloo._Options()
-        options._devices, options._threads, options._timeout = [device], 2, timeout
-        original(self, store, rank, size, options)
+    @functools.wraps(original)
+    def __init__(self, store, rank, size, *rest, **others):  # noqa: N807
+        timeout = rest[0] if rest else others.get("timeout")
+        further = rest[1:] or [value for name, value in others.items() if name != "timeout" and value]
+        if isinstance(timeout, datetime.timedelta) and not further:
+            with contextlib.suppress(AttributeError, TypeError):  # these names are torch's own, of some versions
+                options = ProcessGroupGloo._Options()
+                options._devices, options._threads, options._timeout = [device], 2, timeout
+                return original(self, store, rank, size, options)
+        return original(self, store, rank, size, *rest, **others)
 
     ProcessGroupGloo.__init__ = __init__
 
