@@ -265,7 +265,7 @@ def test_the_model_that_verl_saves_once_more_is_a_copy(
     assert zckpt.verify(folder, deep=True).sound
     whole["model.norm.weight"] += 1
     save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
-    assert zckpt.verify(folder, deep=True).sound == (dtype is torch.bfloat16)
+    assert not zckpt.verify(folder, deep=True).sound
     save_file({"other": whole["model.norm.weight"]}, folder / "huggingface" / "model.safetensors")
     assert zckpt.open(folder).duplicates == checkpoint.duplicates
 

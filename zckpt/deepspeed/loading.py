@@ -7,6 +7,7 @@ rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads i
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import warnings
@@ -215,12 +216,16 @@ def _own_layers(served: Served) -> list[Shard]:
 
 
 def _check_nothing_lost(checkpoint: Checkpoint) -> None:
-    """Raise where something in a file that is read would not arrive; other files stay where they are."""
+    """Raise where something in a file that is loaded would not arrive; others stay, as those beside a tag do."""
+    opened = checkpoint.opened or checkpoint.source
+    tag = Path(os.path.relpath(os.path.realpath(checkpoint.source), os.path.realpath(opened)))
     left = [item for item in take_inventory(checkpoint).left_out if item.kind != FILE]
+    if tag != Path():
+        left = [item for item in left if tag in Path(item.file).parents or Path(item.file).is_absolute()]
     if left:
         raise LeftOutError(
             f"{listed([f'{item.name} ({item.about})' for item in left])} would be lost",
-            path=checkpoint.opened or checkpoint.source,
+            path=opened,
             advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
             names=[item.name for item in left],
         )

@@ -9,7 +9,8 @@ DIR/sharded/shard-R-model-N-of-M.safetensors             the pieces that torch p
 
 Files of the first three kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
 copy as far as its names and shapes are those of what was read, of its types or rounded from them, and `verify --deep`
-compares it with that; any other tensor of it has been read by no one.
+compares it with that. A tensor of another name is one if it has the elements of what no other is called as
+(`rearranged`); any other has been read by no one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
@@ -52,7 +55,7 @@ METADATA_ROLE = "metadata"
 
 
 def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
-    """Add what a directory holds besides what was read. Reads no tensor; a file that cannot be read is not added.
+    """Add what a directory holds besides what was read; a file that cannot be read is not added.
 
     Parameters
     ----------
@@ -62,7 +65,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
     """
     known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
     entries = sorted((entry for entry in os.scandir(directory) if entry.is_file()), key=lambda entry: entry.name)
-    copies = False
+    models = []
     for entry in entries:
         path = Path(entry.path)
         if os.path.realpath(path) in known:
@@ -72,10 +75,10 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
         elif entry.name == TRAINER_STATE:
             _carry_json(checkpoint, path)
         elif COPIED.fullmatch(entry.name):
-            copies = _copy(checkpoint, path, {}) or copies
+            models.append(path)
         elif ADAPTER.fullmatch(entry.name):
-            _copy(checkpoint, path, _without_adapter(checkpoint))
-    if copies:
+            note_copies(checkpoint, [path], _without_adapter(checkpoint))
+    if note_copies(checkpoint, models):
         checkpoint.claims |= {
             entry.path: Claim(IMPLIED, "which file each tensor is in") for entry in entries if entry.name in INDEXES
         }
@@ -115,14 +118,8 @@ def _without_adapter(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def _copy(checkpoint: Checkpoint, path: Path, names: Mapping[str, str]) -> bool:
-    """Note what a file holds of the model as copies; tell whether it is any of it.
-
-    Parameters
-    ----------
-    names : mapping of str to str
-        The checkpoint's name for one of the file, where it is another.
-    """
+def _tensors(path: Path) -> tuple[SourceFile, dict[str, Slot]] | None:
+    """Return a file with what it holds of a model by name; None where it is none, or cannot be read."""
     from zckpt.formats.safetensors import file as safetensors_file
 
     try:
@@ -130,23 +127,65 @@ def _copy(checkpoint: Checkpoint, path: Path, names: Mapping[str, str]) -> bool:
             slots, texts, nbytes = safetensors_file.read_header(path)
             used = sum(slot.nbytes for slot in slots.values())
             tree = {safetensors_file.METADATA_KEY: texts, **slots}
-            file = SourceFile(
-                str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=safetensors_file.rules_of(texts, slots)
-            )
-        else:
-            found = read_torchfile(path)
-            if not isinstance(found.root, dict):
-                return False
-            tensors = {str(name): t for name, t in found.root.items() if isinstance(t, Tensor)}
-            slots = {name: slot_of(WEIGHT, tensor, found.path) for name, tensor in tensors.items()}
-            file = describe(found, "model")
+            rules = safetensors_file.rules_of(texts, slots)
+            return SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules), slots
+        found = read_torchfile(path)
+        if not isinstance(found.root, dict):
+            return None
+        tensors = {str(name): t for name, t in found.root.items() if isinstance(t, Tensor)}
+        slots = {name: slot_of(WEIGHT, tensor, found.path) for name, tensor in tensors.items()}
+        return describe(found, "model"), slots
     except SourceError:
-        return False
-    copies = list(_duplicates(checkpoint, {names.get(name, name): slot for name, slot in slots.items()}))
-    if copies:
-        checkpoint.files.append(file)
+        return None
+
+
+def note_copies(checkpoint: Checkpoint, paths: Iterable[Path], names: Mapping[str, str] = MappingProxyType({})) -> bool:
+    """Note what files hold of the model as copies; tell whether they are any of it.
+
+    Of tensors of other names than the model's some elements are read. A file that cannot be read is no copy.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    paths : iterable of Path
+        Those with the same suffix together are the model once more.
+    names : mapping of str to str
+        The checkpoint's name for one of the files, where it is another.
+    """
+    found: dict[str, list[tuple[SourceFile, dict[str, Slot]]]] = {}
+    for path in paths:
+        one = _tensors(path)
+        if one is not None:
+            found.setdefault(path.suffix, []).append(one)
+    noted = False
+    for files in found.values():
+        slots = {names.get(name, name): slot for _, its in files for name, slot in its.items()}
+        copies = list(_duplicates(checkpoint, slots))
+        named = {one.name for one in copies}
+        copies += _under_other_names(checkpoint, {name: one for name, one in slots.items() if name not in named}, named)
+        held = {span.path for one in copies for span in one.slot.spans}
+        checkpoint.files += [file for file, _ in files if file.path in held]
         checkpoint.duplicates += copies
-    return bool(copies)
+        noted = noted or bool(copies)
+    return noted
+
+
+def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named: Collection[str]) -> list[Duplicate]:
+    """Return the copies that tensors of no parameter's name are, as their values say."""
+    from zckpt.formats.rearranged import rearranged
+
+    masters = any(MASTER in parameter.slots for parameter in checkpoint.parameters.values())
+    without = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
+    copies = []
+    for dtype in sorted({slot.dtype for slot in slots.values()}) if without else ():
+        held = {one.name: _original(one, Slot(WEIGHT, dtype, one.shape, ()), widens=masters) for one in without}
+        originals = {name: slot for name, slot in held.items() if slot is not None}
+        some = {name: slot for name, slot in slots.items() if slot.dtype == dtype}
+        with suppress(SourceError):  # what cannot be read is a copy of nothing
+            for name, slot in rearranged(some, originals):
+                kind = "buffer" if name in checkpoint.buffers else "parameter"
+                copies.append(Duplicate(kind, name, name, slot, originals[name]))
+    return copies
 
 
 def _duplicates(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Iterator[Duplicate]:

@@ -1,0 +1,220 @@
+"""The Trainer with DeepSpeed saves the model once more, as transformers 5 names and arranges it: a copy, by its values.
+
+The engine's own files are complete, under the names in memory: verbs read those, and engines of other ranks load them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.deepspeed_engine import Spec
+from tests.gloo import run
+from tests.hf_training.training import VOCABULARY
+from zckpt.errors import LeftOutError
+from zckpt.formats.account import take_inventory
+from zckpt.state.inventory import COPY
+
+pytestmark = pytest.mark.interop
+
+SAVED, STEPS, BATCH, IMAGE = 2, 3, 6, 8
+Held = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model of transformers, and how it is trained and saved."""
+
+    model: str
+    stage: int = 2
+    bf16: bool = False
+    shards: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.stage}{'-bf16' if self.bf16 else ''}{'-sharded' if self.shards else ''}"
+
+
+MIXTRAL, VIT = Kind("mixtral"), Kind("vit", stage=3)
+KINDS = [
+    MIXTRAL, VIT,
+    *(pytest.param(one, marks=pytest.mark.nightly) for one in (
+        Kind("mixtral", shards="10KB"), Kind("qwen3_moe", stage=3, bf16=True), Kind("deepseek_v3", stage=1),
+        Kind("llava", bf16=True), Kind("dinov2"), Kind("jamba", stage=3), Kind("granitemoe"),
+    )),
+]  # fmt: skip
+
+
+def built(kind: str) -> Any:
+    """Return a tiny model."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageClassification,
+        AutoModelForImageTextToText,
+    )
+
+    layers = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    seen = {**layers, "num_attention_heads": 2, "image_size": IMAGE, "patch_size": 4}
+    text = {**layers, "vocab_size": VOCABULARY, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0,
+            "max_position_embeddings": 32}  # fmt: skip
+    experts = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 8}  # fmt: skip
+    if kind in ("vit", "dinov2"):
+        return AutoModelForImageClassification.from_config(
+            AutoConfig.for_model(kind, **seen, num_labels=3, use_swiglu_ffn=True)
+        )
+    if kind == "llava":
+        return AutoModelForImageTextToText.from_config(
+            AutoConfig.for_model(
+                kind, image_token_index=VOCABULARY - 1,
+                vision_config={"model_type": "clip_vision_model", **seen, "projection_dim": 16},
+                text_config={"model_type": "llama", **text},
+            )
+        )  # fmt: skip
+    more: dict[str, Any] = {}
+    if kind == "deepseek_v3":
+        more = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+                "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+    elif kind == "jamba":
+        more = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+                "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **text, **experts, **more))
+
+
+def row(kind: str, number: int) -> dict[str, torch.Tensor]:
+    given = torch.Generator().manual_seed(number)
+    if kind in ("vit", "dinov2"):
+        return {"pixel_values": torch.randn(3, IMAGE, IMAGE, generator=given), "labels": torch.tensor(number % 3)}
+    tokens = torch.randint(3, VOCABULARY - 1, (12,), generator=given)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def held(engine: Any) -> Held:
+    """Masters and moments of all parameters, whole, by slot and name; every rank asks for them together."""
+    from tests.deepspeed_engine.truth import read_live
+
+    slots = read_live(engine, Spec("trainer", stage=engine.zero_optimization_stage())).slots
+    called = {"fp32": "master"}
+    return {f"{called.get(slot, slot)}/{name}": one for name, its in slots.items() for slot, one in its.items()}
+
+
+def trained(rank: int, world_size: int, kind: Kind, output: Path, source: Path | None) -> tuple[Held, list[str]]:
+    """Train and save, or go on; return what was held then, and what was loaded in place."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    for one in (AcceleratorState, GradientState, PartialState):
+        one._reset_state()
+    zero = {"stage": kind.stage, "stage3_gather_16bit_weights_on_model_save": True}
+    config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": kind.bf16},
+              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(output), per_device_train_batch_size=BATCH // world_size, max_steps=STEPS, save_steps=SAVED,
+        learning_rate=1e-2, weight_decay=0.1, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True,
+        dataloader_pin_memory=False, bf16=kind.bf16, deepspeed=config,
+    )  # fmt: skip
+    torch.manual_seed(9 if source else 3)
+    model = built(kind.model)
+    if kind.shards is not None:
+        model.save_pretrained = partial(model.save_pretrained, max_shard_size=kind.shards)
+    trainer = Trainer(model=model, args=arguments, train_dataset=[row(kind.model, number) for number in range(36)])
+    found: Held = {}
+
+    class Taking(TrainerCallback):
+        def on_save(self, *_: Any, **__: Any) -> None:
+            if source is None and trainer.state.global_step == SAVED:
+                found.update(held(trainer.model_wrapped))
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            if source is not None:
+                found.update(held(trainer.model_wrapped))
+
+    trainer.add_callback(Taking())
+    with zckpt.deepspeed.any_world_size() as loading:
+        trainer.train(resume_from_checkpoint=None if source is None else str(source))
+    return found, loading.in_place
+
+
+@pytest.fixture
+def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[[Kind], tuple[Path, Held]]:
+    """A directory that the Trainer saved, and what was held; made once, and changed by none."""
+
+    def make(kind: Kind, folder: Path) -> tuple[Path, Held]:
+        return folder / f"checkpoint-{SAVED}", run(trained, 2, kind, folder, None)[0][0]
+
+    return lambda kind: shared(f"trainer-export-{kind}", partial(make, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_the_models_export_is_a_copy(kind: Kind, saved: Callable[[Kind], tuple[Path, Held]], tmp_path: Path) -> None:
+    source, truth = saved(kind)
+    checkpoint = zckpt.open(source)
+    names = {name for name, one in checkpoint.parameters.items() if one.tied_to is None}
+    exported = {name for path in source.glob("model*.safetensors") for name in load_file(path)}
+    assert exported - names, "transformers saves it under the names in memory"
+    inventory = take_inventory(checkpoint)
+    assert not inventory.left_out
+    assert {path.name for path in source.glob("model*.safetensors")} <= {item.file for item in inventory.of(COPY)}
+    assert {one.of for one in checkpoint.duplicates} >= names
+    assert zckpt.verify(source, deep=True).findings == []
+
+    zckpt.consolidate(source, tmp_path / "whole.safetensors")
+    whole = load_file(tmp_path / "whole.safetensors")
+    assert [n for n in names if not torch.equal(whole[n].float(), truth[f"master/{n}"])] == []
+    zckpt.convert(source, tmp_path / "there", to="zckpt")
+    there = zckpt.open(tmp_path / "there")
+    assert [key for key, value in truth.items() if not torch.equal(there.read(*key.split("/")[::-1]), value)] == []
+
+    found, in_place = run(trained, 3, kind, tmp_path / "run", source)[0]
+    assert in_place
+    assert found.keys() == truth.keys()
+    assert [key for key, value in truth.items() if not torch.equal(found[key], value)] == []
+
+
+def changed(source: Path, folder: Path, change: Callable[[Held], Any]) -> Path:
+    """Return a copy of a directory with another model beside the engine's files."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
+
+
+def test_what_is_no_copy_is_refused_and_found(saved: Callable[[Kind], tuple[Path, Held]], tmp_path: Path) -> None:
+    source, truth = saved(MIXTRAL)
+    more = changed(source, tmp_path / "more", lambda file: file.update({"ema.weight": torch.full((16, 24), 0.5)}))
+    other = changed(source, tmp_path / "other", lambda file: file[EXPERT].mul_(0.99))
+    for folder, left in (
+        (more, ["ema.weight"]),
+        (other, [n for n in load_file(other / "model.safetensors") if ".0.block" in n]),
+    ):
+        lost = [item.place for item in take_inventory(zckpt.open(folder)).left_out]
+        assert set(lost) <= set(left)
+        assert lost
+        with pytest.raises(LeftOutError, match="would be lost"):
+            zckpt.consolidate(folder, tmp_path / "target.safetensors")
+        zckpt.consolidate(folder, tmp_path / "target.safetensors", drop=["model.safetensors:*"], overwrite=True)
+        # it stays where it is, and the engine's files are complete
+        found, in_place = run(trained, 1, MIXTRAL, tmp_path / "run", folder)[0]
+        assert in_place
+        assert [key for key, value in truth.items() if not torch.equal(found[key], value)] == []
+
+
+def test_an_export_that_differs_is_found_by_verify(saved: Callable[[Kind], tuple[Path, Held]], tmp_path: Path) -> None:
+    def flip(file: Held) -> None:
+        file["lm_head.weight"].view(-1)[7] += 1
+
+    folder = changed(saved(MIXTRAL)[0], tmp_path / "flipped", flip)
+    assert [one.code for one in zckpt.verify(folder, deep=True).findings] != []

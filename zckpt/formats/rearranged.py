@@ -1,0 +1,142 @@
+"""The model once more, as transformers 5 saves it: under other names, and arranged otherwise than in memory.
+
+    in memory, and so in files of DeepSpeed          model.safetensors beside them
+    layers.0.mlp.experts.gate_up_proj (4, 16, 8)     layers.0.mlp.experts.0.gate_proj.weight (8, 8), ... 8 tensors
+    layers.0.attention.q_proj.weight                 encoder.layer.0.attention.attention.query.weight
+    layers.0.mlp.gate_proj.weight, up_proj.weight    encoder.layer.0.mlp.weights_in.weight: one after the other
+
+What becomes what changes with its versions, so no table says it, and values do: a tensor is a copy of a parameter, or
+of a range of it, or has it as a range, if it has its elements. Of a long one some in its middle are looked at, and are
+to differ; `verify --deep` compares all. What is arranged by other rules (rotary halves, rows that take turns) is not
+found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from zckpt.engine.boxes import row_major
+from zckpt.engine.read import Read, read_all
+from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
+
+WHOLE_NUMEL = 1 << 13
+"""Elements up to which all of a tensor are compared, vectors as a rule: many of them are ones or zeros at first."""
+
+SAMPLED_NUMEL = 64
+"""Elements of a longer one."""
+
+MOST_PLACES = 16
+"""Places that are looked at for each tensor of a size, in shorter ones first. Stacked experts have one for each."""
+
+
+def rearranged(copies: Mapping[str, Slot], originals: Mapping[str, Slot]) -> Iterator[tuple[str, Slot]]:
+    """Yield the names of originals, and their copies: what a file's tensors are when they are put together.
+
+    Parameters
+    ----------
+    copies : mapping of str to Slot
+        Tensors of one type, which is not empty, by the file's names.
+    originals : mapping of str to Slot
+        What none of them is called as.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read.
+    """
+    dtype = next(iter(copies.values())).dtype
+    left = {n: one for n, one in copies.items() if one.numel and len(one.spans) == 1 and one.spans[0].is_contiguous}
+    free = {name: one for name, one in originals.items() if one.numel}
+    for turned in (False, True):
+        way = {n: _transposed(one) for n, one in left.items() if len(one.shape) > 1} if turned else dict(left)
+        for name, (original, _) in _places(way, free, dtype, parts=False).items():
+            shape, span = originals[original].shape, way[name].spans[0]
+            if not turned or span.extent.sizes == shape:
+                yield original, _copy(dtype, shape, [replace(span, extent=Extent.whole(shape))])
+                left.pop(name)
+                free.pop(original, None)  # which may have two copies, under names of tied parameters
+    for vectors in (False, True):  # after matrices, of which each row could be one
+        some = {name: one for name, one in left.items() if (len(one.shape) < 2) is vectors}
+        for original, parts in _by_whole(_places(some, free, dtype, parts=True), left, free):
+            shape = free.pop(original).shape
+            extents = [(n, Extent.flat(shape, start, numel)) for start, numel, n in parts]
+            yield original, _copy(dtype, shape, [replace(left.pop(n).spans[0], extent=one) for n, one in extents])
+        some = {name: one for name, one in free.items() if (len(one.shape) < 2) is vectors}
+        for name, parts in _by_whole(_places(some, left, dtype, parts=True), free, left):
+            span = left.pop(name).spans[0]
+            for start, _, original in parts:
+                shape, offset = free.pop(original).shape, span.offset + start * itemsize(span.dtype)
+                yield original, _copy(dtype, shape, [replace(span, extent=Extent.whole(shape), offset=offset)])
+
+
+def _copy(dtype: str, shape: tuple[int, ...], spans: Sequence[Span]) -> Slot:
+    return Slot(WEIGHT, dtype, shape, tuple(spans))
+
+
+def _transposed(slot: Slot) -> Slot:
+    """Return a slot with its last two dimensions in the other order."""
+    *outer, rows, columns = slot.shape
+    *steps, down, right = row_major(slot.shape)
+    shape = (*outer, columns, rows)
+    span = replace(slot.spans[0], extent=Extent.whole(shape), strides=(*steps, right, down))
+    return replace(slot, shape=shape, spans=(span,))
+
+
+def _places(
+    pieces: Mapping[str, Slot], wholes: Mapping[str, Slot], dtype: str, *, parts: bool
+) -> dict[str, tuple[str, int]]:
+    """Return in which tensor each piece is found, and at which element: in one of its size, or of `parts` a longer one.
+
+    Of several that have the same elements each gets one, in their order; the last is there for all others.
+    """
+    counts = Counter(one.numel for one in pieces.values())
+    places: list[tuple[int, str, int]] = []
+    for numel, count in counts.items():
+        long = {n: one.numel for n, one in wholes.items() if (one.numel > numel if parts else one.numel == numel)}
+        most = MOST_PLACES * count
+        for name in sorted(long, key=lambda n: long[n]):
+            most -= long[name] // numel
+            if most >= 0:
+                places += [(numel, name, start) for start in range(0, long[name] - numel + 1, numel)]
+    known = {numel for numel, _, _ in places}
+    sought = [(one.numel, name, 0) for name, one in pieces.items() if one.numel in known]
+    there: dict[tuple[int, bytes], list[tuple[str, int]]] = {}
+    for (numel, name, start), seen in zip(places, _seen(wholes, places, dtype), strict=True):
+        if numel <= WHOLE_NUMEL or seen != seen[: itemsize(dtype)] * SAMPLED_NUMEL:
+            there.setdefault((numel, seen), []).append((name, start))
+    found = {}
+    for (numel, name, _), seen in zip(sought, _seen(pieces, sought, dtype), strict=True):
+        fitting = there.get((numel, seen))
+        if fitting:
+            found[name] = fitting.pop(0) if len(fitting) > 1 else fitting[0]
+    return found
+
+
+def _seen(slots: Mapping[str, Slot], places: Sequence[tuple[int, str, int]], dtype: str) -> list[bytes]:
+    """Return the elements of each place, or some in its middle, as those of a type."""
+    found, reads = [], []
+    for numel, name, start in places:
+        count = numel if numel <= WHOLE_NUMEL else SAMPLED_NUMEL
+        extent = Extent.flat(slots[name].shape, start + (numel - count) // 2, count)
+        found.append(bytearray(count * itemsize(dtype)))
+        reads.append(Read(slots[name], extent, dtype, memoryview(found[-1])))
+    read_all(reads)
+    return [bytes(one) for one in found]
+
+
+def _by_whole(
+    places: Mapping[str, tuple[str, int]], pieces: Mapping[str, Slot], wholes: Mapping[str, Slot]
+) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
+    """Yield the tensors that pieces cover end to end, and their pieces: first element, elements and name."""
+    parts: dict[str, list[tuple[int, int, str]]] = {}
+    for name, (whole, start) in places.items():
+        parts.setdefault(whole, []).append((start, pieces[name].numel, name))
+    for whole, its in parts.items():
+        its.sort()
+        ends = [0, *accumulate(numel for _, numel, _ in its)]
+        if [start for start, _, _ in its] == ends[:-1] and ends[-1] == wholes[whole].numel:
+            yield whole, its
