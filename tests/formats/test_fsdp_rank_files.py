@@ -26,6 +26,8 @@ import zckpt
 from tests.logical import assert_same_slots
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
+from zckpt.formats.fsdp_rank_files.cut import RankFiles
+from zckpt.formats.fsdp_rank_files.held import SHARDED, Held
 from zckpt.formats.fsdp_rank_files.mesh import read_mesh
 from zckpt.torchfile import Global, Object, Storage, Tensor
 
@@ -250,6 +252,51 @@ def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Pat
         (swapped / f"{rank}").rename(swapped / f"model_world_size_2_rank_{1 - rank}.pt")
     with pytest.raises(ShardError, match="is another rank's file: expected rank 0, found rank 1"):
         zckpt.open(swapped)
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_a_file_under_the_name_of_another_rank_is_named(
+    kind: str, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Rank 2 has nothing of what has one row: copied over rank 0's file, it leaves no element of that."""
+    folder = copied(written("s2_bf16_dp2", world_size=3), tmp_path / "f")
+    shutil.copy(folder / f"{kind}_world_size_3_rank_2.pt", folder / f"{kind}_world_size_3_rank_0.pt")
+    with pytest.raises(ShardError, match=f"{kind}_world_size_3_rank_0.pt: is another rank's file: .* found rank 2"):
+        zckpt.open(folder)
+
+
+def test_a_tensor_of_which_no_rank_has_any_element_is_not_covered() -> None:
+    with pytest.raises(LayoutError, match=r"expected 3 elements of shape \(3,\), found 0"):
+        RankFiles(["a", "b"]).joined("weight", "w", [(rank, Held(SHARDED, (3,), "float32", ())) for rank in (0, 1)])
+
+
+@pytest.mark.parametrize(
+    "holds", ["model", "optimizer", "both", "whole model", "model by itself", "optimizer by itself"]
+)
+def test_a_file_of_one_rank_is_refused_under_any_name(holds: str, written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = written(LLAMA, world_size=2)
+    model, optimizer = (
+        torch.load(folder / f"{kind}_world_size_2_rank_1.pt", weights_only=False) for kind in ("model", "optim")
+    )
+    trees = {
+        "model": {"model": model, "step": 3},
+        "optimizer": {"optimizer": optimizer},
+        "both": {"model": model, "optimizer": optimizer, "step": 3, "args": {"lr": 0.1}},
+        "whole model": {"model": {name: torch.zeros(one.shape) for name, one in model.items()}, "optimizer": optimizer},
+        "model by itself": model,
+        "optimizer by itself": optimizer,
+    }
+    for name in ("checkpoint-500.pt", "pytorch_model.bin", "ckpt_rank1.pt"):
+        torch.save(trees[holds], tmp_path / name)
+        with pytest.raises(
+            UnsupportedError, match=r"holds one rank's part of what ranks share: .* is a DTensor.* rank 1 of 2"
+        ):
+            zckpt.open(tmp_path / name)
+    shutil.copy(tmp_path / "ckpt_rank1.pt", tmp_path / "ckpt_rank0.pt")
+    for name in ("checkpoint-500.pt", "pytorch_model.bin"):
+        (tmp_path / name).unlink()
+    with pytest.raises(SourceError):
+        zckpt.open(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

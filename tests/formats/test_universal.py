@@ -311,6 +311,30 @@ def resaved(path: Path, **changes: Any) -> None:
     torch.save({**load(path), **changes}, path)
 
 
+@pytest.mark.parametrize(
+    "file",
+    ["fc1.weight/exp_avg.pt", "fc1.weight/step.pt", "unused.bias/exp_avg_sq.pt", "alpha/step.pt", "alpha/exp_avg.pt"],
+)
+def test_a_slot_or_step_that_others_have_is_missed(file: str, tmp_path: Path) -> None:
+    """Also of `alpha`, which has a param group by itself."""
+    target = sample(tmp_path)
+    (target / "zero" / file).unlink()
+    with pytest.raises(LayoutError, match=rf"zero/{file}: no .* of this parameter: expected a file"):
+        zckpt.open(target)
+
+
+def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path: Path) -> None:
+    """AMSGrad keeps one slot more; a parameter of the other group is not to have it."""
+    weights = {name: torch.nn.Parameter(torch.ones(4, 3)) for name in ("a", "b")}
+    groups = [{"params": [weights["a"]], "amsgrad": True}, {"params": [weights["b"]]}]
+    optimizer = torch.optim.AdamW(groups)
+    sum(one.sum() for one in weights.values()).backward()
+    optimizer.step()
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    checkpoint = zckpt.open(tmp_path / "c.pt", names=["a", "b"])
+    assert_same_state(zckpt.open(written(checkpoint, tmp_path / "u")), checkpoint)
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     for index, (file, error) in enumerate(
         [

@@ -194,6 +194,55 @@ def test_record_that_no_torch_file_has_is_left_out(tmp_path: Path) -> None:
     assert codes(source) == (0, {"ZC-132"})
 
 
+# --- what a crash or a full disk leaves -------------------------------------------------------------------------------
+
+NAMES = [
+    "scheduler.pt", "rng_state_1.pth", "training_args.bin", "trainer_state.json", "config.json", "model.safetensors",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("left", ["nothing", "half", "zeros"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(
+    name: str, left: str, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+    data = (source / name).read_bytes()
+    (source / name).write_bytes({"nothing": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[left])
+    for deep in ([], ["--deep"]):
+        status, found = codes(source, *deep)
+        assert status == 1
+        assert found <= {"ZC-102", "ZC-103"}
+    for to in ("zckpt", "accelerate"):
+        refused(3, "convert", source, tmp_path / "t", "--to", to, words=(name, "cannot be read", f"--drop '{name}'"))
+    succeeded("convert", source, tmp_path / "t", "--to", "zckpt", "--drop", name)
+
+
+def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+    path = source / "training_args.bin"
+    flip(path, path.read_bytes().index(b"label_names"))
+    assert codes(source, "--deep")[0] == 1
+    refused(3, "convert", source, tmp_path / "t", "--to", "zckpt", words=("training_args.bin",))
+
+
+def test_files_that_may_be_empty_mean_nothing(trainers: Path) -> None:
+    (trainers / "optimizer_old.pt").unlink()
+    for name in ("README.md", "train.log", "requirements.txt", "__init__.py", "COMPLETE", "mark"):
+        (trainers / name).write_bytes(b"")
+    (trainers / "settings.json").write_text("{}  // the user's own, with a comment")
+    assert lost(trainers) == []
+
+
+def test_the_end_of_a_long_text_is_looked_at(trainers: Path) -> None:
+    (trainers / "optimizer_old.pt").unlink()
+    text = json.dumps({"vocab": list(range(200_000))})
+    (trainers / "tokenizer.json").write_text(text + "\n")
+    assert lost(trainers) == []
+    (trainers / "tokenizer.json").write_text(text[:-5])
+    assert lost(trainers) == ["tokenizer.json"]
+
+
 # --- DeepSpeed -------------------------------------------------------------------------------------------------------
 
 
@@ -363,7 +412,7 @@ def test_truncated_shards_beside_whole_files_are_unsound(tmp_path: Path) -> None
     shard = min((source / "sharded").iterdir())
     shard.write_bytes(shard.read_bytes()[:-8])
     status, found = codes(source, "--deep")
-    assert (status, "ZC-131" in found) == (1, True)
+    assert (status, "ZC-102" in found) == (1, True)
 
 
 def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path: Path) -> None:

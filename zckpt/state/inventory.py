@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from zckpt.errors import SourceError
+
 STATE = "state"
 CARRIED = "carried"
 COPY = "copy"
@@ -93,6 +95,8 @@ class Item:
         How many there are.
     trained : bool
         Whether it is, as far as anyone can tell, state of a model or of an optimizer.
+    error : SourceError or None
+        Why it could not be read, where a file is left out because of that.
     """
 
     file: str
@@ -103,6 +107,7 @@ class Item:
     nbytes: int = 0
     count: int = 1
     trained: bool = False
+    error: SourceError | None = None
 
     @property
     def name(self) -> str:

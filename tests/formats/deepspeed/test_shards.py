@@ -117,6 +117,21 @@ def test_missing_expert_is_named(name: str, tmp_path: Path) -> None:
     assert re.search(r"expert.* 2\b", refusal(ShardError, tag))
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "lost"),
+    [
+        ("pp2_s1_bf16_dp1", "layer_00-model_states.pt", "tied_modules.embed.weight"),
+        ("pp2_s1_bf16_dp1", "layer_01-model_states.pt", "1.scale"),
+        ("pp2_tp2_s1_bf16_dp1", "layer_02-model_01-model_states.pt", "2."),
+    ],
+)
+def test_missing_layer_of_a_pipeline_is_named(name: str, file: str, lost: str, tmp_path: Path) -> None:
+    """Its masters are in the optimizer's files; its buffers, among others, are nowhere else."""
+    tag = copy(name, tmp_path)
+    (tag / file).unlink()
+    assert f"no layer's file has {lost}" in refusal(ShardError, tag)
+
+
 def test_directory_without_files_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no checkpoint recognised"):
         zckpt.open(tmp_path)

@@ -7,6 +7,7 @@ if it holds tensors.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -14,13 +15,14 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from zckpt.errors import SourceError
+from zckpt.codes import TRUNCATED
+from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.account.ranges import MANY, Coverage, Known, shares
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
-from zckpt.storage.files import collector_paused
+from zckpt.storage.files import collector_paused, opened, read_at
 from zckpt.torchfile import read_torchfile, walk_tensors
 
 _Account = tuple[list[Item], dict[str, int]]
@@ -95,7 +97,8 @@ def shown(path: str, real: str, root: str) -> str:
 
 
 _STATE = re.compile(
-    r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|custom_checkpoint|dl_state_dict|sampler)[^/]*"
+    r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|custom_checkpoint|dl_state_dict|sampler"
+    r"|training_args)[^/]*"
     r"|(?:pytorch_model|model|adapter_model|diffusion_pytorch_model|consolidated)[^/]*\.(?:bin|pt|pth|safetensors)",
     re.IGNORECASE,
 )
@@ -107,26 +110,32 @@ SEARCHED_DEPTH = 2
 MAXIMUM_DEPTH = 16
 """Folders below a directory that are looked into."""
 
-TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".safetensors", ".distcp", ".th")
+NEVER_EMPTY = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".safetensors", ".th")
 """Of files that hold tensors, as a rule: none of them is foreign by its name alone."""
+
+MAXIMUM_JSON_NBYTES = 1 << 20
+"""Of a text that is read as a whole; of a longer one that much of its end is looked at."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A rule: files whose names fit are not of a checkpoint."""
+    """A rule: files whose names fit are not of a checkpoint; one that is `written` with it is whole, if that was."""
 
     about: str
     pattern: re.Pattern[str]
+    written: bool = False
 
 
 FOREIGN_RULES = (
     Foreign("a tokenizer", re.compile(
         r"(?:tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece|sentencepiece|chat_template|bpe)"
-        r"[^/]*\.(?:json|txt|model|jinja|jsonl)|[^/]+\.tiktoken", re.IGNORECASE)),
+        r"[^/]*\.(?:json|txt|model|jinja|jsonl)|[^/]+\.tiktoken", re.IGNORECASE), written=True),
+    Foreign("digests of a checkpoint", re.compile(r"fingerprint\.json"), written=True),
     Foreign("a configuration of the model", re.compile(
         r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"
-        r"|[^/]+_config\.json")),
-    Foreign("the Trainer's account of the training", re.compile(r"trainer_state\.json|all_results\.json")),
+        r"|[^/]+_config\.json"), written=True),
+    Foreign("the Trainer's account of the training", re.compile(
+        r"trainer_state\.json|all_results\.json"), written=True),
     Foreign("logs", re.compile(r"events\.out\.tfevents\..*|.*\.(?:log|out|err|jsonl|csv|tsv)", re.IGNORECASE)),
     Foreign("notes", re.compile(
         r"(?:README|LICENSE|NOTICE|USE_POLICY|CHANGELOG)(?:\..*)?|.*\.(?:md|rst|txt|html?|pdf|png|jpe?g|svg|gif)",
@@ -179,20 +188,21 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
             claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
         if claim is None and about is not None:
             claim = Claim(FOREIGN, about)
-        if claim is None:
-            rule = next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
-            claim = Claim(FOREIGN, rule.about) if rule is not None and nbytes is not None else None
-        if claim is None and outside and not within(real, own) and not _STATE.fullmatch(path.name):
+        rule = None if claim else next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
+        error = _damage(path, nbytes) if rule is not None and rule.written and nbytes is not None else None
+        if error is None and rule is not None and nbytes is not None:
+            claim = Claim(FOREIGN, rule.about)
+        beside = outside and error is None and not within(real, own)
+        if claim is None and beside and not _STATE.fullmatch(path.name):
             claim = Claim(FOREIGN, "beside the checkpoint's own directory")
-        if claim is None and nbytes == 0:
+        if claim is None and nbytes == 0 and error is None and not path.name.endswith(NEVER_EMPTY):
             claim = Claim(IMPLIED, "empty files")
         if claim is not None:
             yield Item(name, "", FILE, claim.fate, claim.about, nbytes or 0)
         elif nbytes is None:
             yield Item(name, "", FILE, LEFT_OUT, "it is no regular file, or cannot be read")
         else:
-            reason, trained = _what(path)
-            yield Item(name, "", FILE, LEFT_OUT, reason, nbytes, trained=trained)
+            yield _left_out(path, name, nbytes, error)
 
 
 def within(path: str, directory: str) -> bool:
@@ -257,20 +267,43 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _what(path: Path) -> tuple[str, bool]:
-    """Return why a file is left out, and whether it is state of a model or an optimizer."""
-    if not path.name.endswith(TENSOR_SUFFIXES):
-        return "no rule knows such a file", False
+def _left_out(path: Path, name: str, nbytes: int, error: SourceError | None) -> Item:
+    """Return the item of a file that no one has claimed: why it is left out, and whether it is state."""
+    tensors: int | None = None
     try:
         if path.suffix == ".safetensors":
             from zckpt.formats.safetensors.file import read_header
 
-            return f"nothing has read its {len(read_header(path)[0])} tensors", True
-        if path.suffix == ".distcp":
-            return "nothing has read it", True
-        dims = sum(bool(tensor.shape) for _, tensor in walk_tensors(read_torchfile(path).root))
+            tensors = len(read_header(path)[0])
+        elif path.name.endswith(NEVER_EMPTY):
+            tensors = sum(bool(tensor.shape) for _, tensor in walk_tensors(read_torchfile(path).root))
+    except SourceError as found:
+        error = found
+    if error is not None:
+        return Item(name, "", FILE, LEFT_OUT, f"it cannot be read: {error.message}", nbytes, trained=True, error=error)
+    if tensors:
+        return Item(name, "", FILE, LEFT_OUT, f"nothing has read its {tensors} tensors", nbytes, trained=True)
+    known = tensors is not None or path.suffix == ".distcp"
+    about = "nothing has read it" if known else "no rule knows such a file"
+    return Item(name, "", FILE, LEFT_OUT, about, nbytes, trained=known and tensors is None)
+
+
+def _damage(path: Path, nbytes: int) -> SourceError | None:
+    """Return what a crash or a full disk has left of a text that programs write, as far as that shows."""
+    if not nbytes:
+        return DamagedFileError("is empty", path=path, code=TRUNCATED)
+    if path.suffix != ".json":
+        return None
+    first = max(0, nbytes - MAXIMUM_JSON_NBYTES)
+    try:
+        with opened(str(path)) as descriptor:
+            text = read_at(descriptor, first, nbytes - first, path=str(path))
+        if not first:
+            json.loads(text)
+        elif not text.rstrip().endswith((b"}", b"]")):
+            return DamagedFileError("is JSON without its end", path=path, code=TRUNCATED)
     except SourceError as error:
-        return f"it cannot be read: {error.message}", True
-    if not dims:
-        return "nothing has read it", False
-    return f"nothing has read its {dims} tensors", True
+        return error
+    except (ValueError, RecursionError) as error:
+        return DamagedFileError("is no JSON", path=path, found=str(error)[:80])
+    return None

@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.agreement import check_stages_alike
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
@@ -111,6 +113,8 @@ def stage_weights(
     ------
     UnsupportedError
         A layer's weights could be those of several tied layers.
+    ShardError
+        A layer's file is missing: what a stage has trained is in none.
     """
     found: dict[int, Weights] = {rank: {} for rank in range(len(models))}
     copies: list[Copy] = []
@@ -128,6 +132,17 @@ def stage_weights(
                 continue
             for rank in owners:
                 found[rank][name] = (shard.path, content[key])
+    for rank, model in enumerate(models):
+        lost = [name for name in named[rank] if name not in found[rank]]
+        if lost:
+            raise ShardError(
+                f"no layer's file has {listed(lost)}, which {Path(model.shard.path).name} lists",
+                path=Path(model.shard.path).parent,
+                expected="a file of each layer that has weights",
+                found=listed([Path(shard.path).name for shard, _ in files]),
+                code=MISSING_FILE,
+                parameters=lost,
+            )
     return found, copies
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from zckpt.codes import DTYPES_DIFFER
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
+from zckpt.errors import LayoutError, ShardError, UnsupportedError
 from zckpt.formats.fsdp_rank_files.held import Box, Held
 from zckpt.formats.torch_files.tensors import span_of, unresolved
 from zckpt.state import Extent, Slot, Span
@@ -77,6 +77,8 @@ class RankFiles:
         ------
         LayoutError
             Ranks have other shapes or types than the first, or together not every element once.
+        ShardError
+            A file is another rank's than its name says.
         UnsupportedError
             They have flattened pieces of which nothing says where they lie.
         """
@@ -85,7 +87,16 @@ class RankFiles:
             one.shape == (0,) for _, one in held
         ):
             _refuse_pieces(self.paths[rank], label, [one for _, one in held])
-        for other, one in held[1:]:
+        for other, one in held:
+            if one.mesh is not None and one.mesh.rank not in (None, other):
+                raise ShardError(
+                    "is another rank's file",
+                    path=self.paths[other],
+                    expected=f"rank {other}",
+                    found=f"rank {one.mesh.rank}",
+                    code=WRONG_RANK,
+                    ranks=[other],
+                )
             if (one.shape, one.dtype) != (first.shape, first.dtype):
                 raise LayoutError(
                     f"{label} is another tensor than rank {rank}'s",
@@ -142,8 +153,10 @@ class RankFiles:
             for low, size in ranges:
                 end = low + size if low == end else -1
             axes.append(ranges if end == whole else [])
-        if math.prod(map(len, axes)) == len(cells) and all(
-            (tuple(low for low, _ in cell), tuple(n for _, n in cell)) in cells for cell in product(*axes)
+        if (
+            cells
+            and math.prod(map(len, axes)) == len(cells)
+            and all((tuple(low for low, _ in cell), tuple(n for _, n in cell)) in cells for cell in product(*axes))
         ):
             return
         held = sum(math.prod(sizes) for _, sizes in cells)

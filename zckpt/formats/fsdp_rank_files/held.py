@@ -7,12 +7,13 @@ Tensor           the whole tensor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.formats.fsdp_rank_files.mesh import Mesh, Placement, box_of, read_mesh, read_placements
 from zckpt.state.inventory import IMPLIED, REST, Rule
-from zckpt.torchfile import MetaTensor, Object, Tensor, brief
+from zckpt.torchfile import LEAVES, MetaTensor, Object, Tensor, TorchFile, brief, children
 
 PLAIN, DTENSOR, SHARDED = "Tensor", "DTensor", "ShardedTensor"
 
@@ -93,6 +94,40 @@ def elements(node: object) -> object:
         case (list(shards), *_) if kind == SHARDED and all(isinstance(one, Object) for one in shards):
             return [one.get("tensor") for one in shards]
     return node
+
+
+def refuse_share(file: TorchFile) -> None:
+    """Raise if a file has what one rank has of tensors that several share, whatever its name is.
+
+    Raises
+    ------
+    UnsupportedError
+        It holds a DTensor, or a ShardedTensor.
+    """
+    if not any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names):
+        return
+    waiting: list[tuple[tuple[object, ...], object]] = [((), file.root)]
+    seen: set[int] = set()
+    while waiting:
+        place, node = waiting.pop()
+        kind = node.subclass.name if isinstance(node, MetaTensor) and node.subclass is not None else ""
+        if isinstance(node, MetaTensor) and kind in (DTENSOR, SHARDED):
+            try:
+                held = RankReader(file.path).held(node)
+            except SourceError:
+                held = None
+            mesh = None if held is None else held.mesh
+            raise UnsupportedError(
+                f"holds one rank's part of what ranks share: {'.'.join(map(str, place))[:80]} is a {kind}",
+                path=file.path,
+                expected="whole tensors, or a format whose files say which rank's they are",
+                found=None if mesh is None else f"rank {mesh.rank} of {math.prod(mesh.sizes)}",
+                advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
+            )
+        if id(node) not in seen:
+            seen.add(id(node))
+            below = [((*place, step), child) for step, child in children(node) if type(child) not in LEAVES]
+            waiting.extend(reversed(below))
 
 
 class RankReader:

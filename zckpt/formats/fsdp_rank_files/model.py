@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zckpt.codes import WRONG_RANK
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import Held, RankReader, elements, rules_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
@@ -79,7 +78,6 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
                 ranks=[rank],
             )
         for name, one in tensors.items():
-            _check_rank(one, rank, file.path)
             model.held[name].append(one)
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
@@ -89,18 +87,6 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
             f"(save SHARDED_STATE_DICT or FULL_STATE_DICT)"
         )
     return model
-
-
-def _check_rank(held: Held, rank: int, path: str) -> None:
-    if held.mesh is not None and held.mesh.rank not in (None, rank):
-        raise ShardError(
-            "is another rank's file",
-            path=path,
-            expected=f"rank {rank}",
-            found=f"rank {held.mesh.rank}",
-            code=WRONG_RANK,
-            ranks=[rank],
-        )
 
 
 def _root(file: TorchFile) -> dict[object, object]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
 from zckpt.errors import SourceError, UnsupportedError
+from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.torch_files.content import content_of, is_running_statistic, is_trainable
 from zckpt.formats.torch_files.optimizer import attach
@@ -40,6 +41,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         It holds no state dict.
     """
     file = read_torchfile(path)
+    refuse_share(file)
     checkpoint = Checkpoint(str(path), "torch")
     root = file.root
     if isinstance(root, Object):

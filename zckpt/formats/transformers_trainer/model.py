@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.safetensors.file import METADATA_KEY, aliases_in, carry_texts, read_header, rules_of, weight_map
 from zckpt.formats.torch_files.content import is_state_dict
 from zckpt.formats.torch_files.reader import add_tensors
@@ -125,6 +126,7 @@ def _is_running(name: str, slots: Mapping[str, Slot]) -> bool:
 
 def _read_torch(one: Checkpoint, path: Path) -> None:
     file = read_torchfile(path)
+    refuse_share(file)
     root = file.root
     if not isinstance(root, dict) or not is_state_dict(root):
         raise UnsupportedError(

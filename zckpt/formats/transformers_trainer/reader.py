@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError
+from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
@@ -168,6 +169,7 @@ def _joined(weights: Sequence[Weights]) -> Weights:
 
 def _read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
     file = read_torchfile(path)
+    refuse_share(file)
     checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
     return parse(file.root, str(path))
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.codes import MISSING_FILE
+from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep_lists import common, with_layers
@@ -21,14 +21,14 @@ from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.state_dicts import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of
-from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
+from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.model_files import ModelFiles, give_state, read_groups, read_models
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
-from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Digests, Object, TorchFile, plain, read_torchfile
 
 CUT_KEYS = OWN_KEYS | {
     "group_paddings", "param_alignment_paddings", "partition_count", "fp32_flat_groups", "ds_zero_partition_groups",
@@ -48,6 +48,9 @@ OPTIMIZER_RULES = (
     *(Rule((key, "**"), IMPLIED, "ranks and version of the run") for key in ("zero_stage", "ds_version")),
 )  # fmt: skip
 """Of the values in `optimizer_state.pt`."""
+
+OF_A_GROUP = frozenset({"lr", "initial_lr", "weight_decay", "name", "param_group_name"})
+"""Hyperparameters in which groups of one form of state differ."""
 
 
 def read(directory: Path) -> Checkpoint:
@@ -128,13 +131,14 @@ def _place_trained(
 ) -> dict[str, dict[str, object]]:
     """Place trained parameters with their slots; return the single values of each."""
     values: dict[str, dict[str, object]] = {}
+    held: dict[str, StoredFolder] = {}
     filled, extra = as_mapping(rest.get("made", {}), file.path), as_mapping(rest.get("values", {}), file.path)
     without_master = set(as_names(rest.get("without_master", []), file.path))
     for index, group in enumerate(checkpoint.param_groups):
         for name in group.parameters:
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise DamagedFileError("a parameter's name leads elsewhere", path=file.path, found=repr(name[:80]))
-            stored = read_folder(folder / name)
+            stored = held[name] = read_folder(folder / name)
             checkpoint.files += stored.files
             parameter = _trained(name, stored, models, shapes[name])
             parameter.group = index
@@ -145,7 +149,45 @@ def _place_trained(
                 own.pop(key, None)
                 _mark_filled(stored, key)
             checkpoint.parameters[name], values[name] = parameter, own
+    _check_complete(checkpoint, folder, held, values)
     return values
+
+
+def _check_complete(
+    checkpoint: Checkpoint,
+    folder: Path,
+    held: Mapping[str, StoredFolder],
+    values: Mapping[str, Mapping[str, object]],
+) -> None:
+    """Raise if a parameter has some of the files of another: of one in its group, or in a group of the same form.
+
+    DeepSpeed's loaders need the same ones for all of a group; zckpt gives them what is no value for each element apart.
+    """
+    digests = Digests()
+    forms = [
+        digests.of({key: value for key, value in group.hyperparameters.items() if key not in OF_A_GROUP})
+        for group in checkpoint.param_groups
+    ]
+    kept: list[tuple[int, str, frozenset[str], frozenset[str]]] = []
+    for number, group in enumerate(checkpoint.param_groups):
+        for name in group.parameters:
+            tensors, numel = held[name].tensors, checkpoint.parameters[name].numel
+            own = frozenset([*tensors, *held[name].values, *values[name]])
+            each = {key for key, one in tensors.items() if 1 < one.tensor.numel == numel}
+            if numel:
+                kept.append((number, name, own, own & {*each, STEP_STEM}))
+    states = {(number, own): (name, needed) for number, name, own, needed in kept}
+    for number, name, own, _ in kept:
+        for (its, others), (other, needed) in states.items():
+            is_alike = its == number or (forms[its] == forms[number] and own > {MASTER})
+            if is_alike and own < others and (lost := sorted(needed - own)):
+                raise LayoutError(
+                    f"no {lost[0]} of this parameter",
+                    path=folder / name / f"{lost[0]}{SUFFIX}",
+                    expected=f"a file, as {other} has one",
+                    code=SLOT_MISSING,
+                    parameters=[name],
+                )
 
 
 def _mark_filled(stored: StoredFolder, key: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.torch_files.optimizer import attach, deduce_names
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import describe
@@ -57,6 +58,7 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
     ranks: list[RankFile] = []
     for rank, path in enumerate(paths):
         file = read_torchfile(path)
+        refuse_share(file)
         try:
             key = optimizer_key(file.root)
         except KeyError:

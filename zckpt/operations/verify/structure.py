@@ -72,6 +72,9 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     root = Path(checkpoint.opened or checkpoint.source)
     by_file: dict[tuple[str, bool], list[Item]] = {}
     for item in take_inventory(checkpoint).left_out:
+        if item.error is not None:
+            yield finding_of(item.error)
+            continue
         by_file.setdefault((item.file, item.trained), []).append(item)
     for (file, trained), items in by_file.items():
         path = str(root / file) if root.is_dir() else str(root)

@@ -1,0 +1,129 @@
+"""Each file of each real checkpoint as a crash, a full disk or a careless hand leaves it: found and refused, or listed.
+
+What nothing can tell is in `SILENT`, with the reason; of all else that nobody says a word of, nothing may be lost.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.inventory.sources import LEFT_OUT, SOURCES
+from zckpt.errors import SourceError, ZckptError
+from zckpt.formats.account import take_inventory
+from zckpt.operations.losses import check_nothing_lost
+from zckpt.state.inventory import FOREIGN
+
+OPERATIONS: dict[str, Callable[[bytes], bytes | None]] = {
+    "removed": lambda data: None,
+    "emptied": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+}
+"""What is left of a file."""
+
+SAMPLE = [
+    "s2_bf16_dp2", "pp2_s1_bf16_dp1", "other/accel_ds2_bf16", "other/dcp_fsdp2_dp2", "other/dcphf_consolidated_dp2",
+    "other/lightning_fsdp2", "other/mcore_legacy_tp2_pp2", "other/plain_adamw", "other/trainer_ds2_gpt2",
+    "other/zckpt_v1",
+]  # fmt: skip
+"""In every run: files of all kinds."""
+
+SILENT = {
+    ("removed", "*/random_states_*.pkl", "*/rng_state_*.pth"): "no file says how many ranks there were",
+    ("removed", "*/scheduler.*", "*/training_args.bin", "*/trainer_state.json"): "a training may have none",
+    ("removed", "other/lightning_fsdp2/meta.pt"): "without it, it is what torch by itself writes",
+    (
+        "removed",
+        "other/dcphf_sharded_dp3/*00003-*",
+    ): "the files do not say how many shards there were; verify notes that",
+    ("zeros", "other/mcore08_zarr_tp2/*.exp_avg*"): "chunks have no checksums, and a moment may be zero",
+}
+"""What may be lost without a finding: what is done to which files (`FIXTURE/NAME`), and why nothing can tell."""
+
+
+def files_of(source: Path) -> Iterator[Path]:
+    return (path for path in sorted(source.rglob("*") if source.is_dir() else [source]) if path.is_file())
+
+
+def is_listed(operation: str, file: str) -> bool:
+    return any(done == operation and any(fnmatchcase(file, one) for one in patterns) for done, *patterns in SILENT)
+
+
+def held(source: Path) -> object:
+    """What a checkpoint has, as far as the loss of a file would show in it."""
+    found = zckpt.open(source)
+    slots = {one.name: (one.shape, sorted(one.slots), sorted(one.state)) for one in found.tensors()}
+    groups = [(sorted(group.hyperparameters), group.parameters, sorted(group.state)) for group in found.param_groups]
+    return slots, groups, sorted(found.metadata), sorted(found.optimizer_metadata), found.step, found.loss_scale
+
+
+def is_sound(source: Path) -> bool:
+    try:
+        return zckpt.verify(source, deep=True).sound
+    except SourceError:
+        return False
+
+
+def is_taken(source: Path, drop: list[str], target: Path | None) -> bool:
+    """Whether a verb writes from it: to a target, or as far as reading the structure tells."""
+    try:
+        if target is None:
+            check_nothing_lost(zckpt.open(source), drop)
+        else:
+            zckpt.convert(source, target, to="zckpt", drop=drop, overwrite=True)
+    except ZckptError:
+        return False
+    return True
+
+
+def failures(name: str, directory: Path, target: Path | None) -> Iterator[str]:
+    """Do everything to every file of a fixture; yield what should not be."""
+    source = directory / SOURCES[name].name
+    if SOURCES[name].is_dir():
+        shutil.copytree(SOURCES[name], source, ignore=shutil.ignore_patterns("truth.*"))
+    else:
+        shutil.copy(SOURCES[name], source)
+    drop = [f"*:{LEFT_OUT[name]}"] if name in LEFT_OUT else []
+    whole, sound = held(source), is_sound(source)
+    foreign = {item.file: item.about for item in take_inventory(zckpt.open(source)).of(FOREIGN) if not item.place}
+    for path in files_of(source):
+        data, file = path.read_bytes(), path.relative_to(source if source.is_dir() else directory).as_posix()
+        for operation, change in OPERATIONS.items():
+            left = change(data)
+            if left == data or (left is None and path == source):
+                continue
+            path.unlink() if left is None else path.write_bytes(left)
+            said = sound and not is_sound(source)
+            taken = is_taken(source, drop, target)
+            if said and taken:
+                yield f"{file} {operation}: verify finds it, and a verb writes from it"
+            elif foreign.get(file) == "another checkpoint" or not taken or is_listed(operation, f"{name}/{file}"):
+                pass
+            elif left is not None or held(source) != whole:
+                yield f"{file} {operation}: nothing says a word"
+            path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_what_a_crash_leaves_is_found_and_refused(name: str, tmp_path: Path) -> None:
+    assert list(failures(name, tmp_path, None)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_crash_leaves_of_every_fixture_is_found_and_refused_by_a_verb(name: str, tmp_path: Path) -> None:
+    assert list(failures(name, tmp_path, tmp_path / "target")) == []
+
+
+def test_what_is_said_of_files_of_which_nothing_can_tell_is_of_files_that_are_there() -> None:
+    every = [f"{name}/{path.relative_to(source).as_posix()}"
+             for name, source in SOURCES.items() if source.is_dir() for path in files_of(source)]  # fmt: skip
+    for _, *patterns in SILENT:
+        for pattern in patterns:
+            assert any(fnmatchcase(file, pattern) for file in every), pattern
