@@ -12,15 +12,13 @@ from zckpt.cli.options import (
     comma_separated,
     exclude_frozen_option,
     max_shard_size_option,
-    naming_options,
-    overflow_option,
     show,
-    source_options,
     tied_option,
     write_options,
 )
 from zckpt.cli.streams import reporter
 from zckpt.errors import UsageError
+from zckpt.operations.options import Renamed
 
 config_option = click.option(
     "--config",
@@ -70,10 +68,7 @@ recomputed_option = click.option(
 @max_shard_size_option
 @config_option
 @recomputed_option
-@overflow_option
-@naming_options
-@write_options
-@source_options
+@write_options(Renamed)
 def average_command(
     sources: tuple[Path, ...],
     target: Path,
@@ -82,9 +77,7 @@ def average_command(
     from_last: tuple[str, ...],
     as_json: bool,
     quiet: bool,
-    writing: dict[str, Any],
-    naming: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
     **options: Any,  # noqa: ANN401  # what click gives
 ) -> None:
     """Write the mean of checkpoints of one model, of any formats and world sizes, as one model.
@@ -103,9 +96,7 @@ def average_command(
         from_last=from_last,
         reporter=reporter("average", quiet=quiet),
         **options,
-        **naming,
-        **writing,
-        **where,
+        **shared,
     )
     show(done, as_json=as_json, quiet=quiet)
 
@@ -134,19 +125,14 @@ def average_command(
 @max_shard_size_option
 @config_option
 @recomputed_option
-@overflow_option
-@naming_options
-@write_options
-@source_options
+@write_options(Renamed)
 def merge_adapter_command(
     base: Path,
     adapter: Path,
     target: Path,
     as_json: bool,
     quiet: bool,
-    writing: dict[str, Any],
-    naming: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
     **options: Any,  # noqa: ANN401  # what click gives
 ) -> None:
     """Write a model with a LoRA adapter of PEFT merged into it.
@@ -157,9 +143,7 @@ def merge_adapter_command(
     """
     from zckpt.operations.merge_adapter import merge_adapter
 
-    done = merge_adapter(
-        base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **naming, **writing, **where
-    )
+    done = merge_adapter(base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **shared)
     show(done, as_json=as_json, quiet=quiet)
 
 

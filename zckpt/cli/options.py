@@ -13,6 +13,7 @@ import click
 
 from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
+from zckpt.operations.options import Shared, options_of
 from zckpt.storage.remote import is_url
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -87,28 +88,7 @@ dequantize_option = click.option(
     is_flag=True,
     help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
 )
-overflow_option = click.option(
-    "--overflow",
-    type=click.Choice(["refuse", "allow"]),
-    default="refuse",
-    show_default=True,
-    help="Finite values beyond the type that is written: refuse, or write infinity and count them.",
-)
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
-executor_option = click.option(
-    "--executor",
-    metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
-    help="Who reads and writes: docs/scale.md. Default: threads; under torchrun, its ranks.",
-)
-direct_option = click.option(
-    "--direct", is_flag=True, help="Read (and write) past the page cache, where that can be: docs/copying.md."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-def memory_option(help: str) -> Callable[[Command], Command]:  # noqa: A002
-    """Return the option that bounds buffers."""
-    return click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help=help)
 
 
 def comma_separated(values: Iterable[str]) -> list[str]:
@@ -122,123 +102,60 @@ def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> C
     return command
 
 
-def source_options(command: Command, *, suffix: str = "") -> Command:
-    """Add the options that say which checkpoint is meant; the command gets them as `where`, for any verb's function.
+def takes(group: type, *, suffix: str = "") -> Callable[[Command], Command]:
+    """Add the options of a group that verbs share; the command gets them as `shared`, for any verb's function.
 
     Parameters
     ----------
-    command : callable
+    group : type
+        Of `operations/options.py`.
     suffix : str
-        Of a verb's second source: `b` gives `--tag-b`, ..., and `where_b`.
+        Of a verb's second source: `_b` gives `--tag-b`, ..., and `shared_b`.
     """
-    path = Place()
-    options: dict[str, dict[str, Any]] = {
-        "tag": {"help": "Which checkpoint of a run directory; by default the one `latest` names."},
-        "root": {
-            "type": path, "multiple": True, "metavar": "DIR",
-            "help": "The same directory on another node, whose files belong in too; may be repeated.",
-        },
-        "names": {
-            "type": click.Path(path_type=Path, dir_okay=False), "metavar": "FILE",
-            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only; of "
-            "safetensors, of the model's parameters in its order, which the files do not have.",
-        },
-        "tp-rules": {
-            "type": path, "metavar": "FILE",
-            "help": "How tensor-parallel slices make up parameters: universal_checkpoint_info as JSON. "
-            "Default: the checkpoint's own.",
-        },
-    }  # fmt: skip
-    mark = f"_{suffix}" if suffix else ""
+    options = {name: one for name, one in options_of(group).items() if one.flag != ""}
 
-    @wraps(command)
-    def with_where(*arguments: object, **given: Any) -> object:  # noqa: ANN401  # what click gives
-        tag, roots, names, tp_rules = (given.pop(f"{name.replace('-', '_')}{mark}") for name in options)
-        found = {"tag": tag, "roots": roots, "names": read_names(names), "tp_rules": tp_rules}
-        return command(*arguments, **{f"where{mark}": found}, **given)
+    def add(command: Command) -> Command:
+        @wraps(command)
+        def with_shared(*arguments: object, **given: Any) -> object:  # noqa: ANN401  # what click gives
+            shared: dict[str, Any] = {name: given.pop(f"{name}{suffix}") for name in options}
+            shared |= {name: not shared[name] for name, one in options.items() if one.unset}
+            shared["names"] = read_names(shared["names"])
+            if shared.get("rename"):
+                from zckpt.naming.renames import parsed
 
-    for name, one in options.items():
-        if suffix:
-            one["help"] = f"As --{name}, of {suffix.upper()}."
-    flags = [click.option(f"--{name}{mark.replace('_', '-')}", **one) for name, one in options.items()]
-    return _add(cast("Command", with_where), flags)
+                shared["rename"] = parsed(shared["rename"])
+            return command(*arguments, **{f"shared{suffix}": shared}, **given)
+
+        return _add(cast("Command", with_shared), [_flag(name, one, suffix) for name, one in options.items()])
+
+    return add
 
 
-def naming_options(command: Command) -> Command:
-    """Add the options that give tensors other names; the command gets them as `naming`, for any verb's function."""
-
-    @wraps(command)
-    def with_naming(*arguments: object, rename: tuple[str, ...], **given: Any) -> object:  # noqa: ANN401
-        from zckpt.naming.renames import parsed
-
-        keys = ("strip_prefix", "add_prefix", "map", "map_config")
-        naming = {"rename": parsed(rename), **{key: given.pop(key) for key in keys}}
-        return command(*arguments, naming=naming, **given)
-
-    return _add(
-        cast("Command", with_naming),
-        (
-            click.option("--strip-prefix", metavar="P", help="Take P off the names that have it, before all else."),
-            click.option(
-                "--rename",
-                multiple=True,
-                metavar="OLD=NEW",
-                help="Regular expression, and what it becomes wherever it is in a name (\\1: a group); "
-                "with * in NEW, a glob of whole names.",
-            ),
-            click.option(
-                "--map",
-                metavar="NAME|FILE",
-                help="Name and arrange the weights as another program does; NAME is of a map that zckpt has, as "
-                "`zckpt formats` lists them.",
-            ),
-            click.option(
-                "--map-config",
-                type=click.Path(path_type=Path, dir_okay=False),
-                metavar="FILE",
-                help="The model's config.json or params.json, for the map. Default: the one with SOURCE.",
-            ),
-            click.option("--add-prefix", metavar="P", help="Put P before all names, after all else."),
-        ),
-    )
+def _flag(name: str, one: Shared, suffix: str) -> Callable[[Command], Command]:
+    """Return the flag of an option that verbs share."""
+    flag = f"--{'no-' if one.unset else ''}{(one.flag or name).replace('_', '-')}"
+    text = f"As {flag}, of {suffix[1:].upper()}." if suffix else one.unset or one.text
+    if one.kind == "flag":
+        return click.option(flag, f"{name}{suffix}", is_flag=True, help=text)
+    if one.kind == "size":
+        return click.option(flag, type=ByteSize(), default="64MB", show_default=True, help=text)
+    if one.choices:
+        return click.option(flag, type=click.Choice(one.choices), default=one.default, show_default=True, help=text)
+    kind = {"place": Place(), "file": click.Path(path_type=Path, dir_okay=False), "text": click.STRING}[one.kind]
+    flag += suffix.replace("_", "-")
+    return click.option(
+        flag, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,
+        help=text + " May be repeated." * one.several,
+    )  # fmt: skip
 
 
-def write_options(command: Command) -> Command:
-    """Add the options of every verb that writes a target; the command gets them as `writing`, but for how to print."""
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
-    @wraps(command)
-    def with_writing(*arguments: object, no_weight_check: bool, no_checksums: bool, **given: Any) -> object:  # noqa: ANN401
-        keys = ("memory", "executor", "direct", "overwrite", "drop", "dry_run", "resume", "restart")
-        writing = {key: given.pop(key) for key in keys}
-        writing |= {"weight_check": not no_weight_check, "checksums": not no_checksums}
-        return command(*arguments, writing=writing, **given)
 
-    return _add(
-        cast("Command", with_writing),
-        (
-            click.option("--no-weight-check", is_flag=True, help="Do not hold masters against their weights."),
-            click.option(
-                "--no-checksums",
-                is_flag=True,
-                help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
-            ),
-            memory_option("Bound of the copy buffers of all workers together."),
-            executor_option,
-            direct_option,
-            click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
-            click.option("--resume", is_flag=True, help="Go on with what a run to TARGET that was killed has done."),
-            click.option("--restart", is_flag=True, help="Remove what a run to TARGET that was killed has left."),
-            click.option(
-                "--drop",
-                multiple=True,
-                metavar="PATTERN",
-                help="Write without this, which nothing reads: FILE or FILE:PLACE, * for any; may be repeated.",
-            ),
-            click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing."),
-            json_option,
-            click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages."),
-        ),
-    )
+def write_options(group: type) -> Callable[[Command], Command]:
+    """Add the options of a verb that writes a target: those that it shares, and how to print what it did."""
+    quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+    return lambda command: _add(command, (takes(group), json_option, quiet))
 
 
 def proof_options(command: Command) -> Command:

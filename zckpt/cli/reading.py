@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zckpt.cli.options import (
-    Place,
-    comma_separated,
-    dequantize_option,
-    direct_option,
-    executor_option,
-    json_option,
-    memory_option,
-    naming_options,
-    source_argument,
-    source_options,
-)
+from zckpt.cli.options import Place, comma_separated, dequantize_option, json_option, source_argument, takes
 from zckpt.cli.streams import json_text, paint, reporter, width
 from zckpt.errors import TargetError, UsageError, without_controls
+from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, only
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
@@ -77,7 +66,7 @@ def _say_what_is_cached(checkpoints: Iterable[Checkpoint], *, direct: bool, quie
 @click.option("--files", is_flag=True, help="List every file, and what became of everything in it.")
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
 @page_options
-@source_options
+@takes(Reading)
 def inspect_command(
     source: Path,
     as_json: bool,
@@ -86,14 +75,14 @@ def inspect_command(
     with_globals: bool,
     html: Path | None,
     overwrite: bool,
-    where: dict[str, Any],
+    shared: dict[str, Any],
 ) -> None:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.operations.inspect import inspect
     from zckpt.operations.open import open as opened
 
     _check_page(html, overwrite=overwrite)
-    checkpoint = opened(source, **where)
+    checkpoint = opened(source, **shared)
     document = inspect(checkpoint, include_globals=with_globals, include_inventory=files).as_dict()
     if html is not None:
         from zckpt.operations.map import map as map_of
@@ -122,14 +111,10 @@ def inspect_command(
 )
 @json_option
 @page_options
-@memory_option("Bound of all buffers.")
-@executor_option
-@direct_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
 @dequantize_option
-@naming_options
-@source_options
-@partial(source_options, suffix="b")
+@takes(Compared)
+@takes(Reading, suffix="_b")
 def diff_command(
     sources: tuple[Path, ...],
     rtol: float,
@@ -141,14 +126,10 @@ def diff_command(
     as_json: bool,
     html: Path | None,
     overwrite: bool,
-    memory: int,
-    executor: str | None,
-    direct: bool,
     quiet: bool,
     dequantize: bool,
-    naming: dict[str, Any],
-    where: dict[str, Any],
-    where_b: dict[str, Any],
+    shared: dict[str, Any],
+    shared_b: dict[str, Any],
 ) -> int:
     """Compare two checkpoints of any formats and world sizes: every slot of every parameter, and their settings.
 
@@ -157,17 +138,18 @@ def diff_command(
     Exit status 0: equal; 1: different.
     """
     _check_page(html, overwrite=overwrite)
+    of_each = {*Copying.__annotations__, "names", "tp_rules"}
     common: dict[str, Any] = {
-        "slots": comma_separated(slots), "parameters": parameters, "memory": memory, "executor": executor,
-        "direct": direct, "reporter": reporter("diff", quiet=quiet),
+        "slots": comma_separated(slots), "parameters": parameters, "reporter": reporter("diff", quiet=quiet),
+        **{key: value for key, value in shared.items() if key in of_each},
     }  # fmt: skip
     two: dict[str, Any] = {
-        "rtol": rtol, "atol": atol, "ignore_metadata": ignore == "metadata", "dequantize": dequantize, **naming,
-        "tag": where["tag"], "roots": where["roots"], **{f"{key}_b": value for key, value in where_b.items()},
+        "rtol": rtol, "atol": atol, "ignore_metadata": ignore == "metadata", "dequantize": dequantize,
+        **{key: value for key, value in shared.items() if key not in of_each},
+        **{f"{key}_b": value for key, value in shared_b.items()},
     }  # fmt: skip
-    names = {key: value for key, value in where.items() if key not in two}
-    compared = _series(sources, names, two, common) if series else _difference(sources, {**names, **two}, common)
-    _say_what_is_cached(compared.checkpoints, direct=direct, quiet=quiet)
+    compared = _series(sources, two, common) if series else _difference(sources, two, common)
+    _say_what_is_cached(compared.checkpoints, direct=shared["direct"], quiet=quiet)
     if html is not None:
         _write_page(html, compared.page(), overwrite=overwrite)
     if as_json:
@@ -178,7 +160,7 @@ def diff_command(
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
+class _Shown:
     """What `diff` shows of a comparison, and ends with."""
 
     checkpoints: list[Checkpoint]
@@ -188,7 +170,7 @@ class _Compared:
     status: int
 
 
-def _difference(sources: tuple[Path, ...], options: dict[str, Any], common: dict[str, Any]) -> _Compared:
+def _difference(sources: tuple[Path, ...], options: dict[str, Any], common: dict[str, Any]) -> _Shown:
     """Compare two checkpoints."""
     from zckpt.operations.diff import diff
     from zckpt.report.difference import render
@@ -199,10 +181,10 @@ def _difference(sources: tuple[Path, ...], options: dict[str, Any], common: dict
     done = diff(sources[0], sources[1], **options, **common)
     found = done.as_dict()
     text = render(found, width=width(), paint=paint())
-    return _Compared([done.a, done.b], found, text, lambda: diff_page(found), 0 if done.equal else 1)
+    return _Shown([done.a, done.b], found, text, lambda: diff_page(found), 0 if done.equal else 1)
 
 
-def _series(sources: tuple[Path, ...], names: dict[str, Any], two: dict[str, Any], common: dict[str, Any]) -> _Compared:
+def _series(sources: tuple[Path, ...], two: dict[str, Any], common: dict[str, Any]) -> _Shown:
     """Compare each of a run's checkpoints with the next; options about two (`two`) are refused."""
     from zckpt.operations.series import series
     from zckpt.report.difference import render_series
@@ -210,9 +192,9 @@ def _series(sources: tuple[Path, ...], names: dict[str, Any], two: dict[str, Any
 
     if any(two.values()):
         raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
-    done = series(sources, **names, **common)
+    done = series(sources, **common)
     found = done.as_dict()
-    return _Compared(done.checkpoints, found, render_series(found, width=width()), lambda: series_page(found), 0)
+    return _Shown(done.checkpoints, found, render_series(found, width=width()), lambda: series_page(found), 0)
 
 
 @click.command("fingerprint")
@@ -225,26 +207,18 @@ def _series(sources: tuple[Path, ...], names: dict[str, Any], two: dict[str, Any
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it there.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
-@memory_option("Bound of all buffers.")
-@executor_option
-@direct_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @dequantize_option
-@naming_options
-@source_options
+@takes(Compared)
 def fingerprint_command(
     source: Path,
     write: bool,
     output: Path | None,
     overwrite: bool,
     as_json: bool,
-    memory: int,
-    executor: str | None,
-    direct: bool,
     quiet: bool,
     dequantize: bool,
-    naming: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
 ) -> None:
     """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
 
@@ -256,8 +230,8 @@ def fingerprint_command(
     from zckpt.operations.open import open as opened
     from zckpt.storage.ownership import check_target
 
-    checkpoint = opened(source, **where)
-    if write and (dequantize or any(naming.values())):
+    checkpoint = opened(source, **only(Reading, shared))
+    if write and (dequantize or any(only(Renaming, shared).values())):
         raise UsageError(
             "digests under other names, or of other values, are not the source's own",
             expected="--output FILE, not --write",
@@ -265,16 +239,9 @@ def fingerprint_command(
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
-    found = fingerprint(
-        checkpoint,
-        memory=memory,
-        executor=executor,
-        direct=direct,
-        reporter=reporter("fingerprint", quiet=quiet),
-        dequantize=dequantize,
-        **naming,
-    )
-    _say_what_is_cached([checkpoint], direct=direct, quiet=quiet)
+    others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
+    found = fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others)
+    _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
@@ -291,11 +258,8 @@ def fingerprint_command(
 )
 @json_option
 @page_options
-@memory_option("Bound of all buffers.")
-@executor_option
-@direct_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
-@source_options
+@takes(ReadCopied)
 def verify_command(
     source: Path,
     deep: bool,
@@ -303,11 +267,8 @@ def verify_command(
     as_json: bool,
     html: Path | None,
     overwrite: bool,
-    memory: int,
-    executor: str | None,
-    direct: bool,
     quiet: bool,
-    where: dict[str, Any],
+    shared: dict[str, Any],
 ) -> int:
     """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
 
@@ -317,11 +278,9 @@ def verify_command(
     from zckpt.operations.verify import verify
 
     _check_page(html, overwrite=overwrite)
-    bar = reporter("verify", quiet=quiet)
-    how: dict[str, Any] = {"memory": memory, "executor": executor, "direct": direct, "reporter": bar}
-    found = verify(source, deep=deep, against=against, **how, **where)
+    found = verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
     if found.checkpoint is not None:
-        _say_what_is_cached([found.checkpoint], direct=direct, quiet=quiet)
+        _say_what_is_cached([found.checkpoint], direct=shared["direct"], quiet=quiet)
     document = found.as_dict()
     if html is not None:
         from zckpt.operations.map import map as map_of
@@ -346,9 +305,9 @@ def verify_command(
     "--json", "as_json", is_flag=True, help="Print what is drawn as one JSON document; TARGET is optional then."
 )
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
-@source_options
+@takes(Reading)
 def map_command(
-    source: Path, target: Path | None, slots: tuple[str, ...], as_json: bool, overwrite: bool, where: dict[str, Any]
+    source: Path, target: Path | None, slots: tuple[str, ...], as_json: bool, overwrite: bool, shared: dict[str, Any]
 ) -> None:
     """Draw which rank holds what of which parameter, to scale, as a picture. Reads no tensor.
 
@@ -362,7 +321,7 @@ def map_command(
     if target is not None and suffix not in PICTURES:
         raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name in .svg or .png")
     _check_page(target, overwrite=overwrite)
-    document = map_of(source, slots=comma_separated(slots) or None, **where).as_dict()
+    document = map_of(source, slots=comma_separated(slots) or None, **shared).as_dict()
     if target is not None:
         from zckpt.report.picture import png, svg
 

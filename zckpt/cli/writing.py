@@ -15,16 +15,14 @@ from zckpt.cli.options import (
     dequantize_option,
     exclude_frozen_option,
     max_shard_size_option,
-    naming_options,
-    overflow_option,
     proof_options,
     show,
     source_argument,
-    source_options,
     tied_option,
     write_options,
 )
 from zckpt.cli.streams import reporter
+from zckpt.operations.options import ReadWritten, Renamed
 
 target_argument = click.argument("target", type=Place())
 
@@ -54,10 +52,7 @@ target_argument = click.argument("target", type=Place())
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
 @dequantize_option
-@overflow_option
-@naming_options
-@write_options
-@source_options
+@write_options(Renamed)
 def consolidate_command(
     source: Path,
     target: Path,
@@ -68,12 +63,9 @@ def consolidate_command(
     max_shard_size: int,
     config: Path | None,
     dequantize: bool,
-    overflow: str,
     as_json: bool,
     quiet: bool,
-    writing: dict[str, Any],
-    naming: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
 ) -> None:
     """Turn a sharded checkpoint into one model.
 
@@ -93,11 +85,8 @@ def consolidate_command(
         max_shard_size=max_shard_size,
         config=config,
         dequantize=dequantize,
-        overflow=overflow,
         reporter=reporter("consolidate", quiet=quiet),
-        **naming,
-        **writing,
-        **where,
+        **shared,
     )
     show(done, as_json=as_json, quiet=quiet)
 
@@ -108,10 +97,7 @@ def consolidate_command(
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
 @dequantize_option
-@overflow_option
-@naming_options
-@write_options
-@source_options
+@write_options(Renamed)
 def reshard_command(
     source: Path,
     target: Path,
@@ -119,12 +105,9 @@ def reshard_command(
     verify: bool,
     fingerprint: bool | None,
     dequantize: bool,
-    overflow: str,
     as_json: bool,
     quiet: bool,
-    writing: dict[str, Any],
-    naming: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
     **options: object,
 ) -> None:
     """Cut a DeepSpeed ZeRO checkpoint for another number of data-, expert- or tensor-parallel ranks, or another stage.
@@ -146,11 +129,8 @@ def reshard_command(
         verify=verify,
         fingerprint=bool(fingerprint),
         dequantize=dequantize,
-        overflow=overflow,
         reporter=reporter("reshard", quiet=quiet),
-        **naming,
-        **writing,
-        **where,
+        **shared,
         **ReshardCommand.typed(options),
     )
     show(done, as_json=as_json, quiet=quiet)
@@ -161,10 +141,7 @@ def reshard_command(
 @target_argument
 @proof_options
 @dequantize_option
-@overflow_option
-@naming_options
-@write_options
-@source_options
+@write_options(Renamed)
 def convert_command(
     source: Path,
     target: Path,
@@ -172,12 +149,9 @@ def convert_command(
     verify: bool,
     fingerprint: bool | None,
     dequantize: bool,
-    overflow: str,
     as_json: bool,
     quiet: bool,
-    writing: dict[str, Any],
-    naming: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
     **options: object,
 ) -> None:
     """Write a checkpoint in another format, with all of its state."""
@@ -190,11 +164,8 @@ def convert_command(
         verify=verify,
         fingerprint=fingerprint,
         dequantize=dequantize,
-        overflow=overflow,
         reporter=reporter("convert", quiet=quiet),
-        **naming,
-        **writing,
-        **where,
+        **shared,
         **ConvertCommand.typed(options),
     )
     show(done, as_json=as_json, quiet=quiet)
@@ -216,8 +187,7 @@ def convert_command(
     metavar="SLOT,...",
     help="Remove all slots of the optimizer but these; weights and masters stay. May be repeated.",
 )
-@write_options
-@source_options
+@write_options(ReadWritten)
 def strip_command(
     source: Path,
     target: Path,
@@ -227,8 +197,7 @@ def strip_command(
     keep_slots: tuple[str, ...],
     as_json: bool,
     quiet: bool,
-    writing: dict[str, Any],
-    where: dict[str, Any],
+    shared: dict[str, Any],
 ) -> None:
     """Write a checkpoint again without what is not needed; the program it came from loads TARGET.
 
@@ -245,7 +214,6 @@ def strip_command(
         unreferenced=unreferenced,
         keep_slots=comma_separated(keep_slots) if keep_slots else None,
         reporter=reporter("strip", quiet=quiet),
-        **writing,
-        **where,
+        **shared,
     )
     show(done, as_json=as_json, quiet=quiet)

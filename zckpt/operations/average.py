@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.means import Decayed, Mean
 from zckpt.errors import UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.operations.combined import Combined, Rule, combined
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.target import How, about
 from zckpt.state import Checkpoint, Slot
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -61,6 +63,7 @@ class Averaged(Consolidated):
 
 
 @takes_urls
+@shares(Renamed)
 def average(
     sources: Sequence[Source],
     target: str | os.PathLike[str],
@@ -75,32 +78,14 @@ def average(
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
     verify: bool = False,
-    weight_check: bool = True,
-    checksums: bool = True,
-    overwrite: bool = False,
-    resume: bool = False,
-    restart: bool = False,
-    dry_run: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    overflow: str = "refuse",
-    drop: Sequence[str] = (),
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
+    **shared: Unpack[Renamed],
 ) -> Averaged:
     """Write the mean of checkpoints of one model, of any formats, world sizes and types, as one model.
 
     Of every source the masters count if it has them, else the weights. The mean is computed in float32 (float64 where a
-    source has float64) and rounded once, to the target's type.
+    source has float64) and rounded once, to the target's type. Of several sources, each root is the folder in which all
+    of them lie on another node. Names are changed in every source that has them, and a map goes in the direction that
+    fits the first.
 
     Parameters
     ----------
@@ -127,14 +112,7 @@ def average(
         As for `consolidate`; by default the first source's.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
-        As for `consolidate`.
-    roots, tag, names, tp_rules
-        As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
-        another node.
-    rename, strip_prefix, add_prefix, map, map_config
-        As for `consolidate`, of every source; what finds no name in one must find some in another. A map goes in the
-        direction that fits the first source: those that have the other names already stay as they are.
+    **shared
 
     Returns
     -------
@@ -150,22 +128,18 @@ def average(
         The target exists or cannot be written.
     """
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
-    how = How(
-        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
-        restart=restart, verb="average",
-        options={"weights": weights, "ema": ema, "dtype": dtype, "slots": slots, "from_last": from_last,
-            "tied": tied, "exclude_frozen": exclude_frozen, "max_shard_size": max_shard_size, "config": config,
-            "drop": drop, "names": names},
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=shared["map"] is None)
+    how = How.of(
+        "average", shared, weights=weights, ema=ema, dtype=dtype, slots=slots, from_last=from_last, tied=tied,
+        exclude_frozen=exclude_frozen, max_shard_size=max_shard_size, config=config,
     )  # fmt: skip
-    found = _opened(sources, roots, {"tag": tag, "names": names, "tp_rules": tp_rules})
-    dropped = check_none_lost(found, drop)
+    found = _opened(sources, **only(Reading, shared))
+    dropped = check_none_lost(found, shared["drop"])
     _check_adapters(found)
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    naming = Naming(**only(Renaming, shared))
     alike, notes = naming.of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
-    _check_equal(mean, alike, memory)
+    _check_equal(mean, alike, how.memory)
     done, num_tensors, verified = write_computed(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
@@ -186,7 +160,9 @@ def average(
 
 
 def _opened(
-    sources: Sequence[Source], roots: Sequence[str | os.PathLike[str]], where: dict[str, Any]
+    sources: Sequence[Source],
+    roots: Sequence[str | os.PathLike[str]],
+    **where: Any,  # noqa: ANN401  # options of `open`
 ) -> list[Checkpoint]:
     """Return the checkpoints; where they are to be found is said of those that are not open yet, if there are any."""
     paths = [one for one in sources if not isinstance(one, Checkpoint)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
@@ -25,14 +24,18 @@ from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
+from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ADAPTER_NAME = "adapter_model.safetensors"
 
@@ -86,6 +89,7 @@ class Consolidated(Written):
 
 
 @takes_urls
+@shares(Renamed)
 def consolidate(
     source: Source,
     target: str | os.PathLike[str],
@@ -96,28 +100,8 @@ def consolidate(
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
-    weight_check: bool = True,
-    checksums: bool = True,
-    overwrite: bool = False,
-    resume: bool = False,
-    restart: bool = False,
-    dry_run: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    overflow: str = "refuse",
-    drop: Sequence[str] = (),
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
     dequantize: bool = False,
+    **shared: Unpack[Renamed],
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -144,48 +128,10 @@ def consolidate(
     config : path-like, optional
         The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
         `huggingface/` in it, but with a `map`.
-    weight_check : bool
-        Hold a sample of every master against its weight before anything is written.
-    checksums : bool
-        Hold what is copied against the checksums of the source's files; what is damaged is not written.
-    overwrite : bool
-        Replace the target: a file and the optimizer's next to it, or a directory that `consolidate` wrote.
-    resume : bool
-        Go on with what a run to this target that was killed has done, if it was the same run of the same files; it is
-        looked at again. Nothing is left of one: begin.
-    restart : bool
-        Remove what such a run has left. With neither, a target of which much is done is refused.
-    dry_run : bool
-        Plan everything, write nothing.
-    memory : int, bytes
-        Upper bound of what copy buffers take together.
-    reporter : Reporter, optional
-    executor : concurrent.futures.Executor or str, optional
-        Who does the work: an executor, or as `--executor` names one, "dask://HOST:PORT", "mpi", "ray". By default
-        threads of this process.
-    direct : bool
-        Read and write past the page cache, where the file systems can; `notes` say where they cannot.
-    overflow : {"refuse", "allow"}
-        Finite values that are beyond the type that is written: refuse to write them, or write infinity or NaN, as the
-        type has it, and say how many there are.
-    drop : sequence of str
-        What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
-        with shell wildcards. Without, such a source is refused.
-    roots, tag, names, tp_rules
-        As for `open`; of a path only.
-    rename : sequence of (str, str)
-        Regular expressions and what each becomes wherever it is found in a name, with groups; or, with `*` in both,
-        globs of whole names.
-    strip_prefix, add_prefix : str, optional
-        Taken off the names that have it, before all else; put before all names, after all else.
-    map : str, path-like or mapping, optional
-        Another way to name and arrange the same weights: a map that comes with zckpt, by its name, or one of your own,
-        see docs/maps.md. It goes in the direction that fits the names, and every slot is arranged alike.
-    map_config : path-like or mapping, optional
-        The model's `config.json` or `params.json`, for what shapes do not tell; by default the one with the source.
     dequantize : bool
         Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
         the names that Adam has in torch.
+    **shared
 
     Returns
     -------
@@ -200,18 +146,14 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
-    how = How(
-        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
-        restart=restart, verb="consolidate",
-        options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
-            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
-            "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=shared["map"] is None)
+    how = How.of(
+        "consolidate", shared, dtype=dtype, slots=slots, tied=tied, exclude_frozen=exclude_frozen,
+        max_shard_size=max_shard_size, config=config, dequantize=dequantize,
     )  # fmt: skip
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    dropped = check_nothing_lost(found, drop)
+    naming = Naming(**only(Renaming, shared))
+    found = opened(source, **only(Reading, shared))
+    dropped = check_nothing_lost(found, shared["drop"])
     if dequantize:
         if not slots:
             raise UsageError(
@@ -224,7 +166,7 @@ def consolidate(
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
     laid = replace(laid, notes=notes)
-    check_model_apart([checkpoint], path, laid, overwrite=overwrite)
+    check_model_apart([checkpoint], path, laid, overwrite=how.overwrite)
     done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=num_tensors)
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Converted, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.rank_values import without_rank_values
@@ -27,38 +26,21 @@ from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @takes_urls
+@shares(Renamed, more=True)
 def convert(
     source: Source,
     target: str | os.PathLike[str],
     *,
     to: str,
-    weight_check: bool = True,
-    checksums: bool = True,
     verify: bool = False,
     fingerprint: bool | None = None,
-    overwrite: bool = False,
-    resume: bool = False,
-    restart: bool = False,
-    dry_run: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    overflow: str = "refuse",
-    drop: Sequence[str] = (),
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
     dequantize: bool = False,
-    **options: object,
+    **given: Unpack[Converted],
 ) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
 
@@ -76,15 +58,10 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
-        As for `consolidate`.
-    roots, tag, names, tp_rules
-        As for `consolidate`.
-    rename, strip_prefix, add_prefix, map, map_config
-        As for `consolidate`; masters, moments and param groups follow.
     dequantize : bool
         Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
         the names that Adam has in torch.
+    **shared
     **options
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
         and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
@@ -102,21 +79,16 @@ def convert(
     TargetError
         The target exists or cannot be written.
     """
-    how = How(
-        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
-        restart=restart, verb="convert",
-        options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
-            "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
-    )  # fmt: skip
+    options = {name: value for name, value in given.items() if name not in Renamed.__annotations__}
+    how = How.of("convert", given, to=to, dequantize=dequantize, **options)
     written = get(to)
     if not written.writes:
         expected = ", ".join(one.name for one in formats() if one.writes)
         raise UsageError(f"{to} is read and not written", expected=expected)
     chosen = choose(written.options, options, to)
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    without, values, drop = without_rank_values(found, drop)
+    naming = Naming(**only(Renaming, given))
+    found = opened(source, **only(Reading, given))
+    without, values, drop = without_rank_values(found, given["drop"])
     dropped = (*values, *check_nothing_lost(found, drop))
     found = without
     if dequantize:
@@ -130,9 +102,9 @@ def convert(
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated,
-                  in_floats=laid.in_floats, direct=direct, rounded=laid.rounded)  # fmt: skip
-    owned = _check_target(proof, written, laid, overwrite=overwrite)
+    proof = Proof(checkpoint, path, verify, recorded, how.memory, how.reporter, drop, laid.restated,
+                  in_floats=laid.in_floats, direct=how.direct, rounded=laid.rounded)  # fmt: skip
+    owned = _check_target(proof, written, laid, overwrite=how.overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))

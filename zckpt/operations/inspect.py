@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
+from zckpt.operations.options import Reading, shares
 from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import FromFile, plain
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +98,13 @@ class Inspection:
 
 
 @takes_urls
+@shares(Reading)
 def inspect(
     source: Source,
     *,
     include_globals: bool = False,
     include_inventory: bool = False,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
+    **shared: Unpack[Reading],
 ) -> Inspection:
     """Describe a checkpoint. Reads no tensor.
 
@@ -113,8 +115,7 @@ def inspect(
         Also list, for each pickle in each file, the globals that it mentions.
     include_inventory : bool
         Also list everything that the files hold, and what became of it; what is left out is listed in any case.
-    roots, tag, names, tp_rules
-        As for `open`; of a path only.
+    **shared
 
     Raises
     ------
@@ -123,7 +124,7 @@ def inspect(
     SourceError
         The source cannot be opened.
     """
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    checkpoint = opened(source, **shared)
     inventory = take_inventory(checkpoint)
     owners = [p for p in checkpoint.parameters.values() if p.tied_to is None]
     return Inspection(

@@ -20,13 +20,17 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Reading, shares
 from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SEVERAL = -2
 NONE = -1
@@ -78,14 +82,12 @@ class Map:
 
 
 @takes_urls
+@shares(Reading)
 def map(  # noqa: A001  # the verb's name, as `open`
     source: Source,
     *,
     slots: Collection[str] | None = None,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
+    **shared: Unpack[Reading],
 ) -> Map:
     """Tell which elements of every slot lie on which rank, or in which file. Reads no tensor.
 
@@ -94,8 +96,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     source : path-like or Checkpoint
     slots : collection of str, optional
         Only these.
-    roots, tag, names, tp_rules
-        As for `open`; of a path only.
+    **shared
 
     Raises
     ------
@@ -104,7 +105,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     SourceError
         The source cannot be opened.
     """
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    checkpoint = opened(source, **shared)
     there = checkpoint.slot_names()
     unknown = [name for name in slots or () if name not in there]
     if unknown:

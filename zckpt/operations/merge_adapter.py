@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.computed import Computed
 from zckpt.engine.low_rank import Kept, LowRank
 from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.operations.combined import NUMBERS
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.target import How, about
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Merged(Consolidated):
 
 
 @takes_urls
+@shares(Renamed)
 def merge_adapter(
     base: Source,
     adapter: str | os.PathLike[str],
@@ -62,32 +65,13 @@ def merge_adapter(
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
     verify: bool = False,
-    weight_check: bool = True,
-    checksums: bool = True,
-    overwrite: bool = False,
-    resume: bool = False,
-    restart: bool = False,
-    dry_run: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    overflow: str = "refuse",
-    drop: Sequence[str] = (),
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
+    **shared: Unpack[Renamed],
 ) -> Merged:
     """Write a model with a LoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
 
     scale * B @ A is computed in float32 (float64 for weights of float64), added to the weight, or its master where the
-    base has one, and rounded once to the target's type.
+    base has one, and rounded once to the target's type. Options that say where it is, and how it is named, are of the
+    base; the names are those that the adapter was trained with.
 
     Parameters
     ----------
@@ -106,12 +90,7 @@ def merge_adapter(
         As for `consolidate`, of the base.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
-        As for `consolidate`.
-    roots, tag, names, tp_rules
-        As for `open`; of the base, if it is a path.
-    rename, strip_prefix, add_prefix, map, map_config
-        As for `consolidate`, of the base: the names that the adapter was trained with, which the target has.
+    **shared
 
     Returns
     -------
@@ -126,19 +105,18 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=map is None)
-    how = How(
-        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
-        restart=restart, verb="merge-adapter",
-        options={"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out, "dtype": dtype, "tied": tied,
-            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names},
+    chosen = Chosen(
+        dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=shared["map"] is None
+    )
+    how = How.of(
+        "merge-adapter", shared, adapter_config=adapter_config, fan_in_fan_out=fan_in_fan_out, dtype=dtype, tied=tied,
+        max_shard_size=max_shard_size, config=config,
     )  # fmt: skip
-    model = opened(base, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    model = opened(base, **only(Reading, shared))
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
     sources = [model, added.checkpoint]
-    dropped = check_none_lost(sources, drop)
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    dropped = check_none_lost(sources, shared["drop"])
+    naming = Naming(**only(Renaming, shared))
     model, notes = naming.of(model)
     merging = _Merging(model, added, fan_in_fan_out)
     result = merging.merged()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.convert import round_means
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Reading, Renamed, Renaming, Resharded, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.rank_values import without_rank_values
@@ -27,40 +27,25 @@ from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.distant import place
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @takes_urls
+@shares(Renamed, more=True)
 def reshard(
     source: Source,
     target: str | os.PathLike[str],
     *,
     world_size: int,
-    weight_check: bool = True,
-    checksums: bool = True,
     verify: bool = False,
     fingerprint: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    restart: bool = False,
-    dry_run: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    overflow: str = "refuse",
-    drop: Sequence[str] = (),
     dequantize: bool = False,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
-    **options: object,
+    **given: Unpack[Resharded],
 ) -> Written:
     """Cut a DeepSpeed checkpoint, or Megatron's legacy files, for other ranks; stock programs load the result.
+
+    Names stay as they are, but of a pipeline of DeepSpeed, of which others make one model; `convert` writes new ones.
 
     Parameters
     ----------
@@ -78,13 +63,7 @@ def reshard(
     dequantize : bool
         Write quantised state of bitsandbytes and torchao as float32, under torch's names. Without it, codes are cut
         where each partition begins with a block of them.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, overflow, drop
-        As for `consolidate`.
-    roots, tag, names, tp_rules
-        As for `consolidate`.
-    rename, strip_prefix, add_prefix, map, map_config
-        Of a pipeline of DeepSpeed: as for `convert`, the names that its layers get as one model. Of all else refused:
-        ranks' files have names in many places that only their program knows. `convert` writes new ones.
+    **shared
     **options
         What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
         `stage`, the ZeRO stage, 1, 2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as the target's training
@@ -102,23 +81,19 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    how = How(
-        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, overflow=overflow, resume=resume,
-        restart=restart, verb="reshard",
-        options={"world_size": world_size, "drop": drop, "names": names, "dequantize": dequantize, **options},
-    )  # fmt: skip
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    options = {name: value for name, value in given.items() if name not in Renamed.__annotations__}
+    how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
+    naming = Naming(**only(Renaming, given))
     if dequantize and options.get("requantize"):
         raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    checkpoint = opened(source, **only(Reading, given))
     own = get(checkpoint.format)
     _check_names(checkpoint, naming, own)
     checkpoint = checkpoint if naming.changes else as_filed(checkpoint)
     path, origin = Path(target), named(checkpoint)
     _check_outside(path, (str(origin), *checkpoint.roots))
     whole = checkpoint
-    checkpoint, values, drop = without_rank_values(checkpoint, drop)
+    checkpoint, values, drop = without_rank_values(checkpoint, given["drop"])
     if dequantize:
         [checkpoint] = with_floats(checkpoint, keeps_files=not naming.changes)
     notes: tuple[str, ...] = ()
@@ -128,15 +103,18 @@ def reshard(
         before = checkpoint
         checkpoint, notes, followed = naming.traced(before)
         notes += follow_names(checkpoint, before, followed)
-    given = {"world_size": world_size, **options}
-    chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
+    chosen = (
+        choose(own.recut_options, {"world_size": world_size, **options}, own.name)
+        if own.recut_options is not None
+        else None
+    )
     laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     if not naming.changes:
         dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
     owned = own.owned_with(laid)
-    check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names,
-                  laid.in_floats, direct, laid.rounded)  # fmt: skip
+    check_apart(checkpoint, path, overwrite=how.overwrite, owned=owned)
+    proof = Proof(checkpoint, path, verify, fingerprint, how.memory, how.reporter, drop, laid.restated, laid.copied,
+                  laid.names, laid.in_floats, how.direct, laid.rounded)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified, notes=(*notes, *done.notes))
 

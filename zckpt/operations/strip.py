@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.plan import fill
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, UsageError
@@ -18,12 +17,16 @@ from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Reading, ReadWritten, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.storage.distant import place
 from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -52,6 +55,7 @@ class Stripped(Written):
 
 
 @takes_urls
+@shares(ReadWritten)
 def strip(
     source: Source,
     target: str | os.PathLike[str],
@@ -60,21 +64,7 @@ def strip(
     optimizer: bool = False,
     unreferenced: bool = False,
     keep_slots: Sequence[str] | None = None,
-    weight_check: bool = True,
-    checksums: bool = True,
-    overwrite: bool = False,
-    resume: bool = False,
-    restart: bool = False,
-    dry_run: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    drop: Sequence[str] = (),
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
+    **shared: Unpack[ReadWritten],
 ) -> Stripped:
     """Write a checkpoint without padding, optimizer state or unused bytes; the program it came from loads the result.
 
@@ -98,10 +88,7 @@ def strip(
     keep_slots : sequence of str, optional
         Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
         more than them.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
-        As for `consolidate`.
-    roots, tag, names, tp_rules
-        As for `consolidate`.
+    **shared
 
     Raises
     ------
@@ -112,22 +99,19 @@ def strip(
     TargetError
         The target exists or cannot be written.
     """
-    how = How(
-        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, direct=direct, verb="strip", resume=resume, restart=restart,
-        options={"padding": padding, "optimizer": optimizer, "unreferenced": unreferenced, "keep_slots": keep_slots,
-            "drop": drop, "names": names},
-    )  # fmt: skip
+    how = How.of(
+        "strip", shared, padding=padding, optimizer=optimizer, unreferenced=unreferenced, keep_slots=keep_slots
+    )
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    checkpoint = opened(source, **only(Reading, shared))
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
     stripping = get(checkpoint.format).strip(checkpoint, origin, request)
-    dropped = check_nothing_lost(checkpoint, drop, kept={one.name for one in stripping.files})
+    dropped = check_nothing_lost(checkpoint, shared["drop"], kept={one.name for one in stripping.files})
     owned = Owned(frozenset(one.name for one in stripping.files).__contains__)
-    _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
+    _check_apart(checkpoint, origin, path, owned, overwrite=how.overwrite)
 
     def prove(written: Path, _: Sequence[Path]) -> None:
         _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from zckpt.errors import UsageError, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, foresee
+from zckpt.operations.options import DECIDING, Renamed, options_of
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
@@ -33,8 +34,6 @@ from zckpt.storage.distant import check_unchanged, is_remote
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
 from zckpt.storage.purpose import Purpose
-
-OVERFLOW = ("refuse", "allow")
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
@@ -121,50 +120,32 @@ def write_target(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
-    """What every verb that writes a checkpoint leaves to choose.
+    """How a verb writes: options of `Writing`, as they are given, and what decides what is written, for the journal."""
 
-    Parameters
-    ----------
-    weight_check : bool
-        Hold a sample of every master against its weight before anything is written.
-    checksums : bool
-        Hold what is copied against the checksums of the source's files; what is damaged is not written.
-    overwrite : bool
-        Replace what may be replaced.
-    dry_run : bool
-        Plan everything, write nothing.
-    memory : int, bytes
-        Upper bound of what copy buffers take together.
-    reporter : Reporter or None
-    executor : Executor, str or None
-        Who reads and writes; see `executors.using`.
-    verb : str
-    options : mapping of str to object
-        Of the verb, as far as they decide what is written; for the journal.
-    resume, restart : bool
-        Go on with what a killed run has left, or remove it.
-    direct : bool
-        Read and write past the page cache.
-    overflow : {"refuse", "allow"}
-        What becomes of finite values that are beyond the type that is written.
-    """
-
+    verb: str
+    options: Mapping[str, object]
     weight_check: bool
     checksums: bool
     overwrite: bool
+    resume: bool
+    restart: bool
     dry_run: bool
     memory: int
     reporter: Reporter | None
     executor: Executor | str | None
-    verb: str
-    options: Mapping[str, object] = field(default_factory=dict)
-    resume: bool = False
-    restart: bool = False
-    direct: bool = False
+    direct: bool
     overflow: str = "refuse"
 
+    @classmethod
+    def of(cls, verb: str, shared: Mapping[str, Any], **own: object) -> How:
+        """Return how a verb writes, from the options that verbs share, with those of its own."""
+        options = {**own, **{name: shared[name] for name in shared.keys() & DECIDING}}
+        return cls(
+            verb=verb, options=options, **{one.name: shared[one.name] for one in fields(cls) if one.name in shared}
+        )
+
     def __post_init__(self) -> None:
-        check_choice("overflow", self.overflow, OVERFLOW)
+        check_choice("overflow", self.overflow, options_of(Renamed)["overflow"].choices)
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
         check_executor(self.executor)

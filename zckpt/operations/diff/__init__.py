@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.floats import with_floats
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
+from zckpt.operations.options import ComparedTwo, Reading, ReadingB, Renaming, how_read, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint
 from zckpt.state.names import canonical_names, renamed
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
 
@@ -109,6 +110,7 @@ class Compared:
 
 
 @takes_urls
+@shares(ComparedTwo)
 def diff(
     a: Source,
     b: Source,
@@ -117,29 +119,14 @@ def diff(
     atol: float = 0.0,
     slots: Sequence[str] = (),
     parameters: Sequence[str] = (),
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
     dequantize: bool = False,
     ignore_metadata: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    roots_b: Sequence[str | os.PathLike[str]] = (),
-    tag_b: str | None = None,
-    names_b: Sequence[str] | None = None,
-    tp_rules_b: str | os.PathLike[str] | None = None,
+    **shared: Unpack[ComparedTwo],
 ) -> Compared:
     """Compare two checkpoints of any formats, stages and world sizes.
 
-    Bytes are compared first, and what differs is read again for its figures, in parallel and in bounded memory.
+    Bytes are compared first, and what differs is read again for its figures, in parallel and in bounded memory. Other
+    names are those of `a`; what wrappers put before names is left out anyway.
 
     Parameters
     ----------
@@ -150,25 +137,12 @@ def diff(
         Compare these only: `weight`, `master`, `exp_avg`, ...
     parameters : sequence of str
         Compare parameters whose names match one of these shell patterns only.
-    rename, strip_prefix, add_prefix, map, map_config
-        As for `consolidate`, of `a`: it is compared under its other names. What wrappers put before names is left out
-        anyway.
     dequantize : bool
         Compare quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
         the names that Adam has in torch.
     ignore_metadata : bool
         Compare tensors only, not hyperparameters, steps, and what was carried along.
-    memory : int, bytes
-        Upper bound of what buffers take together.
-    reporter : Reporter, optional
-    executor
-        As for `consolidate`: who reads.
-    direct : bool
-        Read past the page cache, where the file systems can: what is larger than memory, and read once.
-    roots, tag, names, tp_rules
-        As for `open`, of `a`.
-    roots_b, tag_b, names_b, tp_rules_b
-        As for `open`, of `b`.
+    **shared
 
     Raises
     ------
@@ -180,10 +154,10 @@ def diff(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
             raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
-    check_executor(executor)
-    ours = opened(a, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    theirs = opened(b, roots=roots_b, tag=tag_b, names=names_b, tp_rules=tp_rules_b)
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    check_executor(shared["executor"])
+    ours = opened(a, **only(Reading, shared))
+    theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
+    naming = Naming(**only(Renaming, shared))
     notes: tuple[str, ...] = ()
     if dequantize:
         ours, theirs = with_floats(ours, theirs)
@@ -193,10 +167,9 @@ def diff(
     found = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
     if not found and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
-    with using(executor):
-        how = {"memory": memory, "reporter": reporter, "direct": direct}
-        changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), how)
-        settings = [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=memory)
+    with using(shared["executor"]):
+        changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), how_read(shared))
+        settings = [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=shared["memory"])
     return Compared(
         ours,
         theirs,

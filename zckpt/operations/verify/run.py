@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import ADDED, CHANGED, GONE
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import Survey, survey
 from zckpt.operations.open import Source, opened
+from zckpt.operations.options import Copying, ReadCopied, Reading, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
@@ -24,6 +24,8 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 from zckpt.storage.files import is_file
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from zckpt.compare.digests import Change, Fingerprint
 
 
@@ -37,19 +39,13 @@ class _How:
 
 
 @takes_urls
+@shares(ReadCopied)
 def verify(
     source: Source,
     *,
     deep: bool = False,
     against: str | os.PathLike[str] | None = None,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
+    **shared: Unpack[ReadCopied],
 ) -> Verification:
     """Find out whether a checkpoint is whole and makes sense. Changes nothing, and runs nothing of it.
 
@@ -62,16 +58,7 @@ def verify(
         Without it only structure is read, and a bounded sample of weights and masters.
     against : path-like, optional
         Digests that `zckpt fingerprint` recorded; reads every slot.
-    memory : int, bytes
-        Upper bound of the buffers.
-    reporter : Reporter, optional
-        Counts bytes.
-    executor
-        As for `consolidate`: who reads under `deep` and `against`.
-    direct : bool
-        Under these, read past the page cache, where the file systems can: what is larger than memory, and read once.
-    roots, tag, names, tp_rules
-        As for `open`; of a path only.
+    **shared
 
     Returns
     -------
@@ -85,6 +72,7 @@ def verify(
     SourceError
         There is nothing to verify: no such path, or no checkpoint recognised. Or the digests cannot be read.
     """
+    memory, reporter, executor, direct = only(Copying, shared).values()
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
     if direct and not deep and against is None:
@@ -97,12 +85,12 @@ def verify(
         expected = read_digests(against)
     how = _How(memory, reporter or SilentReporter(), direct)
     try:
-        checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+        checkpoint = opened(source, **only(Reading, shared))
     except SourceError as error:
         if isinstance(source, Checkpoint):
             raise
         with using(executor if deep else None):
-            return _unopened(Path(source), error, deep, how, tag, [Path(root) for root in roots])
+            return _unopened(Path(source), error, deep, how, shared["tag"], [Path(root) for root in shared["roots"]])
     ranks = ranks_by_file(checkpoint)
     findings = [*structure_findings(checkpoint, ranks)]
     counts = _counts(checkpoint)

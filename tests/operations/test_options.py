@@ -1,0 +1,68 @@
+"""Options that verbs share are in signatures, docstrings, flags and journals, each from its one line."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES
+from zckpt.cli import cli
+from zckpt.formats import registry
+from zckpt.formats.options import options_of as format_options
+from zckpt.operations.options import (
+    Compared,
+    ComparedTwo,
+    Converted,
+    ReadCopied,
+    Reading,
+    ReadWritten,
+    Renamed,
+    Resharded,
+    options_of,
+)
+from zckpt.operations.target import How
+
+GROUPS = {
+    "open": Reading, "inspect": Reading, "map": Reading, "consolidate": Renamed, "convert": Converted,
+    "reshard": Resharded, "strip": ReadWritten, "average": Renamed, "merge_adapter": Renamed, "diff": ComparedTwo,
+    "fingerprint": Compared, "verify": ReadCopied,
+}  # fmt: skip
+SOURCE = FIXTURES / "s1_fp32_dp1"
+
+
+@pytest.mark.parametrize("verb", GROUPS)
+def test_a_verb_shows_every_option_of_its_group_and_has_its_flags(verb: str) -> None:
+    function = getattr(zckpt, verb)
+    known, document = inspect.signature(function).parameters, inspect.getdoc(function)
+    flags = set() if verb == "open" else {one.name for one in cli.commands[verb.replace("_", "-")].params}
+    for name, one in options_of(GROUPS[verb]).items():
+        assert known[name].default == one.default
+        assert verb == "open" or f"\n{name}\n    {one.text}" in document
+        assert verb == "open" or one.flag == "" or name in flags
+
+
+@pytest.mark.parametrize("verb", [verb for verb in GROUPS if verb not in ("convert", "reshard")])
+def test_an_option_that_a_verb_lacks_is_an_error_before_all_else(verb: str) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        getattr(zckpt, verb)(SOURCE, colour="red")
+
+
+def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types() -> None:
+    own = [one for one in registry.formats() if one.name in registry.BUILT_IN]
+    written = {option.name: option.kind for one in own for option in format_options(one.options)}
+    recut = {option.name: option.kind for one in own for option in format_options(one.recut_options)}
+    hints = Converted.__annotations__
+    of_formats = {name: kind for name, kind in hints.items() if name not in Renamed.__annotations__}
+    assert of_formats == {name: kind | None for name, kind in {**written, **recut}.items()}
+    assert set(Resharded.__annotations__) - set(Renamed.__annotations__) == set(recut) - {"world_size"}
+
+
+def test_another_run_is_the_same_only_with_the_same_options(tmp_path: Path) -> None:
+    defaults = {name: one.default for name, one in options_of(Renamed).items()}
+    recorded = How.of("consolidate", {**defaults, "rename": [("a", "b")], "memory": 1}, dtype="keep").options
+    assert recorded["rename"] == [("a", "b")]
+    assert recorded["dtype"] == "keep"
+    assert not {"memory", "overwrite", "reporter", "dry_run", "resume"} & recorded.keys()

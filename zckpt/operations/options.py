@@ -1,0 +1,285 @@
+"""Options that several verbs share. Each is said here, once: its type, its default, what it means, its flag.
+
+A verb takes a group of them as `**shared: Unpack[Group]`, under `@shares(Group)`, which fills defaults in and shows
+each in the verb's signature and docstring. `cli/options.py` makes flags of the same lines.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar, cast
+
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from zckpt.naming import Config, MapSource
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Place = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One option that verbs share.
+
+    Parameters
+    ----------
+    default : object
+    text : str
+        What it means.
+    decides : bool
+        Whether another value writes other bytes: no run goes on with what one with another value has left.
+    flag : str or None
+        On the command line, where that is another than its name; empty: there it is not.
+    unset : str
+        What the flag means, if it says no.
+    kind : str
+        Of the flag's value: text, file, place (a path or URL), size, or flag, which has none.
+    metavar : str or None
+    several : bool
+        Whether the flag may be repeated.
+    choices : tuple of str
+        All values there are; empty: any.
+    """
+
+    default: object
+    text: str
+    decides: bool = False
+    flag: str | None = None
+    unset: str = ""
+    kind: str = "text"
+    metavar: str | None = None
+    several: bool = False
+    choices: tuple[str, ...] = ()
+
+
+class Reading(TypedDict, total=False):
+    """Which checkpoint is meant, where the source is a path."""
+
+    tag: Annotated[str | None, Shared(None, "Which checkpoint of a run directory; by default the one `latest` names.")]
+    roots: Annotated[Sequence[Place], Shared(
+        (), "The same directory on another node, whose files belong in too.",
+        flag="root", kind="place", metavar="DIR", several=True,
+    )]  # fmt: skip
+    names: Annotated[Sequence[str] | None, Shared(
+        None,
+        "Names of the optimizer's parameters in its order (of a file, one a line), where there are numbers only; of "
+        "safetensors, of the model's parameters in its order, which the files do not have.",
+        decides=True, kind="file", metavar="FILE",
+    )]  # fmt: skip
+    tp_rules: Annotated[Place | None, Shared(
+        None,
+        "How tensor-parallel slices make up parameters: `universal_checkpoint_info` as JSON. Default: the checkpoint's "
+        "own.",
+        kind="place", metavar="FILE",
+    )]  # fmt: skip
+
+
+class ReadingB(TypedDict, total=False):
+    """The same, of a verb's second source."""
+
+    tag_b: Annotated[str | None, Shared(None, "As `tag`, of B.")]
+    roots_b: Annotated[Sequence[Place], Shared((), "As `roots`, of B.")]
+    names_b: Annotated[Sequence[str] | None, Shared(None, "As `names`, of B.")]
+    tp_rules_b: Annotated[Place | None, Shared(None, "As `tp_rules`, of B.")]
+
+
+class Renaming(TypedDict, total=False):
+    """Other names for tensors, which `zckpt.naming.Naming` gives them."""
+
+    strip_prefix: Annotated[str | None, Shared(
+        None, "Take P off the names that have it, before all else.", decides=True, metavar="P"
+    )]  # fmt: skip
+    rename: Annotated[Sequence[tuple[str, str]], Shared(
+        (),
+        "Regular expression, and what it becomes wherever it is in a name (\\1: a group); with * in both, a glob of "
+        "whole names.",
+        decides=True, metavar="OLD=NEW", several=True,
+    )]  # fmt: skip
+    map: Annotated["MapSource | None", Shared(
+        None,
+        "Name and arrange the weights, and every slot, as another program does: a map of your own (docs/maps.md), or "
+        "the NAME of one that `zckpt formats` lists.",
+        decides=True, metavar="NAME|FILE",
+    )]  # fmt: skip
+    map_config: Annotated["Config | None", Shared(
+        None, "The model's config.json or params.json, for the map. Default: the one with the source.",
+        decides=True, kind="file", metavar="FILE",
+    )]  # fmt: skip
+    add_prefix: Annotated[
+        str | None, Shared(None, "Put P before all names, after all else.", decides=True, metavar="P")
+    ]
+
+
+class Copying(TypedDict, total=False):
+    """Who reads the elements, and with how much memory."""
+
+    memory: Annotated[int, Shared(
+        DEFAULT_MEMORY_NBYTES, "Bound, in bytes, of the buffers of all workers together.", kind="size"
+    )]  # fmt: skip
+    reporter: Annotated[Reporter | None, Shared(None, "Hears of the bytes that are done.", flag="")]
+    executor: Annotated["Executor | str | None", Shared(
+        None, "Who reads and writes: docs/scale.md. Default: threads; under torchrun, its ranks.",
+        metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
+    )]  # fmt: skip
+    direct: Annotated[bool, Shared(
+        False, "Read (and write) past the page cache, where that can be: docs/copying.md.", kind="flag"
+    )]  # fmt: skip
+
+
+class Writing(Copying, total=False):
+    """How a target is written."""
+
+    weight_check: Annotated[bool, Shared(
+        True, "Hold a sample of every master against its weight before anything is written.",
+        unset="Do not hold masters against their weights.", kind="flag",
+    )]  # fmt: skip
+    checksums: Annotated[bool, Shared(
+        True, "Hold what is copied against the source's own checksums; what is damaged is not written.",
+        unset="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.", kind="flag",
+    )]  # fmt: skip
+    overwrite: Annotated[bool, Shared(False, "Replace TARGET if it exists.", kind="flag")]
+    resume: Annotated[bool, Shared(
+        False, "Go on with what a run to TARGET that was killed has done.", kind="flag"
+    )]  # fmt: skip
+    restart: Annotated[bool, Shared(False, "Remove what a run to TARGET that was killed has left.", kind="flag")]
+    drop: Annotated[Sequence[str], Shared(
+        (), "Write without this, which nothing reads: FILE, FILE:PLACE or PLACE as the inventory has it, * for any.",
+        decides=True, metavar="PATTERN", several=True,
+    )]  # fmt: skip
+    dry_run: Annotated[bool, Shared(False, "Say what would be written; write nothing.", kind="flag")]
+
+
+class Renamed(Reading, Renaming, Writing, total=False):
+    """Options of the verbs that write a checkpoint, under other names and in other types if that is asked for."""
+
+    overflow: Annotated[str, Shared(
+        "refuse", "Finite values beyond the type that is written: refuse, or write infinity and count them.",
+        choices=("refuse", "allow"),
+    )]  # fmt: skip
+
+
+class Compared(Reading, Renaming, Copying, total=False):
+    """Options of the verbs that read every element."""
+
+
+class ComparedTwo(Compared, ReadingB, total=False):
+    """Options of `diff`."""
+
+
+class ReadCopied(Reading, Copying, total=False):
+    """Options of `verify`."""
+
+
+class ReadWritten(Reading, Writing, total=False):
+    """Options of `strip`."""
+
+
+class Resharded(Renamed, total=False):
+    """Options of `reshard`, with those of the formats that come with zckpt; `reshard --help` says what they mean."""
+
+    stage: int | None
+    elastic: bool | None
+    round_robin: bool | None
+    parameter_alignment: bool | None
+    hyperparameters: str | None
+    requantize: bool | None
+    expert_parallel_size: int | None
+    sliced_experts: bool | None
+    tensor_parallel_size: int | None
+    padded_vocab_size: int | None
+    slice_rules: str | None
+    pipeline_parallel_size: int | None
+    virtual_pipeline_parallel_size: int | None
+    partition_method: str | None
+    stage_bounds: str | None
+    pipeline_layers: str | None
+    ddp_bucket_size: int | None
+
+
+class Converted(Resharded, total=False):
+    """Options of `convert`, in the same way."""
+
+    world_size: int | None
+    train_batch_size: int | None
+    dtype: str | None
+    fsdp: str | None
+    fsdp_version: int | None
+    fsdp_size: int | None
+    device: str | None
+    groups: str | None
+    units: str | None
+    keys: str | None
+    layers: str | None
+    optimizer: str | None
+    iteration: int | None
+    ckpt_format: str | None
+    transformer_impl: str | None
+
+
+DECIDING = frozenset(name for name, hint in Renamed.__annotations__.items() if hint.__metadata__[0].decides)
+"""Options that another run must have, too, to go on with what one has left."""
+
+
+def options_of(group: type) -> dict[str, Shared]:
+    """Return the options of a group that verbs share, by name; of those that formats state, none."""
+    hints = group.__annotations__.items()
+    return {name: hint.__metadata__[0] for name, hint in hints if hasattr(hint, "__metadata__")}
+
+
+def only(group: type, given: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of the options given that a group has."""
+    return {name: given[name] for name in group.__annotations__ if name in given}
+
+
+def how_read(shared: Mapping[str, object]) -> dict[str, Any]:
+    """Return how elements are read: with how much memory, who hears of it, and whether past the page cache."""
+    return {name: shared[name] for name in ("memory", "reporter", "direct")}
+
+
+def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Let a verb take the options of a group, and `more`, which only its formats know: its `**` gets all of them.
+
+    Raises
+    ------
+    TypeError
+        When the verb is called with an option that it does not have.
+    """
+    options = options_of(group)
+    defaults = {name: one.default for name, one in options.items()}
+
+    def sharing(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        signature = inspect.signature(function)
+        kinds = {one.name: one.kind for one in signature.parameters.values()}
+        [rest] = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
+        own = [one for one in signature.parameters.values() if one.name != rest]
+        shown = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=one.default,
+                annotation=group.__annotations__[name].__origin__,
+            )
+            for name, one in options.items()
+        ]
+        last = [signature.parameters[rest]] if more else []
+
+        @wraps(function)
+        def verb(*arguments: Given.args, **given: Given.kwargs) -> Result:
+            unknown = [] if more else given.keys() - kinds.keys() - options.keys()
+            if unknown:
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
+            return cast("Result", cast("Any", function)(*arguments, **{**defaults, **given}))
+
+        verb.__signature__ = signature.replace(parameters=[*own, *shown, *last])  # type: ignore[attr-defined]
+        if verb.__doc__ is not None:
+            text = "\n    ".join(f"{name}\n        {one.text}" for name, one in options.items())
+            verb.__doc__ = verb.__doc__.replace("**shared", text, 1)
+        return verb
+
+    return sharing
