@@ -156,6 +156,22 @@ class ZckptError(Exception):
         return without_controls(" ".join(text.split()))
 
 
+class about:  # noqa: N801  # a context, named for how it reads
+    """Let errors that leave without a path name this one: who finds something wrong need not know in which file."""
+
+    __slots__ = ("path",)
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ZckptError) and error.path is None:
+            error.path = os.fspath(self.path)
+
+
 class UsageError(ZckptError, ValueError):
     """An argument or option that cannot be used."""
 
