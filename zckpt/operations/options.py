@@ -136,8 +136,8 @@ class Writing(Copying, total=False):
     """How a target is written."""
 
     weight_check: Annotated[bool, Shared(
-        True, "Hold a sample of every master against its weight before anything is written.",
-        unset="Do not hold masters against their weights.", kind="flag",
+        True, "Hold a sample of every master against its weight, and of ranks' files against each other, before anything "
+        "is written.", unset="Hold neither masters against weights nor ranks' files against each other.", kind="flag",
     )]  # fmt: skip
     checksums: Annotated[bool, Shared(
         True, "Hold what is copied against the source's own checksums; what is damaged is not written.",

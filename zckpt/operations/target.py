@@ -279,9 +279,15 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
-    """Hold masters against weights, and what else the format can compare; return how many elements, and notes."""
+    """Hold masters against weights, ranks' files against each other, and what else the format can compare.
+
+    Return how many elements, and notes.
+    """
+    from zckpt.compare.twice import check_files_apart
+
     compared, drifts = 0 if laid.check is None else laid.check(), []
     for one in origins:
+        check_files_apart(one)
         if one.duplicates:
             from zckpt.compare.copies import drifted
 

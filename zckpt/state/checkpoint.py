@@ -206,6 +206,8 @@ class SourceFile:
         What the adapter knows of the values in the tree.
     header : (int, int), bytes and CRC-32, or None
         What the file has to begin with for its tensors to be where they are said to be, if not all of it was read.
+    archive : str
+        What a torch file calls its folder: as a rule its own name without the suffix; empty where it has none.
     """
 
     path: str
@@ -221,6 +223,7 @@ class SourceFile:
     records: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)
     header: tuple[int, int] | None = field(default=None, repr=False, compare=False)
+    archive: str = ""
 
 
 @dataclass(slots=True, repr=False)

@@ -375,6 +375,16 @@ def rank_there_twice(run: Path) -> None:
     shutil.copy(run / TAG / name, run / TAG / name.removeprefix("bf16_"))
 
 
+@mutation("ZC-113", "s3_bf16_dp3", file=RANK_1, ranks=(1,), found="bf16_zero_pp_rank_0")
+def rank_of_stage_3_there_as_another(run: Path) -> None:
+    shutil.copy(optimizer_file(run, 0), optimizer_file(run, 1))
+
+
+@mutation("ZC-116", "s3_bf16_dp3", file=RANK_0, ranks=(0, 1))
+def two_ranks_of_stage_3_swapped(run: Path) -> None:
+    swap(optimizer_file(run, 0), optimizer_file(run, 1))
+
+
 @mutation("ZC-114", file=".*zero_pp_rank_2_mp_rank_00_optim_states.pt", ranks=(2,))
 def rank_left_over_from_a_larger_run(run: Path) -> None:
     name = optimizer_file(run, 1).name.replace("rank_1_", "rank_2_")

@@ -217,7 +217,8 @@ def describe(
     `like` is another file with the same tree and the same records, which need not be gone through again.
     """
     if like is not None:
-        return replace(like, path=file.path, nbytes=file.nbytes, dp_rank=dp_rank, mp_rank=mp_rank, rules=tuple(rules))
+        own = {"path": file.path, "nbytes": file.nbytes, "archive": file.archive}
+        return replace(like, **own, dp_rank=dp_rank, mp_rank=mp_rank, rules=tuple(rules))
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):
         if tensor.numel:
@@ -239,6 +240,7 @@ def describe(
         tree=file.root,
         records=records,
         rules=tuple(rules),
+        archive=file.archive,
     )
 
 

@@ -92,7 +92,7 @@ def verify(
         with using(executor if deep else None):
             return _unopened(Path(source), error, deep, how, shared["tag"], [Path(root) for root in shared["roots"]])
     ranks = ranks_by_file(checkpoint)
-    findings = [*structure_findings(checkpoint, ranks)]
+    findings = [*structure_findings(checkpoint, ranks), *_twice(checkpoint)]
     counts = _counts(checkpoint)
     text = None
     with using(executor if deep or expected is not None else None):
@@ -113,6 +113,16 @@ def _counts(checkpoint: Checkpoint) -> dict[str, int]:
     owners = [p for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] if p.slots]
     slots = sum(len(p.slots) for p in owners)
     return {"files": len(checkpoint.files), "parameters": len(owners), "slots": slots, "elements": 0}
+
+
+def _twice(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield the files that are another rank's under their names."""
+    from zckpt.compare.twice import files_twice
+
+    try:
+        yield from map(finding_of, files_twice(checkpoint))
+    except SourceError as error:
+        yield finding_of(error)
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: _How) -> tuple[str | None, list[Finding]]:

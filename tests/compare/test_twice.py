@@ -1,0 +1,105 @@
+"""What two files have alike by rule is not taken for one file under two names, and what only copying gives is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zckpt.compare.twice import files_twice
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+
+NUMEL = 40
+RANDOM, OTHER, LESS = (np.random.default_rng(seed).normal(size=NUMEL).astype(np.float32) for seed in (1, 2, 3))
+ZEROS, ONES = np.zeros(NUMEL, np.float32), np.ones(NUMEL, np.float32)
+FEW = np.tile(np.float32([1, 2]), NUMEL // 2)
+
+Tensors = Mapping[tuple[str, str], np.ndarray]
+"""What a file holds, by parameter and slot."""
+
+
+def checkpoint(directory: Path, *files: Tensors, head: tuple[int, ...] = ()) -> Checkpoint:
+    """A checkpoint of files, each of which has its own elements of what it holds.
+
+    Parameters
+    ----------
+    head : tuple of int, bytes
+        Before the tensors of each file.
+    """
+    found = Checkpoint(str(directory), "of a test")
+    for rank, tensors in enumerate(files):
+        path = directory / f"rank_{rank}"
+        data = bytearray(bytes(head[rank] if head else 0))
+        for (name, key), values in tensors.items():
+            among = [other for other in files if (name, key) in other]
+            shape = (len(among) * NUMEL,)
+            extent = Extent.flat(shape, next(i for i, one in enumerate(among) if one is tensors) * NUMEL, len(values))
+            parameter = found.parameters.setdefault(name, Parameter(name, shape, "float32"))
+            span = Span(extent, str(path), len(data), "float32")
+            before = parameter.slots[key].spans if key in parameter.slots else ()
+            parameter.slots[key] = Slot(key, "float32", shape, (*before, span))
+            data += values.tobytes()
+        path.write_bytes(data)
+        found.files.append(SourceFile(str(path), len(data), "optimizer", rank))
+    return found
+
+
+def pairs(found: Checkpoint) -> list[tuple[str | None, str]]:
+    return [(Path(str(one.path)).name, str(one.found)) for one in files_twice(found)]
+
+
+def slices(a: np.ndarray, b: np.ndarray, key: str = "master") -> Tensors:
+    return {("a", key): a, ("b", key): b}
+
+
+@pytest.mark.parametrize("head", [(), (0, 64, 0)])
+def test_slices_of_the_same_parameters_are_told(head: tuple[int, ...], tmp_path: Path) -> None:
+    files = slices(RANDOM, OTHER), slices(RANDOM, OTHER), slices(OTHER, LESS)
+    assert pairs(checkpoint(tmp_path, *files, head=head)) == [("rank_1", "rank_0")]
+
+
+def test_the_last_rank_may_have_less_of_them(tmp_path: Path) -> None:
+    files = slices(OTHER, LESS), slices(RANDOM, OTHER), slices(RANDOM[:7], OTHER[:3])
+    assert pairs(checkpoint(tmp_path, *files)) == [("rank_2", "rank_1")]
+
+
+@pytest.mark.parametrize("key", ["weight", "master"])
+def test_slices_of_which_one_is_alike_are_not(key: str, tmp_path: Path) -> None:
+    """Each row of a state space's `A_log` begins as the others do, whatever else there is."""
+    assert not pairs(checkpoint(tmp_path, slices(RANDOM, OTHER, key), slices(RANDOM, LESS, key)))
+    assert not pairs(checkpoint(tmp_path, {("A_log", key): RANDOM}, {("A_log", key): RANDOM}))
+
+
+@pytest.mark.parametrize("values", [ZEROS, ONES, FEW])
+def test_what_is_one_value_or_few_tells_nothing(values: np.ndarray, tmp_path: Path) -> None:
+    assert not pairs(checkpoint(tmp_path, slices(values, values, "exp_avg"), slices(values, values, "exp_avg")))
+
+
+def of_expert(number: int, values: np.ndarray, moments: np.ndarray) -> Tensors:
+    name = f"experts.{number}.weight"
+    return {(name, "weight"): values, (name, "master"): values, (name, "exp_avg"): moments}
+
+
+def test_experts_that_begin_as_one_are_not_told_and_what_was_trained_is(tmp_path: Path) -> None:
+    assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, ZEROS), of_expert(1, RANDOM, ZEROS)))
+    assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, LESS)))
+    assert pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, OTHER)))
+
+
+def named(*archives: str, role: str = "model") -> Checkpoint:
+    files = [SourceFile(f"/run/rank_{n}.pt", 9, role, n, archive=name) for n, name in enumerate(archives)]
+    return Checkpoint("/run", "of a test", files=files)
+
+
+def test_names_that_archives_have_for_themselves(tmp_path: Path) -> None:
+    assert not pairs(named("rank_0", "rank_1"))
+    assert not pairs(named("archive", "archive"))
+    assert not pairs(named("rank_7", "rank_8"))  # renamed together, or of another run: nothing says which is which
+    assert not pairs(named("rank_0", "rank_0", role="expert"))
+    assert [(e.path, e.code, e.ranks) for e in files_twice(named("rank_0", "rank_0"))] == [
+        ("/run/rank_1.pt", "ZC-113", (1,))
+    ]
+    assert [(e.code, e.ranks) for e in files_twice(named("rank_1", "rank_0"))] == [("ZC-116", (0, 1))]
+    assert [e.code for e in files_twice(named("rank_1", "rank_2", "rank_0"))] == ["ZC-116"] * 3

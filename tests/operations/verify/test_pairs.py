@@ -1,0 +1,107 @@
+"""One rank's file copied over another's: no verb writes from that, and `verify` finds it without reading it all.
+
+A copy is the file itself, or what was saved again under the other's name (`torch.load` and `torch.save`, a program that
+writes through a buffer), which the archive's own name does not tell from what belongs there. Of that, nothing tells a
+file from which no parameter is read: what a rank has there is what all have, or random states, of which one is as good
+as another. What is written is right.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import groupby, permutations
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.inventory.sources import SOURCES
+
+SAMPLE = {
+    "s2_bf16_dp4": 2, "s2_bf16_dp2_elastic": 1, "s1_bf16_dp2_bf16opt": 1, "s3_bf16_dp3": 4, "s3_bf16_dp2_nofrozen": 4,
+    "own_blockwise_s3_fp32_dp2": 2, "moe_ep2_s0_fp32_dp4": 14, "moe_ep2_s2_bf16_dp2": 3, "tp2_s3_bf16_dp2": 4,
+    "tp2_s1_bf16_dp2": 7,
+    "pp2_s1_bf16_dp1": 6, "pp2_tp2_s1_bf16_dp1": 5, "other/mcore_legacy_tp2_pp2": 5, "other/mcore_legacy_dist_ep2": 4,
+    "other/mcore08_zarr_tp2": 6, "other/dcp_fsdp2_dp3": 3, "other/zro_dp2_adamw": 2, "other/trainer_ds2_gpt2": 4,
+    "universal/hf_llama_s2_bf16_dp2": 3,
+}  # fmt: skip
+"""How many pairs of which fixtures every run tries; all of all are nightly's."""
+
+
+def pairs(name: str) -> list[tuple[str, str]]:
+    """Files of a fixture's checkpoint whose names differ in numbers only, and whose content differs."""
+    source = SOURCES[name]
+    latest = source / "latest"
+    own = latest.read_text().strip() if latest.is_file() else ""
+    every = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
+    files = [one for one in every if not one.startswith("global_step") or one.startswith(own)]
+
+    def kind(one: str) -> str:
+        return re.sub(r"\d+", "#", one)
+
+    alike = (list(some) for _, some in groupby(sorted(files, key=lambda one: (kind(one), one)), kind))
+    found = [pair for some in alike for pair in permutations(some, 2)]
+    return [(a, b) for a, b in found if (source / a).read_bytes() != (source / b).read_bytes()]
+
+
+def some(name: str, most: int) -> list[tuple[str, str]]:
+    found = pairs(name)
+    return [found[number * len(found) // most] for number in range(most)] if len(found) > most else found
+
+
+def cases() -> Iterator[object]:
+    for name, most in SAMPLE.items():
+        yield pytest.param(name, most, id=name)
+    for name, source in SOURCES.items():
+        if source.is_dir():
+            yield pytest.param(name, 1 << 20, id=f"{name}-all", marks=pytest.mark.nightly)
+
+
+def saved_again(source: Path, target: Path) -> bool:
+    """Write a copy whose archive is called as the file is; tell whether that is another archive."""
+    data, names = source.read_bytes(), [f"{one.stem}/".encode() for one in (source, target)]
+    if names[0] == names[1] or len(names[0]) != len(names[1]) or names[0] not in data[:512]:
+        return False
+    target.write_bytes(data.replace(*names))
+    return True
+
+
+def files_of_parameters(directory: Path) -> set[Path]:
+    found = zckpt.open(directory)
+    slots = [slot for one in [*found.parameters.values(), *found.unnamed.values()] for slot in one.slots.values()]
+    return {Path(span.path) for slot in slots for span in slot.spans if span.extent.numel}
+
+
+def missed(directory: Path, target: Path) -> list[str]:
+    """What does not notice that something is wrong with a checkpoint."""
+    found = ["verify"] if zckpt.verify(directory).sound else []
+    try:
+        zckpt.convert(directory, target, to="zckpt")
+    except zckpt.SourceError:
+        return found
+    shutil.rmtree(target)
+    return [*found, "convert"]
+
+
+def test_the_sample_tries_every_kind_of_file_that_ranks_have() -> None:
+    tried = {re.sub(r".*/|\d+", "", a) for name, most in SAMPLE.items() for a, _ in some(name, most)}
+    assert {"bf_zero_pp_rank__mp_rank__optim_states.pt", "zero_pp_rank__mp_rank__model_states.pt", "distrib_optim.pt",
+            "expp_rank__mp_rank__optim_states.pt", "layer_-model_states.pt", "model_optim_rng.pt", "___.distcp",
+            "rng_state_.pth", "mp_rank__model_states.pt", "exp_avg.pt"} <= tried  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "most"), list(cases()))
+def test_a_copy_is_found_and_nothing_is_written_from_it(name: str, most: int, tmp_path: Path) -> None:
+    directory, target, wrong = tmp_path / "copy", tmp_path / "target", []
+    shutil.copytree(SOURCES[name], directory)
+    of_parameters = files_of_parameters(directory)
+    for a, b in some(name, most):
+        kept = (directory / b).read_bytes()
+        shutil.copyfile(directory / a, directory / b)
+        wrong += [f"{a} over {b}: {what}" for what in missed(directory, target)]
+        if saved_again(directory / a, directory / b) and directory / b in of_parameters:
+            wrong += [f"{a} saved as {b}: {what}" for what in missed(directory, target)]
+        (directory / b).write_bytes(kept)
+    assert not wrong

@@ -1,0 +1,180 @@
+"""One rank's file under two names: told from what ranks have alike by rule, without reading more than a sample.
+
+names      torch calls an archive's folder as the file that it saves; of a copy it is called as a file beside it
+samples    two files that hold different elements begin every tensor of theirs that is looked at with the same bytes
+
+Zeros, ones, and whatever is one value over and over tell nothing. Nor do weights of different parameters: experts begin
+as one, and so do layers of a model that was made deeper. What an optimizer has come to for them differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from operator import itemgetter
+from pathlib import Path
+
+from zckpt.codes import TWICE, WRONG_RANK
+from zckpt.errors import ShardError
+from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile, Span
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import ahead
+from zckpt.storage.files import Sources
+
+SAMPLED_NBYTES = 512
+"""Of a tensor, at most."""
+
+SAMPLES_PER_FILE = 16
+"""Of its largest tensors."""
+
+MOST_SPANS = 1 << 17
+"""That are looked for samples among, those of the largest tensors first: every file has some of these."""
+
+FEWEST_WORDS = 4
+"""Different words of four bytes in what two files have alike below which it may be chance."""
+
+EXPERT = "expert"
+"""Role of files that hold nothing but experts, one of which may have been made of another."""
+
+Samples = dict[object, tuple[str, str, bytes]]
+"""By a place: the slot, the parameter, and the data that begin there."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is sampled of a file, by where it lies in it and by what it is of."""
+
+    by_offset: Samples = field(default_factory=dict)
+    by_tensor: Samples = field(default_factory=dict)
+
+
+def files_twice(checkpoint: Checkpoint) -> Iterator[ShardError]:
+    """Yield an error for each file that is another rank's under its name.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read.
+    """
+    found = dict(_misnamed(checkpoint.files))
+    yield from found.values()
+    ranks = {file.path: file for file in checkpoint.files}
+    for one, other in _same(checkpoint):
+        if one not in found and other not in found and one in ranks and other in ranks:
+            what = "holds the same as another file, of elements that are not the same"
+            yield _error(ranks[other], ranks[one], what, "what is only in this file")
+
+
+def check_files_apart(checkpoint: Checkpoint) -> None:
+    """Raise ShardError where a file is another rank's under its name."""
+    for error in files_twice(checkpoint):
+        raise error
+
+
+def _error(file: SourceFile, other: SourceFile, what: str, expected: str, code: str = TWICE) -> ShardError:
+    ranks = [one.mp_rank if one.dp_rank is None else one.dp_rank for one in (file, other)]
+    return ShardError(
+        what,
+        path=file.path,
+        expected=expected,
+        found=Path(other.path).name,
+        advice="copy it again from where it came from; --no-weight-check takes the files as they are",
+        code=code,
+        ranks=[rank for rank in ranks[: 1 if code == TWICE else 2] if rank is not None],
+    )
+
+
+def _misnamed(files: Iterable[SourceFile]) -> Iterator[tuple[str, ShardError]]:
+    """Yield the files that were saved under the name of another that is beside them; of two that were swapped, one."""
+    torch_files = [file for file in files if file.archive and file.role != EXPERT]
+    folders = {(str(Path(file.path).parent), Path(file.path).stem): file for file in torch_files}
+    swapped: set[str] = set()
+    for (folder, stem), file in folders.items():
+        other = folders.get((folder, file.archive))
+        if file.archive == stem or other is None or file.path in swapped:
+            continue
+        if other.archive == stem:
+            swapped.add(other.path)
+        code = TWICE if other.archive == file.archive else WRONG_RANK
+        what = "was saved under the name of another file beside it"
+        yield file.path, _error(file, other, what, f"a file that was saved as {Path(file.path).name}", code)
+
+
+def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield pairs of files that hold different elements, and the same data."""
+    held = _sampled(checkpoint)
+    candidates: dict[tuple[str, str], None] = {}
+    for alike in _alike(held):
+        candidates |= dict.fromkeys(pairwise(alike))
+    for one, other in candidates:
+        mine, its = held[one], held[other]
+        if _are_same(mine.by_offset, its.by_offset) or _are_same(mine.by_tensor, its.by_tensor):
+            yield one, other
+
+
+def _sampled(checkpoint: Checkpoint) -> dict[str, _Held]:
+    """Return what each file begins its largest tensors with, of elements that no other file has."""
+    chosen: dict[str, list[tuple[Span, str, str]]] = {}
+    slots = [(slot, p.name) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
+             for slot in p.slots.values()]  # fmt: skip
+    looked_at = 0
+    for slot, name in sorted(slots, key=lambda one: -one[0].nbytes):
+        for span in slot.spans:
+            looked_at += 1
+            of_file = chosen.setdefault(span.path, [])
+            if len(of_file) < SAMPLES_PER_FILE and span.extent.numel and span.is_contiguous:
+                of_file.append((span, slot.name, name))
+        if looked_at > MOST_SPANS:
+            break
+    if len(chosen) < 2:
+        return {}
+    held = {path: _Held() for path in chosen}
+    every = [one for some in chosen.values() for one in some]
+    with Sources() as sources, ahead((span.path, span.offset, _nbytes(span)) for span, _, _ in every):
+        for span, key, name in every:
+            data = bytearray(_nbytes(span))
+            sources.read(span.path, span.offset, memoryview(data))
+            sample = key, name, bytes(data)
+            held[span.path].by_offset.setdefault((span.offset, key), sample)
+            held[span.path].by_tensor.setdefault((name, key), sample)
+    return held
+
+
+def _nbytes(span: Span) -> int:
+    return min(span.extent.numel * itemsize(span.dtype), SAMPLED_NBYTES)
+
+
+def _alike(held: dict[str, _Held]) -> Iterator[list[str]]:
+    """Yield files that have the same in one place or of one tensor, other than one value over and over."""
+    places: dict[object, list[tuple[bytes, str]]] = {}
+    for path, one in held.items():
+        for place, (_, _, data) in [*one.by_offset.items(), *one.by_tensor.items()]:
+            places.setdefault(place, []).append((data, path))
+    for found in places.values():
+        least = min(len(data) for data, _ in found)
+        begun = sorted((data[:least], path) for data, path in found if _words(data) > 1)
+        for _, some in groupby(begun, key=itemgetter(0)):
+            yield [path for _, path in some]
+
+
+def _are_same(mine: Samples, its: Samples) -> bool:
+    """Tell whether two files have the same in every place that both are sampled at, and in enough to tell."""
+    words, weights, is_state = 0, set[str](), False
+    for place in mine.keys() & its.keys():
+        (key, name, data), (_, other, found) = mine[place], its[place]
+        nbytes = min(len(data), len(found))
+        if data[:nbytes] != found[:nbytes]:
+            return False
+        further = max(_words(data[:nbytes]) - 1, 0)
+        if key not in (WEIGHT, MASTER):
+            words, is_state = words + further, is_state or further > 0
+        elif name == other:
+            words += further
+            weights.add(name)
+    return words >= FEWEST_WORDS and (is_state or len(weights) > 1)
+
+
+def _words(data: bytes) -> int:
+    """Return how many different words of four bytes there are in data."""
+    return len({data[at : at + 4] for at in range(0, len(data) - 3, 4)})
