@@ -136,7 +136,7 @@ class Writing(Copying, total=False):
     """How a target is written."""
 
     weight_check: Annotated[bool, Shared(
-        True, "Hold a sample of every master against its weight, and of ranks' files against each other, before anything "
+        True, "Hold a sample of every master against its weight, and ranks' files against each other, before anything "
         "is written.", unset="Hold neither masters against weights nor ranks' files against each other.", kind="flag",
     )]  # fmt: skip
     checksums: Annotated[bool, Shared(
