@@ -218,6 +218,20 @@ def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named
     succeeded("convert", source, tmp_path / "t", "--to", "zckpt", "--drop", name)
 
 
+@pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("strip", "--unreferenced")])
+def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb: tuple[object, ...], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+    for name in ("scheduler.pt", "config.json"):
+        (source / name).write_bytes((source / name).read_bytes()[:40])
+    refused(3, verb[0], source, tmp_path / "t", *verb[1:], words=("config.json", "scheduler.pt", "--drop"))
+    named = ("--drop", "scheduler.pt", "--drop", "config.json")
+    succeeded(verb[0], source, tmp_path / "t", *verb[1:], *named)
+    there = {path.name for path in (tmp_path / "t").iterdir()}
+    assert "trainer_state.json" in there
+    assert not there & {"scheduler.pt", "config.json"}
+    assert codes(tmp_path / "t", "--deep")[0] == 0
+
+
 def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path: Path) -> None:
     source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
     path = source / "training_args.bin"

@@ -26,7 +26,7 @@ def check_nothing_lost(
     drop : sequence of str
         Patterns of what may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has them, with shell wildcards.
     copied : collection of str
-        Files that arrive as they are, whatever is in them, by their names within the source.
+        Files that arrive as they are, whatever is in them, by their names within the source, but for what is damaged.
     kept : collection of str
         Files that arrive or are known to go; what is in them may still be lost.
 
@@ -38,7 +38,11 @@ def check_nothing_lost(
         A pattern names nothing that is left out.
     """
     dropped, lost, idle = take_inventory(checkpoint).without(drop)
-    others = [item for item in lost if item.file not in copied and (item.kind != FILE or item.file not in kept)]
+    others = [
+        item
+        for item in lost
+        if item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept))
+    ]
     if others:
         unnamed = any("--names FILE" in warning for warning in checkpoint.warnings)
         raise LeftOutError(

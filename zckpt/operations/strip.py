@@ -118,7 +118,10 @@ def strip(
 
     is_file = not origin.is_dir()
     laid = TargetFiles(
-        [one.file for one in stripping.files if one.file is not None], is_file=is_file, notes=stripping.notes
+        [one.file for one in stripping.files if one.file is not None],
+        is_file=is_file,
+        notes=stripping.notes,
+        copied=frozenset(one.name for one in stripping.files),
     )
     done = write_from(checkpoint, laid, path, how, owned=None if is_file else owned, prove=prove, dropped=dropped)
     return Stripped(**done.fields(), saved=_saved(stripping))

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
 from zckpt.errors import UsageError, shown
 from zckpt.executors.using import check_executor, using
+from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.options import DECIDING, Renamed, options_of
@@ -216,8 +217,11 @@ def write_from(
     TargetError
         The target exists or cannot be written.
     """
-    planned = plan(laid.files)
     origins = sources or [checkpoint]
+    left = [item for one in origins for item in take_inventory(one).left_out] if dropped else []
+    damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
+    laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
+    planned = plan(laid.files)
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked = Checked()
     files = names_in(planned.names, target, owned)
