@@ -16,7 +16,8 @@ import torch.distributed as dist
 import zckpt
 from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences
-from zckpt.errors import SourceError, UsageError
+from zckpt.errors import DamagedFileError, SourceError, UsageError
+from zckpt.formats.native.rank_file import recorded
 
 pytestmark = pytest.mark.interop
 
@@ -108,20 +109,34 @@ def test_what_is_not_sound_is_passed_over_and_named(how: str, tmp_path: Path) ->
         zckpt.Checkpointer(tmp_path, on_sigterm=False).resume()
 
 
-def flipped(rank: int, world_size: int, directory: Path) -> tuple[int | None, int | None]:
+def flipped(rank: int, world_size: int, directory: Path) -> list[int | None]:
     training = Training.of(BY_NAME["zero2-plain-float32"])
     checkpointer = zckpt.Checkpointer(directory, on_sigterm=False)
     both = {"model": training.model, "optimizer": training.optimizer}
-    blind, seen = checkpointer.resume(**both), checkpointer.resume(**both, verify=True)
-    return blind and blind.step, seen and seen.step
+    found = [checkpointer.resume(**both, verify=verify) for verify in (False, None, True)]
+    with pytest.raises(DamagedFileError, match="must not be used"):  # of the weights, which another may not have
+        checkpointer.resume(model=training.model, strict=False)
+    return [one and one.step for one in found]
 
 
-def test_a_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_unless_nothing_is_to_be_verified(tmp_path: Path) -> None:
     run(train, 2, tmp_path, 2, {"every": 1}, None)
-    damage(tmp_path / "step-00000002", "bit")
+    path = tmp_path / "step-00000002"
+    damage(path, "bit")
+    damage_weights(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert run(flipped, 2, tmp_path) == [(2, 1), (2, 1)]
+        assert run(flipped, 2, tmp_path) == [[2, 1, 1], [2, 1, 1]]
+
+
+def damage_weights(path: Path) -> None:
+    """Flip a bit of every weight."""
+    for file in path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        for slot, _ in recorded(str(file)):
+            if slot.name.startswith("weight/") and slot.nbytes:
+                data[slot.spans[0].offset] ^= 1
+        file.write_bytes(data)
 
 
 def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:

@@ -45,6 +45,21 @@ def load_fixture(rank: int, world_size: int, sources: list[str], families: list[
 
 def load_one(source: str, family: str, truth: Truth) -> int:
     spec = SPECS[source]
+    inner, model, optimizer, dtype = build(source, family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored = zckpt.load(FIXTURES / source, model=model, optimizer=optimizer, random_states=False)
+    assert not restored.missing + restored.unexpected + restored.reshaped
+    assert restored.step
+    if not spec.elastic:  # which keeps no hyperparameters
+        for mine, its in zip(optimizer.param_groups, truth.facts["param_groups"], strict=True):
+            assert (mine["lr"], mine["weight_decay"]) == (its["lr"], its["weight_decay"])
+    return check(inner, optimizer, truth, dtype)
+
+
+def build(source: str, family: str) -> tuple[torch.nn.Module, torch.nn.Module, Any, torch.dtype]:
+    """Return a fixture's model, bare and as it is trained, an optimizer of a family, and the type of its weights."""
+    spec = SPECS[source]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.dtype if family[:4] == "zero" else "fp32"]
     inner = models.build_model(spec, seed=99).to(dtype)
     names = {parameter: name for name, parameter in inner.named_parameters()}
@@ -59,16 +74,7 @@ def load_one(source: str, family: str, truth: Truth) -> int:
         groups = [{**group, "params": [(name, named[name]) for name, _ in group["params"]]} for group in groups]
     elif family != "zero1":
         model = DistributedDataParallel(inner)
-    optimizer = make(family, groups)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        restored = zckpt.load(FIXTURES / source, model=model, optimizer=optimizer, random_states=False)
-    assert not restored.missing + restored.unexpected + restored.reshaped
-    assert restored.step
-    if not spec.elastic:  # which keeps no hyperparameters
-        for mine, its in zip(optimizer.param_groups, truth.facts["param_groups"], strict=True):
-            assert (mine["lr"], mine["weight_decay"]) == (its["lr"], its["weight_decay"])
-    return check(inner, optimizer, truth, dtype)
+    return inner, model, make(family, groups), dtype
 
 
 def make(family: str, groups: list[dict[str, Any]]) -> Any:

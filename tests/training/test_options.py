@@ -21,7 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import zckpt
 from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences, whole
-from zckpt.errors import UsageError
+from zckpt.errors import DamagedFileError, UsageError
+from zckpt.formats.native.rank_file import recorded
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.training import saving as saving_module
 from zckpt.training.directory import write
@@ -333,6 +334,14 @@ def save_with_workers(world_size: int, directory: Path) -> bool:
     assert torch.equal(restored.extra["table"], torch.arange(4))
     found = another.state_dict()["state"]
     assert all(torch.equal(found[i][key], state[i][key]) for i in state for key in state[i])
+    every = [slot for file in opened.files if file.role == "rank" for slot, _ in recorded(file.path)]
+    [span] = next(slot.spans for slot in every if slot.name == "exp_avg_sq/p0")
+    data = bytearray(Path(span.path).read_bytes())
+    data[span.offset] ^= 1
+    Path(span.path).write_bytes(data)
+    with pytest.raises(DamagedFileError, match="exp_avg_sq/p0: not as it was written"):
+        zckpt.load(directory / "c", optimizer=another)
+    zckpt.load(directory / "c", optimizer=another, verify=False)
     return True
 
 

@@ -6,22 +6,27 @@ import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
+from zckpt.engine.checking import Checks, watching
 from zckpt.engine.read import Read, check_reads
 from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
+from zckpt.formats.survey import checksums_by_path
 from zckpt.operations.open import open as open_checkpoint
+from zckpt.optim.ranks import ALONE, Ranks, check_together
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each
@@ -66,6 +71,9 @@ class Reader(StorageReader):
         Which checkpoint of a run's directory.
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for a checkpoint that only numbers them.
+    verify : bool
+        Hold what is read against the checksums in the files; what ranks read in parts they put together. Tensors have
+        been read then: a state dict of a damaged checkpoint must not be used.
     """
 
     def __init__(
@@ -76,8 +84,10 @@ class Reader(StorageReader):
         optimizer: str | None = None,
         tag: str | None = None,
         names: Sequence[str] | None = None,
+        verify: bool = True,
     ) -> None:
         self.path = None if path is None else os.fspath(path)
+        self._verify = verify
         self._model, self._optimizer = model, optimizer
         self._tag, self._names = tag, names
         self._keys: Keys | None = None
@@ -140,11 +150,11 @@ class Reader(StorageReader):
             for slot in meaning.slots
         ]
         check_reads(reads)
-        return plan
+        return replace(plan, storage_data=dist.get_rank() if dist.is_initialized() else 0)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
+        """Return the plans, which say whose they are; called on one rank."""
+        return [replace(plan, storage_data=[one.storage_data for one in plans]) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's chunks, all at once, into the tensors of the state dict, and then its values.
@@ -156,10 +166,18 @@ class Reader(StorageReader):
         UsageError
             Param groups do not fit the checkpoint's.
         """
-        with torch.no_grad():
-            self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
-            self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
-        check_unchanged()
+        checks = Checks()
+        ranks = _ranks(plan.storage_data if self._verify else None)
+
+        def read() -> None:
+            checks.find = checksums_by_path([self._opened().checkpoint]) if self._verify else None
+            with torch.no_grad(), watching(checks):
+                self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
+                self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
+            check_unchanged()
+
+        ranks.do(read)
+        check_together(checks, ranks, str(self.path))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -204,6 +222,14 @@ class Reader(StorageReader):
         numbers = _numbers([node for _, node in nodes if isinstance(node, Slot)])
         for item, node in nodes:
             _give(planner, item, state.get(item.dest_index.fqn), numbers[id(node)] if isinstance(node, Slot) else node)
+
+
+def _ranks(members: Sequence[int] | None) -> Ranks:
+    """Return the ranks whose plans were put together, which DCP does not tell otherwise."""
+    if members is None or len(members) == 1:
+        return Ranks(purpose=ALONE)
+    everyone = len(members) == dist.get_world_size()
+    return Ranks(None if everyone else dist.new_group(list(members), backend="gloo", use_local_synchronization=True))
 
 
 def _check_apart(names: Mapping[str, str], path: str) -> None:

@@ -7,7 +7,8 @@ Source bytes are held against the CRC-32s that their files state, as they pass b
                                  ^^^                          not read: read too, where it is little of the record
 
 The copier and reads into memory report what they have seen. A record that is not read at all is not checked, for
-nothing depends on it; one that is read partly is, if the rest of it costs little. Bytes seen twice count once.
+nothing depends on it; one that is read partly is, if the rest of it costs little. Bytes seen twice count once. What
+several ranks have seen of a record, one of them puts together.
 
 A target states CRC-32s of itself. They come from what was written, and only what was not summed then is read again.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import attrgetter
@@ -139,12 +142,15 @@ class Checks:
     ----------
     allows_overflow : bool
         Whether values may be beyond what the target's type holds.
+    find : callable or None
+        Returns the checksums of a file by its path, when it is going to be read.
     """
 
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
-        ordered = sorted(sums, key=lambda one: (one.path, one.offset))
+        ordered = sorted(sums, key=_place)
         self._sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
         self._ends = {path: [one.offset + one.nbytes for one in some] for path, some in self._sums.items()}
+        self.find: Callable[[str], Iterable[Sum]] | None = None
         self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
         self._done: set[Sum] = set()
@@ -152,6 +158,16 @@ class Checks:
         self._overflowed: list[Overflowed] = []
         self.allows_overflow = False
         self.watched = frozenset(self._sums)
+
+    def expect(self, paths: Iterable[str]) -> None:
+        """Find the checksums of files that are going to be read. Raises as `find` does."""
+        if self.find is None:
+            return
+        for path in dict.fromkeys(paths):
+            if path not in self._sums:
+                self._sums[path] = found = sorted(self.find(path), key=_place)
+                self._ends[path] = [one.offset + one.nbytes for one in found]
+                self.watched |= {path} if found else set()
 
     def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Yield pieces, those that are moved as they are cut where a record begins or ends."""
@@ -184,7 +200,11 @@ class Checks:
                 self._overflowed.append(each)
                 continue
             one = self._sum_of(each)
-            if one is not None and each.nbytes and one not in self._done:
+            if one is None or not each.nbytes or one in self._done:
+                continue
+            if each.nbytes == one.nbytes and each.crc32 is not None:
+                self._note(one, each.crc32)
+            else:
                 self._seen.setdefault(one, []).append(each)
                 self._nbytes[one] = self._nbytes.get(one, 0) + each.nbytes
                 if self._nbytes[one] >= one.nbytes:
@@ -213,6 +233,25 @@ class Checks:
         if found != one.crc32:
             self._wrong.append((one, found))
 
+    def hand_over(self) -> list[tuple[Sum, list[Seen]]]:
+        """Return what was seen of records that are not done with, for who puts it together with what others saw."""
+        due = {one: self._seen.pop(one, []) for one in self._due()}
+        self._nbytes.clear()
+        self._done.update(one for one in due if one.always)
+        return list(due.items())
+
+    def take_over(self, one: Sum, seen: Iterable[Seen]) -> None:
+        """Take what others have seen of a record."""
+        if one.always:
+            self._done.discard(one)
+        if one not in self._done:
+            self._seen.setdefault(one, []).extend(seen)
+
+    def _due(self) -> list[Sum]:
+        """Return records that are not done with, and are always checked or were seen, in order."""
+        always = {one for some in self._sums.values() for one in some if one.always}
+        return sorted((always | self._seen.keys()) - self._done, key=_place)
+
     def finish(self, run: Callable[..., Iterable[list[int]]] = map) -> Checked:
         """Read what is little of a record and was not read, and tell what was checked.
 
@@ -229,7 +268,7 @@ class Checks:
             Values became infinite or no number, and may not.
         """
         tasks = []
-        for one in (one for some in self._sums.values() for one in some if one not in self._done):
+        for one in self._due():
             seen = self._seen.get(one, [])
             rest = one.nbytes - _covered(seen)
             if one.always or (seen and rest <= max(REST_NBYTES, one.nbytes // REST_FRACTION)):
@@ -238,8 +277,7 @@ class Checks:
         for some, found in zip(of_files, run(_run, of_files), strict=True):
             for (one, _), crc in zip(some, found, strict=True):
                 self._note(one, crc)
-        if self._wrong:
-            raise _damaged(self._wrong)
+        self.refuse()
         overflowed = _counted(self._overflowed)
         if overflowed and not self.allows_overflow:
             raise UsageError(
@@ -247,6 +285,33 @@ class Checks:
                 advice="write a type that holds them (--dtype float32, bfloat16), or give --overflow allow",
             )
         return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)
+
+    def refuse(self) -> None:
+        """Raise DamagedFileError if a record that is done with is damaged."""
+        if self._wrong:
+            raise _damaged(self._wrong)
+
+
+_WATCHING: ContextVar[Checks | None] = ContextVar("watching", default=None)
+
+
+@contextmanager
+def watching(checks: Checks | None) -> Iterator[None]:
+    """Let checks get what is read into memory in this context, unless the call that reads has others."""
+    token = _WATCHING.set(checks)
+    try:
+        yield
+    finally:
+        _WATCHING.reset(token)
+
+
+def watched_by() -> Checks | None:
+    """Return the checks that get what is read; None: there are none."""
+    return _WATCHING.get()
+
+
+def _place(one: Sum) -> tuple[str, int]:
+    return one.path, one.offset
 
 
 def _bytes_of(piece: Piece, start: int, nbytes: int) -> Piece:
@@ -361,6 +426,6 @@ def _damaged(wrong: list[tuple[Sum, int]]) -> DamagedFileError:
         expected=f"CRC-32 {first.crc32:08x}",
         found=f"{found:08x}",
         advice="copy the file again from where it came from; `zckpt verify --deep` names all that is damaged, "
-        "--no-checksums salvages the rest",
+        "--no-checksums (where training loads, verify=False) salvages the rest",
         code=CHECKSUM,
     )

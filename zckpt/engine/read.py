@@ -11,14 +11,14 @@ import numpy as np
 
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, numpy_dtype
-from zckpt.engine.checking import Checks, Seen, WatchedSources
+from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
 from zckpt.engine.copy import Piece, elements, pieces, ranges_read
 from zckpt.engine.plan import Copy, Fill, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Slot
+from zckpt.state import ZEROS, Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources, check_nbytes
@@ -51,7 +51,7 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bo
     ----------
     reads : sequence of Read
     checks : Checks, optional
-        Gets what is read; the caller finishes them after the last read.
+        Gets what is read; the caller finishes them after the last read. By default those of the context.
     threads : bool
         Else all is read by the calling one.
 
@@ -65,24 +65,27 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bo
         A file cannot be read.
     """
     batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
-    watching = checks or Checks()
-    look = partial(_read_batch, watching.watched)
+    checks = checks or watched_by() or Checks()
+    some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
+    checks.expect(source.path for copy in some for source in copy.sources if source.path != ZEROS)
+    look = partial(_read_batch, checks.watched)
     if not threads:
         for batch in batches:
-            watching.add(look(batch))
+            checks.add(look(batch))
         return
     with (
         Workers(READERS, here=True) as workers,
         closing(workers.run(look, batches, Portions())) as results,
     ):
         for _, seen in results:
-            watching.add(seen)
+            checks.add(seen)
 
 
 def check_reads(reads: Iterable[Read]) -> None:
     """Check all that can be known before elements are read; nothing is read.
 
-    Spans cover every extent once, elements can be cast to the type in memory, and files open and are long enough.
+    Spans cover every extent once, elements can be cast to the type in memory, files open and are long enough, and their
+    checksums are known, if what is read in this context is held against them.
 
     Raises
     ------
@@ -106,6 +109,9 @@ def check_reads(reads: Iterable[Read]) -> None:
             raise UnsupportedError(error.message, path=path) from error
     for path, nbytes in needed.items():
         check_nbytes(path, nbytes)
+    checks = watched_by()
+    if checks is not None:
+        checks.expect(needed)
 
 
 def _ends(copy: Copy) -> Iterator[tuple[str, int]]:

@@ -13,8 +13,10 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
 from zckpt.engine.packs import Pack, PackPiece
 from zckpt.engine.read import Read, check_reads, read_all
 from zckpt.engine.targets import Hole, Literal, TargetFile
@@ -22,7 +24,6 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import READERS, Workers, batched
 from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
-from zckpt.storage.files import Sources
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -175,19 +176,23 @@ def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tup
 
 def _read_packed(packed: Sequence[tuple[PackPiece, int, memoryview]], *, threads: bool) -> None:
     batches = batched(packed, lambda one: one[0].nbytes)
+    checks = watched_by() or Checks()
+    checks.expect(path for piece, _, _ in packed for path in piece.pack.paths())
+    look = partial(_unpack, checks.watched)
     if not threads:
         for batch in batches:
-            _unpack(batch)
+            checks.add(look(batch))
         return
-    with Workers(READERS, here=True) as workers, closing(workers.run(_unpack, batches, Portions())) as results:
-        for _ in results:
-            pass
+    with Workers(READERS, here=True) as workers, closing(workers.run(look, batches, Portions())) as results:
+        for _, seen in results:
+            checks.add(seen)
 
 
-def _unpack(batch: Sequence[tuple[PackPiece, int, memoryview]]) -> None:
-    with Sources() as sources:
+def _unpack(watched: frozenset[str], batch: Sequence[tuple[PackPiece, int, memoryview]]) -> list[Seen]:
+    with WatchedSources(watched) as sources:
         for piece, skipped, view in batch:
             if view.nbytes == piece.nbytes:
                 piece.read_into(view, sources)
             else:
                 view[:] = piece.read(sources)[skipped : skipped + view.nbytes]
+        return sources.seen

@@ -8,8 +8,8 @@ format's own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.engine.checking import Checks, Sum
@@ -121,7 +121,7 @@ def _below(directory: Path, depth: int) -> Iterator[Path]:
 ZIP = b"PK\3\4"
 
 ALWAYS_NBYTES = 1 << 12
-"""A record of at most this is always checked: it may be a step count, or say how the others are to be read."""
+"""A record of at most this is always checked: it may be a step count, which was read when the source was opened."""
 
 
 def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
@@ -148,7 +148,8 @@ def archive_sums(file: SourceFile) -> Iterator[Sum]:
             records = list(read_archive(source).values())
         if has_checksums(records):
             for record in records:
-                yield Sum(record.name, file.path, record.offset, record.nbytes, record.crc32)
+                always = record.nbytes <= ALWAYS_NBYTES
+                yield Sum(record.name, file.path, record.offset, record.nbytes, record.crc32, always)
 
 
 def _whole(file: SourceFile) -> list[tuple[int, int]]:
@@ -174,18 +175,26 @@ def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | N
         A file of the checkpoint cannot be read, or the structure that states its checksums is damaged.
     """
     several = [checkpoints] if isinstance(checkpoints, Checkpoint) else checkpoints
-    known = {file.path: (file, find_format(one.format)) for one in several for file in one.files}
-    every = (one for file, owner in known.values() for one in checksums(file, owner))
-    found = [replace(one, always=one.nbytes <= ALWAYS_NBYTES) for one in every]
-    read = plan.sources if plan else frozenset[str]()
-    for path in sorted(read - known.keys()):
-        found += _of_other(path)
-    return Checks(found)
+    every = dict.fromkeys(file.path for one in several for file in one.files)
+    every |= dict.fromkeys(sorted(plan.sources if plan else ()))
+    find = checksums_by_path(several)
+    return Checks(one for path in every for one in find(path))
 
 
-def _of_other(path: str) -> list[Sum]:
-    """Return the checksums of a file that is no part of a checkpoint; none of one that cannot be read as its kind."""
-    try:
-        return checksums(SourceFile(path, Path(path).stat().st_size, "other"), None)
-    except (SourceError, OSError):
-        return []
+def checksums_by_path(checkpoints: Sequence[Checkpoint]) -> Callable[[str], list[Sum]]:
+    """Return what finds the checksums of a file: one of these checkpoints, or another that is read with them.
+
+    It raises SourceError where a file of a checkpoint cannot be read, or the structure that states its checksums is
+    damaged; another file that cannot be read as its kind has none.
+    """
+    known = {file.path: (file, find_format(one.format)) for one in checkpoints for file in one.files}
+
+    def find(path: str) -> list[Sum]:
+        if path in known:
+            return checksums(*known[path])
+        try:
+            return checksums(SourceFile(path, Path(path).stat().st_size, "other"), None)
+        except (SourceError, OSError):
+            return []
+
+    return find

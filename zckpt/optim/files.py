@@ -25,13 +25,15 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from zckpt.engine.checking import Checks, watching
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.formats.floats import with_floats
+from zckpt.formats.survey import checksums_by_path
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
-from zckpt.optim.ranks import ALONE, Ranks
+from zckpt.optim.ranks import ALONE, Ranks, check_together
 from zckpt.optim.states import Restoring, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import bare
@@ -86,6 +88,7 @@ def load(
     *,
     model: torch.nn.Module | None = None,
     names: Sequence[str] | None = None,
+    verify: bool = True,
 ) -> None:
     """Load state and hyperparameters from a checkpoint of any format.
 
@@ -97,7 +100,7 @@ def load(
     path : path-like
     model : Module, optional
         Names the parameters, where the optimizer was not given names.
-    names : sequence of str, optional
+    names, verify : optional
         As for `zckpt.load`.
 
     Raises
@@ -111,14 +114,20 @@ def load(
     optimizers = Optimizers(optimizer, {} if of_model is None else of_model.names())
     ranks = Ranks(process_group_of(optimizer), purpose="" if workers_of(optimizer) is None else ALONE)
 
+    checks = Checks() if verify else None
+
     def prepared() -> Restoring:
         checkpoint = open_for(path, () if of_model is None else of_model.parameters, optimizers.order, names=names)
+        if checks is not None:
+            checks.find = checksums_by_path([checkpoint])
         [restoring] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
         restoring.check()
         return restoring
 
-    restoring = ranks.do(prepared)
-    ranks.do(restoring.read)
+    with watching(checks):
+        restoring = ranks.do(prepared)
+        ranks.do(restoring.read)
+        check_together(checks, ranks, os.fspath(path))
     ranks.do(restoring.take, spoiled=SPOILED)
     ranks.do(restoring.share, spoiled=SPOILED)
 

@@ -5,6 +5,7 @@ A failure of one is one of all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
+from zckpt.storage.crc32 import crc32
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import Owned
 
@@ -117,6 +120,21 @@ class Ranks:
             given = list(of_first) if self.rank == 0 else None
             dist.scatter_object_list(received, given, src=self.members[0], group=self.group)
         return received[0]  # type: ignore[no-any-return]
+
+    def exchange(self, for_each: Sequence[T]) -> list[T]:
+        """Return what each rank has for this one, given what this one has for each: what JSON can say."""
+        if self.group is None:
+            return list(for_each)
+        given = [json.dumps(one).encode() for one in for_each]
+        sent = torch.tensor([len(one) for one in given])
+        sizes = torch.empty_like(sent)
+        with answering():
+            dist.all_to_all_single(sizes, sent, group=self.group)
+            received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(b"".join(given)), dtype=torch.uint8)
+            dist.all_to_all_single(received, data, sizes.tolist(), sent.tolist(), group=self.group)
+        parts = received.split(sizes.tolist())  # type: ignore[no-untyped-call]
+        return [json.loads(one.numpy().tobytes()) for one in parts]
 
     def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank."""
@@ -220,7 +238,7 @@ def _packed(error: BaseException | None) -> Failure | None:
     if error is None:
         return None
     if isinstance(error, ZckptError):
-        every = ((key, getattr(error, key)) for key in ("path", "expected", "found", "advice"))
+        every = ((key, getattr(error, key)) for key in ("path", "expected", "found", "advice", "code"))
         return type(error), shown(error.message), {key: shown(str(value)) for key, value in every if value}
     return RuntimeError, shown(f"{type(error).__name__}: {error}"), {}
 
@@ -230,6 +248,40 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
     if issubclass(kind, ZckptError):
         raise kind(f"on rank {rank}, {message}", **fields)
     raise RuntimeError(f"rank {rank} failed: {message}")
+
+
+def check_together(checks: Checks | None, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:
+    """Hold what all ranks have read against the checksums of the files that it is from.
+
+    What several have read of one record is put together by one of them, which reads what little is missing.
+
+    Parameters
+    ----------
+    checks : Checks or None
+        Of this rank; None on all ranks: nothing is checked.
+    root : str
+        The directory or file that is read, under the name that it has on this rank.
+    spoiled : str, optional
+        As for `Ranks.do`.
+
+    Raises
+    ------
+    DamagedFileError
+        A record is damaged: on all ranks, if on one.
+    """
+    if checks is None:
+        return
+    if ranks.world_size > 1:
+        for_each: list[list[list[Any]]] = [[] for _ in range(ranks.world_size)]
+        for one, seen in checks.hand_over():
+            path = one.path.removeprefix(root)  # which another rank may have under another name
+            told = [one.path != path, path, one.name, one.offset, one.nbytes, one.crc32, one.always]
+            to = crc32(f"{path}:{one.offset}".encode("utf-8", "surrogateescape")) % ranks.world_size
+            for_each[to].append([*told, [(each.offset, each.nbytes, each.crc32) for each in seen]])
+        for is_below, rest, name, *numbers, parts in (one for some in ranks.exchange(for_each) for one in some):
+            path = root + rest if is_below else rest
+            checks.take_over(Sum(name, path, *numbers), [Seen(path, *part) for part in parts])
+    ranks.do(checks.finish, spoiled=spoiled)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.errors import SourceError, TargetExistsError, UsageError
+from zckpt.codes import CHECKSUM
+from zckpt.errors import DamagedFileError, SourceError, TargetExistsError, UsageError
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
@@ -28,7 +29,7 @@ from zckpt.optim.tensors import Model, Stateful
 from zckpt.training import run_record
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
-from zckpt.training.loading import Restored, load
+from zckpt.training.loading import SPOILED, Restored, load
 from zckpt.training.run_place import run_place, unsound
 from zckpt.training.run_record import Record, Saved
 from zckpt.training.saving import Saving, save_given
@@ -313,7 +314,7 @@ class Checkpointer:
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         strict: bool = True,
-        verify: bool = False,
+        verify: bool | None = None,
     ) -> Restored | None:
         """Load the checkpoint that `latest` names, if it is sound, or else the one that was saved before it, and so on.
 
@@ -323,8 +324,10 @@ class Checkpointer:
         ----------
         model, optimizer, scheduler, grad_scaler, strict
             As for `zckpt.load`.
-        verify : bool
-            Hold every byte against its checksum first, each rank some of the files.
+        verify : bool, optional
+            By default what is read is held against its checksum as it is read, as in `zckpt.load`; True: every byte is
+            first, each rank some of the files; False: none is. Where `strict` is false, other weights of the model may
+            be read in the end, so that damage to weights is raised then.
 
         Returns
         -------
@@ -334,7 +337,7 @@ class Checkpointer:
         Raises
         ------
         SourceError
-            There are checkpoints, and none is sound.
+            There are checkpoints, and none is sound; the message says whether weights must not be used.
         UsageError
             The checkpoint is of another model.
         """
@@ -347,17 +350,23 @@ class Checkpointer:
             path = self._place.checkpoint(name)
             why = self._ranks.from_first(unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
-            if why is not None:
-                passed.append(f"{name}: {why}")
-                if self._ranks.rank == 0:
-                    warnings.warn(f"passed over {name}, which is not sound: {why}", stacklevel=2)
-                continue
-            restored = load(
-                path, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler,
-                strict=strict, tp_rules=self._tp_rules, process_group=self._process_group,
-            )  # fmt: skip
-            restored.notes += [f"passed over {one}" for one in passed]
-            return restored
+            if why is None:
+                try:
+                    restored = load(
+                        path, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler,
+                        strict=strict, tp_rules=self._tp_rules, verify=verify is not False,
+                        process_group=self._process_group,
+                    )  # fmt: skip
+                except DamagedFileError as error:
+                    if error.code != CHECKSUM or (not strict and SPOILED in str(error)):
+                        raise
+                    why = str(error)
+                else:
+                    restored.notes += [f"passed over {one}" for one in passed]
+                    return restored
+            passed.append(f"{name}: {why}")
+            if self._ranks.rank == 0:
+                warnings.warn(f"passed over {name}, which is not sound: {why}", stacklevel=2)
         if passed:
             raise SourceError("none of the checkpoints is sound", path=self._place.shown, found="; ".join(passed))
         return None

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.native.reader import headers_shared
+from zckpt.formats.survey import checksums_by_path
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
-from zckpt.optim.ranks import ALONE, Ranks
+from zckpt.optim.ranks import ALONE, Ranks, check_together
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, model_state, share_of
@@ -94,6 +96,7 @@ def load(
     map_config: Config | None = None,
     dequantize: bool = False,
     tp_rules: TpRules = None,
+    verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
@@ -132,6 +135,9 @@ def load(
         under the names that Adam has in torch.
     tp_rules : path-like or mapping, optional
         As for `save`: how this rank's slices are cut from the parameters of the checkpoint, at any degree.
+    verify : bool
+        Hold what is read against the checksums in the files: the optimizer's state before anything is changed, weights
+        before the optimizer is. What ranks read in parts they put together.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world, as of slices.
 
@@ -144,8 +150,9 @@ def load(
     UsageError
         The checkpoint is of another model; nothing has been changed.
     SourceError
-        It cannot be read: on all ranks, if on one. Nothing has been changed, unless the message says that weights must
-        not be used: then a file failed that was there, and long enough, when all ranks had checked it.
+        It cannot be read, or is damaged: on all ranks, if on one. Nothing has been changed, unless the message says
+        that weights must not be used: then bytes of weights were damaged, or a file failed that was there, and long
+        enough, when all ranks had checked it.
     """
     purpose = "" if workers_of(optimizer) is None else ALONE
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
@@ -170,8 +177,9 @@ def load(
     def prepared() -> _Loading:
         with headers_shared(ranks.rank, ranks.world_size):
             loading = _Loading(
-                path, live, everywhere, strict=strict, tag=tag, names=names, naming=naming, dequantize=dequantize
-            )
+                path, live, everywhere, strict=strict, tag=tag, names=names, naming=naming, dequantize=dequantize,
+                checks=checks,
+            )  # fmt: skip
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
@@ -179,14 +187,18 @@ def load(
         raise UsageError(
             "a DistributedOptimizer is loaded from a file system", path=without_secrets(place), advice="copy it to one"
         )
+    checks = Checks() if verify else None
     with ExitStack() as stack:
+        stack.enter_context(watching(checks))
         path = ranks.do(lambda: stack.enter_context(at_path(place)))
         slices = slices_of(ranks, tp_rules, optimizer)
         live = ranks.do(found)
         everywhere = live.everywhere(ranks, broadcast=broadcast)
         loading = ranks.do(prepared)
         ranks.do(loading.read_state)
+        check_together(checks, ranks, os.fspath(path))
         ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
+        check_together(checks, ranks, os.fspath(path), spoiled=SPOILED)
         ranks.do(loading.take_state, spoiled=SPOILED)
         ranks.do(loading.share_state, spoiled=SPOILED)
         ranks.do(loading.restore_rest, spoiled=LEFT_OVER)
@@ -210,6 +222,7 @@ class _Loading:
         names: Sequence[str] | None,
         naming: Naming,
         dequantize: bool,
+        checks: Checks | None,
     ) -> None:
         self.path = os.fspath(path)
         self.model, self.tensors, optimizers = live.model, live.tensors, live.optimizers
@@ -224,6 +237,8 @@ class _Loading:
             naming=naming,
             dequantize=dequantize,
         )
+        if checks is not None:
+            checks.find = checksums_by_path([self.checkpoint])
         if live.slices is not None:
             live.slices.cut(self.checkpoint, [*self.known, *(name for names in optimizers.order for name in names)])
         self.report = Restored(

@@ -156,13 +156,13 @@ class Zckpt(Format):
     def checks(self, file: SourceFile) -> Iterable[Sum]:
         """Return the digest of each tensor; refuse a file that was replaced after the checkpoint was opened."""
         from zckpt.engine.checking import Sum
-        from zckpt.formats.native.rank_file import Listed, check_header, recorded
+        from zckpt.formats.native.rank_file import Listed, listed_sums, recorded
 
         if file.role != RANK_ROLE:
             return []
         if file.header is not None:
             try:
-                check_header(Path(file.path), Listed("", file.nbytes, *file.header))
+                return listed_sums(file.path, Listed("", file.nbytes, *file.header))
             except SourceError as error:
                 error.ranks = () if file.dp_rank is None else (file.dp_rank,)
                 raise

@@ -11,6 +11,7 @@ tensor is: no header has to be read to know it.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
-from zckpt.engine.checking import crc_of
+from zckpt.engine.checking import Sum, crc_of
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
-from zckpt.formats.safetensors.file import read_header
+from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
@@ -289,14 +290,18 @@ def check_header(path: Path, one: Listed) -> None:
     """
     _, found = _found_header(path, one)
     if found != one.header_crc32:
-        raise DamagedFileError(
-            "its header is not the one that checkpoint.json lists",
-            path=path,
-            expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
-            found=f"{found:08x}",
-            advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
-            code=LAYOUT,
-        )
+        raise _other_header(path, one, found)
+
+
+def _other_header(path: str | Path, one: Listed, found: int) -> DamagedFileError:
+    return DamagedFileError(
+        "its header is not the one that checkpoint.json lists",
+        path=path,
+        expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
+        found=f"{found:08x}",
+        advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
+        code=LAYOUT,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +334,29 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
         data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path)
     sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, len(data), DIGEST_NBYTES)]
     return [(replace(tensors[key], name=key), crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
+
+
+def listed_sums(path: str, one: Listed) -> list[Sum]:
+    """Return the checksums of the tensors of a file, of which nothing is doubted where its header is the listed one.
+
+    Raises
+    ------
+    DamagedFileError
+        It is another.
+    """
+    with opened(path) as descriptor:
+        head = read_at(descriptor, 0, one.header_nbytes, path=path)
+        if crc32(head) != one.header_crc32:
+            raise _other_header(path, one, crc32(head))
+        base = 8 + int.from_bytes(head[:8], "little")
+        begins = {key: its["data_offsets"] for key, its in json.loads(head[8:base]).items() if key != METADATA_KEY}
+        low, high = begins.pop(DIGESTS, (0, 0))
+        data = read_at(descriptor, base + low, high - low, path=path)
+    sums = [data[at : at + DIGEST_NBYTES] for at in range(0, len(data), DIGEST_NBYTES)]
+    return [
+        Sum(key, path, base + begins[key][0], begins[key][1] - begins[key][0], int.from_bytes(crc, "little"))
+        for key, crc in zip(sorted(begins), sums, strict=True)
+    ]
 
 
 def mismatches(path: str) -> Iterator[Mismatch]:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from zckpt.compare.logical import parameter_values
+from zckpt.engine.checking import Checks, Seen, Sum, watched_by, watching
 from zckpt.errors import UsageError
 from zckpt.formats.remainder import VERSION
+from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
@@ -220,7 +222,12 @@ class WorkersRestoring(Restoring):
 
     def read(self) -> None:
         """Let each worker read the state of its parameters into memory of its own."""
-        self.optimizer.call(_read, self.source.path, self.order, self.groups, self.source.tag, self.source.listed)
+        checks = watched_by()
+        given = self.source.path, self.order, self.groups, self.source.tag, self.source.listed, checks is not None
+        every = self.optimizer.call(_read, *given)
+        if checks is not None:
+            for one, seen in (part for parts in every for part in parts):
+                checks.take_over(one, seen)
 
     def take(self) -> None:
         """Let each worker take what it has read, and take the hyperparameters here."""
@@ -236,9 +243,12 @@ def _read(
     groups: list[Group],
     tag: str | None,
     listed: Sequence[str] | None,
-) -> None:
-    """Read the state of a worker's parameters, which `_take` takes when all workers have read theirs."""
+    verify: bool,
+) -> list[tuple[Sum, list[Seen]]]:
+    """Read the state of a worker's parameters, which `_take` takes when all have read theirs; return what was seen."""
     checkpoint = open_for(path, (), order, tag=tag, names=listed)
+    checks = Checks()
+    checks.find = checksums_by_path([checkpoint]) if verify else None
     settings = {
         name: {**ours, **its}
         for names, ours, its in zip(order, local.optimizer.param_groups, groups, strict=True)
@@ -253,13 +263,16 @@ def _read(
             raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=owner.shape)
         found = parameter_values(checkpoint, owner)
         check_keys(local.optimizer, settings[name], name, parameter.dim(), found, path=path)
-        values = {
-            key: checkpoint.read(owner.name, key) if isinstance(value, Slot) else as_torch(value)
-            for key, value in found.items()
-        }
+        with watching(checks):
+            values = {
+                key: checkpoint.read(owner.name, key) if isinstance(value, Slot) else as_torch(value)
+                for key, value in found.items()
+            }
         if values:
             state[number] = values
+    checks.refuse()
     local.waiting = state
+    return checks.hand_over()
 
 
 def _take(local: LocalOptimizer, groups: list[Group]) -> None:

@@ -1,0 +1,162 @@
+"""Bytes that live loads read are held against the checksums in the files, at whatever ranks read them in parts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.gloo import run
+from tests.training.test_load_any_format import build, check
+from tests.training.test_load_failures import build as build_small
+from tests.training.test_load_failures import everything, same, step
+from tests.truth import Truth
+from zckpt.codes import CHECKSUM
+from zckpt.engine.checking import Sum
+from zckpt.errors import DamagedFileError, ZckptError
+from zckpt.formats.registry import find_format
+from zckpt.formats.survey import checksums
+from zckpt.optim import files
+
+pytestmark = pytest.mark.interop
+
+FLIPPED_NBYTES = 64
+AT_MOST = 16  # records of a checkpoint that are damaged
+
+
+def records(path: Path) -> list[Sum]:
+    """Return what holds tensors and has a checksum, of all files of a checkpoint."""
+    opened = zckpt.open(path)
+    every = [one for file in opened.files for one in checksums(file, find_format(opened.format))]
+    return [one for one in every if one.nbytes and ("/data/" in one.name or opened.format == "zckpt")]
+
+
+@contextmanager
+def flipped(one: Sum, rank: int) -> Iterator[None]:
+    """Let up to 64 bytes in the middle of a record be others, for all ranks."""
+    path = Path(one.path)
+    dist.barrier()
+    before = path.read_bytes()
+    if rank == 0:
+        data, count = bytearray(before), min(one.nbytes, FLIPPED_NBYTES)
+        at = one.offset + (one.nbytes - count) // 2
+        data[at : at + count] = bytes(255 - byte for byte in data[at : at + count])
+        path.write_bytes(data)
+    dist.barrier()
+    yield
+    dist.barrier()
+    if rank == 0:
+        path.write_bytes(before)
+    dist.barrier()
+
+
+def damage_each(rank: int, world_size: int, path: Path, source: str, family: str) -> tuple[int, int]:
+    """Damage one record after the other; return how many were refused, and how many a load does not depend on."""
+    truth, refused, unread = Truth(FIXTURES / source), 0, 0
+    every = records(path)
+    for one in every[:: -(-len(every) // AT_MOST)]:
+        inner, model, optimizer, dtype = build(source, family)
+        with flipped(one, rank):
+            try:
+                zckpt.load(path, model=model, optimizer=optimizer, random_states=False)
+            except ZckptError as error:  # of a step, it may be that it differs
+                refused += error.code == CHECKSUM
+                continue
+        check(inner, optimizer, truth, dtype)
+        unread += 1
+    return refused, unread
+
+
+CASES = [
+    ("s2_bf16_dp4", None, "zero2", 3, 11), ("s3_bf16_dp3", None, "fsdp", 2, 12), ("s1_fp32_dp3", None, "adamw", 2, 12),
+    ("s2_bf16_dp4", "zckpt", "zero1", 3, 12), ("s2_bf16_dp4", "zckpt", "fsdp", 2, 12),
+    ("s2_bf16_dp4", "dcp", "redundancy", 2, 12), ("s2_bf16_dp4", "universal", "zero2", 2, 9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "to", "family", "world_size", "least"), CASES)
+def test_every_record_that_is_damaged_is_refused_or_not_needed(
+    source: str, to: str | None, family: str, world_size: int, least: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "x"
+    if to is None:
+        shutil.copytree(FIXTURES / source, path)
+    else:
+        zckpt.convert(FIXTURES / source, path, to=to)
+    told = run(damage_each, world_size, path, source, family)
+    assert len(set(told)) == 1
+    assert told[0][0] >= least
+
+
+def load_by_dcp(rank: int, world_size: int, path: Path, source: str, members: list[int] | None) -> int:
+    """Damage one record after the other for `dcp.load`; return how many were refused by all that load."""
+    refused = 0
+    group = None if members is None else dist.new_group(members)
+    for one in [one for one in records(path) if one.nbytes > FLIPPED_NBYTES]:
+        _, model, optimizer, _ = build(source, "fsdp" if members is None else "adamw")
+        with flipped(one, rank):
+            if members is not None and rank not in members:
+                continue
+            weights, state = get_state_dict(model, optimizer)
+            given = {"state_dict": {"model": weights, "optimizer": state}, "process_group": group}
+            failures = []
+            try:
+                dcp.load(**given, storage_reader=zckpt.dcp.Reader(path))
+            except CheckpointException as error:
+                failures = [str(each) for each, _ in error.failures.values()]
+            refused += len(failures) == len(members or range(world_size))
+            assert all("not as it was written" in each for each in failures)
+            if refused == 1:
+                dcp.load(**given, storage_reader=zckpt.dcp.Reader(path, verify=False))
+    return refused
+
+
+@pytest.mark.parametrize("members", [None, [1, 2]])
+def test_ranks_of_dcp_put_together_what_they_read(members: list[int] | None, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "x", to="zckpt", world_size=2)
+    told = run(load_by_dcp, 3, tmp_path / "x", "s2_bf16_dp4", members)
+    assert all(count >= 12 for rank, count in enumerate(told) if members is None or rank in members), told
+
+
+def one_by_one(rank: int, world_size: int, folder: Path, family: str) -> None:
+    """What damage to state and to weights leaves of the model and the optimizer, and what says so."""
+    model, optimizer = build_small(family, 1)
+    step(model, optimizer)
+    path = folder / family
+    zckpt.save(path, model=model, optimizer=optimizer, step=1)
+    other, its = build_small(family, 2)
+    step(other, its)
+    before, weights = everything(other, its), len(list(other.parameters()))
+    for kind in ("exp_avg", "weight"):
+        one = next(one for one in records(path) if one.name.startswith(f"{kind}/"))
+        with flipped(one, rank):
+            with pytest.raises(DamagedFileError, match="not as it was written") as told:
+                zckpt.load(path, model=other, optimizer=its)
+            after = everything(other, its)
+            assert same(before[weights:], after[weights:])
+            assert ("weights are in part the checkpoint's and must not be used" in str(told.value)) == (
+                kind == "weight"
+            )
+            if kind == "exp_avg":
+                assert same(before, after)
+            if family == "redundancy" and kind == "exp_avg":
+                with pytest.raises(DamagedFileError, match="not as it was written"):
+                    files.load(its, path, model=other)
+    zckpt.load(path, model=other, optimizer=its)
+    assert same(everything(model, optimizer)[:-1], everything(other, its)[:-1])
+
+
+@pytest.mark.parametrize("family", ["redundancy", "adamw"])
+def test_state_that_is_damaged_changes_nothing_and_weights_that_are_leave_the_optimizer(
+    family: str, tmp_path: Path
+) -> None:
+    run(one_by_one, 2, tmp_path, family)
