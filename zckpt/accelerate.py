@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from zckpt.deepspeed import any_world_size, durable_saves
-from zckpt.formats.native import OWNED
+from zckpt.formats.native.files import OWNED
 from zckpt.storage.leftovers import remove_leftovers
 from zckpt.training import Restored, Saving, load, save
 

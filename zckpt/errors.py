@@ -97,6 +97,25 @@ def require_torch(what: str) -> None:
         ) from error
 
 
+def require(package: str, executor: str) -> None:
+    """Raise MissingPackageError unless a package can be imported.
+
+    Parameters
+    ----------
+    package : str
+    executor : str
+        The extra that has it, and the executor that needs it.
+    """
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"--executor {executor} needs the package {package}, which cannot be imported",
+            found=str(error),
+            advice=f"pip install 'zckpt[{executor}]'",
+        ) from error
+
+
 class ZckptError(Exception):
     """Base of every error that zckpt raises on purpose.
 

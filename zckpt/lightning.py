@@ -28,7 +28,7 @@ from zckpt.errors import MissingPackageError, UsageError, require_torch
 require_torch("zckpt.lightning")
 
 from zckpt.deepspeed import any_world_size, durable_saves
-from zckpt.formats.native import OWNED
+from zckpt.formats.native.files import OWNED
 from zckpt.operations.places import place_of
 from zckpt.storage.leftovers import remove_leftovers
 from zckpt.training import Saving, load, save

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from zckpt.dcp import Reader, Writer
-from zckpt.formats.native import OWNED, is_native
+from zckpt.formats.native.files import OWNED, is_native
 from zckpt.operations.places import place_of
 from zckpt.storage.leftovers import remove_leftovers
 

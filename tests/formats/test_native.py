@@ -34,9 +34,9 @@ from zckpt.engine.boxes import bounds
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.native import is_native, is_own, rank_name
 from zckpt.formats.native import rank_file as ranks
 from zckpt.formats.native.document import Members, encode, read_document
+from zckpt.formats.native.files import is_native, is_own, rank_name
 from zckpt.formats.native.layouts import LARGE, Cut, Headers, Layouts, Order, PieceSpans, Table
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter

@@ -23,7 +23,7 @@ from torch.futures import Future
 from zckpt.dcp.contents import Contents, Held, Part, Piece, contents, part_of, tie
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.native import DOCUMENT_NAME, OWNED
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of

@@ -24,7 +24,7 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.virtual import VirtualFile
 from zckpt.errors import UnsupportedError, ZckptError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.native import DOCUMENT_NAME, OWNED
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.writer import ByRank, by_rank
 from zckpt.formats.registry import get

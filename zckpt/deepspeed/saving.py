@@ -25,7 +25,7 @@ from zckpt.engine.write import write as write_plan
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.directory import is_own
 from zckpt.formats.latest import LATEST
-from zckpt.formats.native import OWNED as OWNED_NATIVE
+from zckpt.formats.native.files import OWNED as OWNED_NATIVE
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
 from zckpt.storage.durable import written_files

@@ -14,8 +14,7 @@ from concurrent.futures import CancelledError, Executor, Future
 from typing import Any, TypeVar
 
 from zckpt.engine.tasks import while_wanted
-from zckpt.errors import WorkerError
-from zckpt.executors.using import needed
+from zckpt.errors import WorkerError, require
 
 CONNECTED_SECONDS = 15
 """To wait for a scheduler, and for its first worker."""
@@ -43,7 +42,7 @@ class DaskExecutor(Executor):
     """
 
     def __init__(self, address: str) -> None:
-        needed("distributed", "dask")
+        require("distributed", "dask")
         from distributed import Client, KilledWorker
         from distributed.comm import CommClosedError
 

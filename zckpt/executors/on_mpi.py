@@ -7,8 +7,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import cast
 
-from zckpt.errors import UsageError
-from zckpt.executors.using import needed
+from zckpt.errors import UsageError, require
 
 
 @contextmanager
@@ -20,7 +19,7 @@ def ranks() -> Iterator[Executor | None]:
     UsageError
         There is one rank only, or mpi4py is missing.
     """
-    needed("mpi4py.MPI", "mpi")
+    require("mpi4py.MPI", "mpi")
     from mpi4py import MPI
     from mpi4py.futures import MPICommExecutor
 
@@ -41,7 +40,7 @@ def pool() -> Iterator[Executor]:
     MissingPackageError
         It needs mpi4py.
     """
-    needed("mpi4py.MPI", "mpi")
+    require("mpi4py.MPI", "mpi")
     from mpi4py.futures import MPIPoolExecutor
 
     with MPIPoolExecutor() as executor:

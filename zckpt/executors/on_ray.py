@@ -7,8 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
-from zckpt.errors import WorkerError
-from zckpt.executors.using import needed
+from zckpt.errors import WorkerError, require
 
 RETRIES = 3
 """Times that a task is begun again when the process that ran it has died."""
@@ -31,7 +30,7 @@ class RayExecutor(Executor):
     """
 
     def __init__(self) -> None:
-        needed("ray", "ray")
+        require("ray", "ray")
         import ray
         from ray.exceptions import RayError, RayTaskError
 

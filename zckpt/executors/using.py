@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from importlib import import_module
 
 from zckpt.engine.workers import running_on
-from zckpt.errors import MissingPackageError, UsageError
+from zckpt.errors import UsageError
 from zckpt.executors.launch import DRIVEN, MPI, TORCHRUN
 
 THREADS, DASK, RAY = "threads", "dask://", "ray"
@@ -85,22 +84,3 @@ def _connected(name: str) -> Iterator[Executor]:
             expected="torchrun --nproc-per-node N -m zckpt ...",
             advice="from Python, enter zckpt.executors.on_ranks.ranks() on every rank",
         )
-
-
-def needed(package: str, executor: str) -> None:
-    """Raise MissingPackageError unless a package can be imported.
-
-    Parameters
-    ----------
-    package : str
-    executor : str
-        The extra that has it, and the executor that needs it.
-    """
-    try:
-        import_module(package)
-    except ImportError as error:
-        raise MissingPackageError(
-            f"--executor {executor} needs the package {package}, which cannot be imported",
-            found=str(error),
-            advice=f"pip install 'zckpt[{executor}]'",
-        ) from error

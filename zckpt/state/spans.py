@@ -23,7 +23,8 @@ from zckpt.errors import LayoutError
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from zckpt.state.cuts import Ranges
+    import numpy as np
+    import numpy.typing as npt
 
 
 ZEROS = ""
@@ -340,7 +341,7 @@ class PaddingRule(Protocol):
     def is_large(self) -> bool:
         """Whether to ask for it file by file."""
 
-    def within(self, path: str) -> Iterator[Ranges]:
+    def within(self, path: str) -> Iterator[npt.NDArray[np.int64]]:
         """Yield where in one file it is, in bytes."""
 
 

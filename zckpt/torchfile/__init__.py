@@ -22,7 +22,6 @@ from zckpt.torchfile.archive import (
     read_archive,
     read_directory,
 )
-from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.nodes import (
     DefaultMapping,
     Device,
@@ -34,6 +33,9 @@ from zckpt.torchfile.nodes import (
     MetaTensor,
     Namespace,
     NestedTensor,
+    NumpyArray,
+    NumpyDType,
+    NumpyScalar,
     Object,
     OrderedMapping,
     QuantizedTensor,
@@ -48,13 +50,12 @@ from zckpt.torchfile.plain import Renderer, brief, plain
 from zckpt.torchfile.reader import read_pickle, read_source, read_torchfile
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
 from zckpt.torchfile.rebuild_torch import dense
-from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, TorchFile
+from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PlainParts, TorchFile
 from zckpt.torchfile.trees import (
     LEAVES,
     MAX_DEPTH,
     PARTS,
     Digests,
-    PlainParts,
     alike,
     check_depth,
     children,

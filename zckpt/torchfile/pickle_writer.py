@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError
 from zckpt.torchfile import nodes
-from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Call, Parts, StandFor, Writer, appended, entered, nested
 from zckpt.torchfile.rebuild import NAMESPACE
 from zckpt.torchfile.rebuild_torch import TENSOR

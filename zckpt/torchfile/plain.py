@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import isfinite
 
 from zckpt.torchfile import nodes
-from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.trees import MAX_DEPTH
 
 LIMIT = 100_000

@@ -28,10 +28,9 @@ from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, open_range
 from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
-from zckpt.torchfile.opcodes import TruncatedPickleError
-from zckpt.torchfile.torch_file import PickleFile, StorageTable, TorchFile
-from zckpt.torchfile.trees import PlainParts, check_tree
-from zckpt.torchfile.unpickle import Machine
+from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
+from zckpt.torchfile.trees import check_tree
+from zckpt.torchfile.unpickle import Machine, TruncatedPickleError
 
 MAX_PICKLE = 1 << 30
 """Bytes of a pickle: it is read into memory, and real ones have a few MB."""

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from zckpt.errors import PickleError
 from zckpt.torchfile import nodes
-from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
 
 FREE_WORK = 1 << 16
 WORK_PER_BYTE = 2

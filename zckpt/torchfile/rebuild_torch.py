@@ -12,7 +12,7 @@ from math import prod
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import nodes
-from zckpt.torchfile.arrays import NumpyArray
+from zckpt.torchfile.nodes import NumpyArray
 from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers, wrong
 
 TENSOR = nodes.Global("torch", "Tensor")

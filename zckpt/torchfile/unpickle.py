@@ -10,20 +10,407 @@ A pickle is a program for a stack machine. Its opcodes are one byte each, follow
     52              REDUCE           known function -> plain data or a node; any other -> Object
     2e              STOP             the result is the one thing on the stack
 
-The opcodes that the pickle of a large checkpoint consists of are run here, in one loop; all others are in `opcodes`.
+The opcodes that the pickle of a large checkpoint consists of are run in one loop; each other one is a function.
 Protocols 0 to 5. Time and memory are linear in the size of the pickle.
 """
 
 from __future__ import annotations
 
 import struct
+from codecs import escape_decode
 from collections.abc import Callable
+from struct import unpack
 
-from zckpt.errors import PickleError, ZckptError
-from zckpt.torchfile.nodes import Object
-from zckpt.torchfile.opcodes import OPCODES, TruncatedPickleError, arguments, callee
-from zckpt.torchfile.rebuild import Context, Guard
+from zckpt.errors import PickleError, UnsupportedError, ZckptError
+from zckpt.torchfile.nodes import (
+    DefaultMapping,
+    Global,
+    MetaTensor,
+    Namespace,
+    NumpyArray,
+    NumpyDType,
+    Object,
+    OrderedMapping,
+    Tensor,
+)
+from zckpt.torchfile.rebuild import NAMESPACE, Context, Guard, fill_array
 from zckpt.torchfile.rebuild_torch import Globals
+
+MAX_INTEGER_BYTES = 1024
+"""Of a LONG: Python prints integers of at most 4300 digits, and real ones (random states) have 16 bytes."""
+
+MAX_INTEGER_DIGITS = 2400
+"""Of an integer written as text, about as many: converting takes the square of its length."""
+
+MAX_NAME_LINE = 4096
+"""Bytes of a module or class name in a line of text."""
+
+MAX_LINE = 1 << 30
+"""Bytes of any other line of text: no limit of its own."""
+
+_TEXT = frozenset({str})
+
+
+class TruncatedPickleError(PickleError):
+    """A pickle that goes on after the bytes at hand."""
+
+
+def utf8(data: bytes) -> str:
+    """Decode a string as pickle does: lone surrogates are allowed."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+def bytestring(data: bytes) -> str | bytes:
+    """Decode a Python 2 string: text where it is UTF-8, as torch reads it, and else the bytes."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data
+
+
+def digits(text: bytes) -> int:
+    """Return a decimal integer written as text."""
+    body = text[1:] if text[:1] in (b"-", b"+") else text
+    if not body.isdigit() or len(body) > MAX_INTEGER_DIGITS:
+        raise PickleError("an integer written as text", found=f"{text[:20]!r}")
+    return int(text)
+
+
+def int_line(machine: Machine) -> object:
+    """Run INT: decimal text; 00 and 01 are the booleans."""
+    text = machine.line(MAX_INTEGER_DIGITS + 2)
+    return text == b"01" if text in (b"00", b"01") else digits(text)
+
+
+def float_line(machine: Machine) -> object:
+    """Run FLOAT: decimal text."""
+    text = machine.line(64)
+    try:
+        return float(text)
+    except ValueError:
+        raise PickleError("a number written as text", found=f"{text[:20]!r}") from None
+
+
+def long_integer(machine: Machine, width: int) -> object:
+    """Run LONG1 and LONG4: a signed little-endian integer whose size comes first, in `width` bytes."""
+    size = machine.unsigned(width)
+    if size > MAX_INTEGER_BYTES:
+        raise PickleError("an integer is too long", expected=f"at most {MAX_INTEGER_BYTES} bytes", found=size)
+    return int.from_bytes(machine.take(size), "little", signed=True)
+
+
+def unicode_line(machine: Machine) -> object:
+    """Run UNICODE: a line of escaped text."""
+    try:
+        return machine.line(MAX_LINE).decode("raw-unicode-escape")
+    except UnicodeDecodeError:
+        raise PickleError("a string with a malformed escape") from None
+
+
+def string_line(machine: Machine) -> object:
+    """Run STRING, a line of quoted and escaped text."""
+    text = machine.line(MAX_LINE)
+    if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
+        raise PickleError("a string without its quotes", found=f"{text[:20]!r}")
+    try:
+        return bytestring(escape_decode(text[1:-1])[0])
+    except ValueError:
+        raise PickleError("a string with a malformed escape") from None
+
+
+def global_line(machine: Machine) -> object:
+    """Run GLOBAL: module and name, a line each."""
+    module = utf8(machine.line(MAX_NAME_LINE))
+    return machine.globals.find(module, utf8(machine.line(MAX_NAME_LINE)))
+
+
+def stack_global(machine: Machine) -> object:
+    """Run STACK_GLOBAL: module and name from the stack."""
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise PickleError("a global", expected="two strings", found=f"{type(module).__name__}")
+    return machine.globals.find(module, name)
+
+
+def proto(machine: Machine) -> None:
+    """Run PROTO."""
+    version = machine.unsigned(1)
+    if version > 5:
+        raise PickleError("pickle protocol", expected="0 to 5", found=version)
+    machine.protocol = max(machine.protocol, version)
+
+
+def frame(machine: Machine) -> None:
+    """Run FRAME: the length of what follows, which must be there."""
+    length = machine.unsigned(8)
+    if machine.pos + length > len(machine.data):
+        raise TruncatedPickleError("the pickle is cut off", expected=f"a frame of {length} bytes")
+
+
+def pop(machine: Machine) -> None:
+    """Run POP: the top of the stack, or a mark that has nothing after it."""
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.since_mark()
+
+
+def put(machine: Machine, index: int) -> None:
+    """Run PUT and MEMOIZE: keep the top of the stack."""
+    machine.memo[index] = machine.stack[-1]
+
+
+def tuple_of(count: int) -> Opcode:
+    """Run TUPLE1, TUPLE2 and TUPLE3: of so many from the stack."""
+
+    def push(machine: Machine) -> None:
+        stack = machine.stack
+        if len(stack) < count:
+            raise IndexError
+        stack[-count:] = [tuple(stack[-count:])]
+
+    return push
+
+
+def extend(machine: Machine, items: list[object]) -> None:
+    """Run APPEND and APPENDS: to the list on top of the stack, or to an object that behaves as one."""
+    target = machine.stack[-1]
+    if type(target) is list or type(target) is Object:
+        target.extend(items)
+    else:
+        raise cannot(target, "appended to")
+
+
+def set_items(machine: Machine, items: list[object]) -> None:
+    """Run SETITEM and SETITEMS: keys and values, which alternate, in the mapping on top of the stack."""
+    target = machine.stack[-1]
+    if len(items) % 2:
+        raise PickleError("a dict with a key and no value")
+    keys, values = items[::2], items[1::2]
+    if type(target) is Object:
+        target.update(zip(keys, values, strict=True))
+        return
+    if not isinstance(target, dict) or type(target) is Namespace:
+        raise cannot(target, "indexed")
+    if not _TEXT.issuperset(map(type, keys)):
+        check = machine.context.guard.check_key
+        for key, value in zip(keys, values, strict=True):
+            check(target, key)
+            target[key] = value
+        return
+    target.update(zip(keys, values, strict=True))
+
+
+def make_dict(machine: Machine) -> None:
+    """Run DICT, of keys and values since the mark."""
+    items = machine.since_mark()
+    machine.stack.append({})
+    set_items(machine, items)
+
+
+def add_members(machine: Machine, items: list[object]) -> None:
+    """Run ADDITEMS: to the set on top of the stack, or to an object that behaves as one."""
+    target = machine.stack[-1]
+    if type(target) is Object:
+        target.extend(items)
+        return
+    if type(target) is not set:
+        raise cannot(target, "added to")
+    for item in items:
+        machine.context.guard.check_key(target, item)
+        target.add(item)
+
+
+def make_frozenset(machine: Machine) -> None:
+    """Run FROZENSET: of the members since the mark."""
+    items = machine.since_mark()
+    members: set[object] = set()
+    machine.stack.append(members)
+    add_members(machine, items)
+    machine.stack[-1] = frozenset(members)
+
+
+def cannot(target: object, what: str) -> PickleError:
+    """Return the error for an opcode that does not fit the object it changes."""
+    return PickleError(f"a {type(target).__name__} cannot be {what}")
+
+
+def callee(function: object) -> Global | Object:
+    """Return what is to be called, if it could be a class or function."""
+    if not isinstance(function, (Global, Object)):
+        raise cannot(function, "called")
+    return function
+
+
+def arguments(args: object) -> tuple[object, ...]:
+    """Return the arguments of a call, if they are a tuple."""
+    if type(args) is not tuple:
+        raise PickleError("a call", expected="a tuple of arguments", found=type(args).__name__)
+    return args
+
+
+def new(cls: object, args: object, how: str) -> object:
+    """Return what stands for the result of `cls.__new__`."""
+    values = arguments(args)
+    if not values and cls == NAMESPACE:
+        return Namespace()
+    return Object(callee(cls), values, how=how)
+
+
+def newobj(machine: Machine) -> None:
+    """Run NEWOBJ."""
+    args = machine.stack.pop()
+    machine.stack[-1] = new(machine.stack[-1], args, "newobj")
+
+
+def newobj_ex(machine: Machine) -> None:
+    """Run NEWOBJ_EX."""
+    kwargs, args = machine.stack.pop(), machine.stack.pop()
+    if type(kwargs) is not dict:
+        raise PickleError("a call", expected="a tuple and a dict of arguments")
+    machine.stack[-1] = Object(callee(machine.stack[-1]), arguments(args), kwargs, how="newobj_ex")
+
+
+def inst(machine: Machine) -> None:
+    """Run INST: the class from two lines of text, arguments since the mark."""
+    cls = global_line(machine)
+    args = machine.since_mark()
+    machine.stack.append(new(cls, tuple(args), "inst"))
+
+
+def obj(machine: Machine) -> None:
+    """Run OBJ: class and arguments since the mark."""
+    cls, *args = machine.since_mark() or [None]
+    machine.stack.append(new(cls, tuple(args), "obj"))
+
+
+def persid(_: Machine) -> None:
+    """Run PERSID: an id as text."""
+    raise PickleError("a persistent id that torch does not write", found="text")
+
+
+def binpersid(machine: Machine) -> None:
+    """Run BINPERSID."""
+    if machine.persistent is None:
+        raise PickleError("a persistent id where none can be")
+    machine.stack[-1] = machine.persistent(machine.stack[-1])
+
+
+def build(machine: Machine) -> None:
+    """Run BUILD: give the object below the state on top; an object may be given one state only."""
+    given, target = machine.stack.pop(), machine.stack[-1]
+    if type(target) is Object and not target.has_state:
+        target.state, target.has_state = given, True
+    elif type(target) is NumpyArray and target.dtype_node is None:
+        fill_array(target, given, machine.context)
+    elif type(target) is NumpyDType and target.state is None and isinstance(given, tuple):
+        target.state = given
+    elif type(target) is Namespace and type(given) is dict and not target:
+        target.update(given)
+    elif isinstance(target, (OrderedMapping, DefaultMapping, Tensor, MetaTensor)) and target.state is None:
+        target.state = given
+    else:
+        raise cannot(target, "given a state, or a second one")
+
+
+def unknown(machine: Machine) -> None:
+    """Refuse a byte that is no opcode."""
+    raise PickleError("not a pickle opcode", found=f"byte 0x{machine.data[machine.pos - 1]:02x}")
+
+
+def extension(_: Machine) -> None:
+    """Run EXT1, EXT2 and EXT4: their meaning is in a registry of the process that wrote the file."""
+    raise UnsupportedError("the pickle uses the extension registry", advice="save it again with torch.save")
+
+
+def out_of_band(_: Machine) -> None:
+    """Run NEXT_BUFFER and READONLY_BUFFER: those buffers travel outside of the pickle."""
+    raise UnsupportedError("the pickle refers to buffers outside of the file", advice="save it again with torch.save")
+
+
+Opcode = Callable[["Machine"], object]
+
+
+def pushing(value: Opcode) -> Opcode:
+    """Return the opcode that pushes what a function of the machine returns."""
+
+    def push(machine: Machine) -> None:
+        found = value(machine)  # may give the machine another stack
+        machine.stack.append(found)
+
+    return push
+
+
+def sized(width: int, decode: Callable[[bytes], object]) -> Opcode:
+    """Return the opcode that pushes data whose size comes first, in `width` bytes."""
+    return pushing(lambda machine: decode(machine.take(machine.unsigned(width))))
+
+
+_TABLE: dict[bytes, Opcode] = {
+    b"N": pushing(lambda _: None),
+    b"\x88": pushing(lambda _: True),
+    b"\x89": pushing(lambda _: False),
+    b"M": pushing(lambda machine: machine.unsigned(2)),
+    b"J": pushing(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
+    b"I": pushing(int_line),
+    b"L": pushing(lambda machine: digits(machine.line(MAX_INTEGER_DIGITS + 2).removesuffix(b"L"))),
+    b"\x8a": pushing(lambda machine: long_integer(machine, 1)),
+    b"\x8b": pushing(lambda machine: long_integer(machine, 4)),
+    b"F": pushing(float_line),
+    b"G": pushing(lambda machine: unpack(">d", machine.take(8))[0]),
+    b"\x8c": sized(1, utf8),
+    b"\x8d": sized(8, utf8),
+    b"V": pushing(unicode_line),
+    b"S": pushing(string_line),
+    b"T": sized(4, bytestring),
+    b"U": sized(1, bytestring),
+    b"B": sized(4, bytes),
+    b"C": sized(1, bytes),
+    b"\x8e": sized(8, bytes),
+    b"\x96": sized(8, bytearray),
+    b"c": pushing(global_line),
+    b"\x93": pushing(stack_global),
+    b"\x80": proto,
+    b"\x95": frame,
+    b"0": pop,
+    b"1": lambda machine: machine.since_mark(),
+    b"2": pushing(lambda machine: machine.stack[-1]),
+    b"g": pushing(lambda machine: machine.memo[digits(machine.line(20))]),
+    b"p": lambda machine: put(machine, digits(machine.line(20))),
+    b"\x94": lambda machine: put(machine, len(machine.memo)),
+    b"]": pushing(lambda _: []),
+    b"}": pushing(lambda _: {}),
+    b")": pushing(lambda _: ()),
+    b"\x8f": pushing(lambda _: set()),
+    b"l": pushing(lambda machine: machine.since_mark()),
+    b"t": pushing(lambda machine: tuple(machine.since_mark())),
+    b"\x85": tuple_of(1),
+    b"\x86": tuple_of(2),
+    b"\x87": tuple_of(3),
+    b"d": make_dict,
+    b"\x91": make_frozenset,
+    b"a": lambda machine: extend(machine, [machine.stack.pop()]),
+    b"e": lambda machine: extend(machine, machine.since_mark()),
+    b"s": lambda machine: set_items(machine, [machine.stack.pop(), machine.stack.pop()][::-1]),
+    b"u": lambda machine: set_items(machine, machine.since_mark()),
+    b"\x90": lambda machine: add_members(machine, machine.since_mark()),
+    b"\x81": newobj,
+    b"\x92": newobj_ex,
+    b"i": inst,
+    b"o": obj,
+    b"P": persid,
+    b"Q": binpersid,
+    b"b": build,
+    b"\x82": extension,
+    b"\x83": extension,
+    b"\x84": extension,
+    b"\x97": out_of_band,
+    b"\x98": out_of_band,
+}
+
+OPCODES = [_TABLE.get(bytes((code,)), unknown) for code in range(256)]
+"""What each byte does, but for those that the machine's own loop runs."""
+
 
 _uint2, _uint4 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
 

@@ -15,7 +15,7 @@ from typing import Any
 from zckpt.compare.digests import FILE_NAME, Entries, bytes_of, write_digests
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
-from zckpt.formats.native import DOCUMENT_NAME, OWNED, rank_name
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read

@@ -11,25 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import torch
 
-from zckpt.engine.tensors import dtype_name, memory_of
+from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states import NamedShare
 from zckpt.optim.states.several import Optimizers, Snapshot, merged_groups, one_class
 from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart
 from zckpt.state import WEIGHT, Parameter, ParamGroup
-
-if TYPE_CHECKING:
-    from zckpt.training.slices import Slices
-
-SAMPLE_NBYTES = 1 << 20
-"""Of a plain parameter, compared between ranks."""
-
-DIGEST_NBYTES = 16
+from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, Slices, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +180,6 @@ def _key(name: str, slot: str, share: Share) -> bytes:
     extent = share.extent
     told = (name, slot, share.shape, str(share.tensor.dtype), extent.offsets, extent.sizes, extent.start, extent.numel)
     return blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest()
-
-
-def digest_of(share: Share, limit: int | None = None) -> bytes:
-    """Return a digest of what a rank has of a tensor, or of so many bytes of it."""
-    flat = share.tensor.detach().reshape(-1)
-    if limit is not None:
-        flat = flat[: limit // share.tensor.element_size()]
-    return blake2b(memory_of(flat.cpu()), digest_size=DIGEST_NBYTES).digest()
 
 
 # --- loading

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError
-from zckpt.formats.native import DOCUMENT_NAME, OWNED, identity_of
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, identity_of
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place

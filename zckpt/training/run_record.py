@@ -20,7 +20,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, TargetExistsError
 from zckpt.formats.latest import latest_name
-from zckpt.formats.native import identity_of, is_native
+from zckpt.formats.native.files import identity_of, is_native
 from zckpt.storage.durable import written_files
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import check_replaceable

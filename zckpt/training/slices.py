@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.engine.boxes import Box, boxes_of, row_major
-from zckpt.engine.tensors import dtype_name
+from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.tensor_parallel import cut
 from zckpt.formats.deepspeed.tp_rules import Rules, check_rules, read_rules
@@ -36,7 +37,6 @@ from zckpt.optim.tensors import ModelState, Share, world_rank
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.stepping import model_rank
 from zckpt.state import WEIGHT, Extent, Parameter
-from zckpt.training.parts import SAMPLE_NBYTES, digest_of
 
 TpRules = str | os.PathLike[str] | Mapping[str, Any] | None
 """What `save` and `load` take as `tp_rules`."""
@@ -49,6 +49,11 @@ NOT_COPIES = "give tp_rules that say how it is cut; what each rank trains by its
 
 Key = tuple[str, str]
 """A parameter and a slot."""
+
+SAMPLE_NBYTES = 1 << 20
+"""Of a plain parameter, compared between ranks."""
+
+DIGEST_NBYTES = 16
 
 
 @dataclass(slots=True)
@@ -367,3 +372,11 @@ def _collect(ranks: Ranks, at: int, own: Several, every: Sequence[Sequence[Box]]
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def digest_of(share: Share, limit: int | None = None) -> bytes:
+    """Return a digest of what a rank has of a tensor, or of so many bytes of it."""
+    flat = share.tensor.detach().reshape(-1)
+    if limit is not None:
+        flat = flat[: limit // share.tensor.element_size()]
+    return blake2b(memory_of(flat.cpu()), digest_size=DIGEST_NBYTES).digest()

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import SourceError, UsageError, WorkerError, ZckptError
-from zckpt.formats.native import DOCUMENT_NAME, OWNED, rank_name
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
 from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together

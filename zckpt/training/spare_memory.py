@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, TargetError, UsageError
-from zckpt.formats.native import is_own
+from zckpt.formats.native.files import is_own
 from zckpt.operations.small_file import write_text
 from zckpt.storage.files import read_whole
 from zckpt.training.run_place import RunPlace

@@ -16,9 +16,10 @@ from tests.formats.deepspeed.contents import content_of, cut, form, run_of, stat
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed import RecutOptions, target_groups
+from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.experts import spread_experts
 from zckpt.formats.deepspeed.foreign_experts import check_split, of_experts
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.target_groups import units
 from zckpt.state import Checkpoint, Parameter, ParamGroup

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, Span
 
 if TYPE_CHECKING:
-    from zckpt.formats.deepspeed import RecutOptions
+    from zckpt.formats.deepspeed.options import RecutOptions
     from zckpt.formats.deepspeed.origin import Origin
 
 GROUP_NUMEL = 178_956_971

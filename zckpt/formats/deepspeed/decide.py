@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import STAGES, RecutOptions, aliases
+from zckpt.formats.deepspeed import aliases
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
 from zckpt.formats.deepspeed.code_groups import FLOATS, HINT, codes_of
@@ -14,6 +14,7 @@ from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
+from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.restage import check_stage, stage_states

@@ -13,12 +13,13 @@ from itertools import pairwise
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.deepspeed import RecutOptions, foreign
+from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.live import Pipeline, Training
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target, TargetRank

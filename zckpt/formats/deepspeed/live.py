@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.write_stage0 import Unpartitioned
 
 

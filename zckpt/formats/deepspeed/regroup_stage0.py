@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import layer_names
 from zckpt.formats.deepspeed.restage import stage_states

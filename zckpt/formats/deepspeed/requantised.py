@@ -19,9 +19,9 @@ import numpy as np
 from zckpt.engine.computed import Computed
 from zckpt.engine.requantise import Requantised
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.codes import KNOWN, alike_forms, bytes_of
 from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.portions import TOGETHER_NUMEL, contents_of, portions_of
 from zckpt.formats.deepspeed.quantised import is_quantised, with_float_slots
 from zckpt.formats.deepspeed.requantised_torchao import SMALLEST_NUMEL, TorchaoForm, form_of

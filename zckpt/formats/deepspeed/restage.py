@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import Options, RecutOptions
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
+from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
 from zckpt.formats.deepspeed.stage_bounds import parse_layers

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.gpt_model import Told, layers_told
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
 from zckpt.formats.deepspeed.stage_bounds import (

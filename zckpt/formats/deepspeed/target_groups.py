@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.auto_ep import indivisible
 from zckpt.formats.deepspeed.experts import (
     experts_per_rank,
@@ -23,6 +22,7 @@ from zckpt.formats.deepspeed.experts import (
     named_degree,
     spread_experts,
 )
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests

@@ -16,10 +16,10 @@ from pathlib import Path
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.companions import METADATA_ROLE, copy_of
-from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files

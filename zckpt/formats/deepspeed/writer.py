@@ -13,10 +13,11 @@ from pathlib import Path
 from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign, loss_scaling, zenflow
+from zckpt.formats.deepspeed import foreign, loss_scaling, zenflow
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
+from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.pipeline import is_of_layer

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 FILE = re.compile(r"consolidated\.([0-9]{2,})\.pth")
-PARAMS_NAME = "params.json"
 
 
 class Meta(Format):

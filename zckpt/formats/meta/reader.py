@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
-from zckpt.formats.meta import PARAMS_NAME
 from zckpt.formats.meta.cut import Sizes, cut_dimension
 from zckpt.formats.torch_files.content import is_trainable
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of, span_of
@@ -16,6 +15,7 @@ from zckpt.state.inventory import Claim
 from zckpt.storage.files import is_file, read_whole
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile
 
+PARAMS_NAME = "params.json"
 PARAMS = "params"
 """Under which the metadata have the content of `params.json`."""
 

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from zckpt.codes import CHECKSUM, MISSING_FILE
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.formats.native import DOCUMENT_NAME, rank_files
+from zckpt.formats.native.files import DOCUMENT_NAME, rank_files
 from zckpt.formats.native.node_kinds import Json
 from zckpt.state.dtypes import DTYPES
 from zckpt.storage.files import read_whole

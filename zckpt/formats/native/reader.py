@@ -14,8 +14,8 @@ from pathlib import Path
 
 from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.native import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.document import FORMAT, Members, read_document, wrong
+from zckpt.formats.native.files import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.layouts import Cut, Headers, Layouts, Offsets, Order, Pieces, Table, order_of
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats.native import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.document import FORMAT, VERSION, encode
+from zckpt.formats.native.files import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank

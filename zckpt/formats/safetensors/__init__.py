@@ -25,7 +25,7 @@ class Safetensors(Format):
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell a file by its header, a directory by its names; other formats keep more next to such a model."""
-        from zckpt.formats.native import is_rank_file
+        from zckpt.formats.native.files import is_rank_file
         from zckpt.formats.safetensors import file, shards
 
         if is_rank_file(search.path):

@@ -31,15 +31,6 @@ class BackwardOptimizer(GradientOptimizer):
 
     # --- what users call
 
-    @property
-    def loss_scale(self) -> float:
-        """What `backward` multiplies the loss with. One that is set stays; None lets the loss scaler decide again."""
-        return self.loss_scaler.cur_scale if self._external_loss_scale is None else self._external_loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float | None) -> None:
-        self._external_loss_scale = scale
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scale the loss, run its backward and reduce the gradients, as far as the stage reduces them then.
 

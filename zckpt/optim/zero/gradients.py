@@ -21,7 +21,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.reduction import Reducer, Rules
 from zckpt.optim.zero.stepping import ModelParallel, Scaler, model_rank
-
-if TYPE_CHECKING:
-    from zckpt.optim.zero.backward import BackwardOptimizer
 
 _ATEN = torch.ops.aten
 _NORM = _ATEN.linalg_vector_norm.default
@@ -56,13 +53,13 @@ _GRAD_SCALER = (
 class ShardedGradient(torch.Tensor):
     """Stands in `grad` for an average that its owners have; of the parameter's shape, type and device."""
 
-    _optimizer: weakref.ref[BackwardOptimizer]
+    _optimizer: weakref.ref[GradientOptimizer]
     _group: weakref.ref[FlatGroup]
     _position: int
 
     @staticmethod
     def __new__(
-        cls: type[ShardedGradient], optimizer: BackwardOptimizer, group: FlatGroup, position: int
+        cls: type[ShardedGradient], optimizer: GradientOptimizer, group: FlatGroup, position: int
     ) -> ShardedGradient:
         """Make one for a parameter of a group, by its position there."""
         parameter = group.parameters[position]
@@ -167,7 +164,7 @@ class ShardedGradients:
         self._made: dict[torch.Tensor, ShardedGradient] = {}
         self._are_in = False
 
-    def put(self, optimizer: BackwardOptimizer) -> None:
+    def put(self, optimizer: GradientOptimizer) -> None:
         """Put a stand-in into `grad` of each parameter."""
         for group in optimizer.groups:
             for position, parameter in enumerate(group.parameters):
@@ -257,6 +254,15 @@ class GradientOptimizer(FlatOptimizer, Joinable):
             whole_till_then=stage == 1 and gradient_accumulation_steps > 1 and not self.offload,
         )
         self._hook_all()
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss with. One that is set stays; None lets the loss scaler decide again."""
+        return self.loss_scaler.cur_scale if self._external_loss_scale is None else self._external_loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | None) -> None:
+        self._external_loss_scale = scale
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; see `FlatOptimizer.add_param_group`. Raises RuntimeError between backward and step."""

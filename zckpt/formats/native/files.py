@@ -1,0 +1,77 @@
+"""Names and marks of the format's files: what a directory is told by, without reading it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from zckpt.errors import SourceError
+from zckpt.storage.files import read_head
+from zckpt.storage.ownership import Owned
+
+DOCUMENT_NAME = "checkpoint.json"
+
+_RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
+_MARK = re.compile(rb'"format"\s*:\s*"zckpt"')
+_OF_RANK = re.compile(rb'"zckpt_id"\s*:\s*"')
+_IDENTITY = re.compile(rb'"(?:id|zckpt_id)"\s*:\s*"([0-9a-f]{1,64})"')
+
+HEAD_NBYTES = 4096
+"""The mark is the first member of the document, as zckpt writes it."""
+
+RANK_ROLE = "rank"
+"""Of the files that hold the elements, and digests of them."""
+
+
+def rank_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a directory of this format has a file of this name of its own."""
+    return name == DOCUMENT_NAME or _RANK.fullmatch(name) is not None
+
+
+def is_native(path: Path) -> bool:
+    """Tell whether a directory is of this format, be it complete or what is left of a save that did not finish."""
+    return path.is_dir() and (bool(rank_files(path)) or _is_document(path / DOCUMENT_NAME))
+
+
+OWNED = Owned(is_own, is_native)
+"""The directories of this format."""
+
+
+def rank_files(path: Path) -> list[str]:
+    """Return the names in a directory that are names of ranks' files, sorted; none where it cannot be read."""
+    try:
+        return sorted(entry.name for entry in os.scandir(path) if _RANK.fullmatch(entry.name))
+    except OSError:
+        return []
+
+
+def identity_of(path: Path) -> str | None:
+    """Return the id that ties a directory's files together, be it complete or not; None where none is found."""
+    for name in (DOCUMENT_NAME, *rank_files(path)[:1]):
+        found = _IDENTITY.search(_head(path / name))
+        if found is not None:
+            return found[1].decode()
+    return None
+
+
+def is_rank_file(path: Path) -> bool:
+    """Tell whether a file is one rank's, of whatever name: it has pieces of tensors, with an optimizer's among them."""
+    return path.is_file() and _OF_RANK.search(_head(path)) is not None
+
+
+def _is_document(path: Path) -> bool:
+    return _MARK.search(_head(path)) is not None
+
+
+def _head(path: Path) -> bytes:
+    """Return what a file begins with; nothing of what cannot be read."""
+    try:
+        return read_head(str(path), HEAD_NBYTES)
+    except SourceError:
+        return b""
