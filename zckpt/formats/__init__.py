@@ -108,8 +108,6 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
     SourceError
         As `Format.find`.
     """
-    from zckpt.formats.near import settle, tags_in
-
     misses = [] if misses is None else misses
     unsure: tuple[Format, Found] | None = None
     broken: list[BrokenPluginError] = []
@@ -123,6 +121,8 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
             return one, answer
         elif answer is not None:
             unsure = unsure or (one, answer)
+    from zckpt.formats.near import settle, tags_in
+
     if search.tag is not None and (tags := tags_in(search.path)) is not None:
         found_tags = listed(tags, most=SHOWN) or "one checkpoint, which has no tags"
         expected = f"a directory {search.tag}"
