@@ -240,11 +240,30 @@ def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path: Path) -> No
     refused(3, "convert", source, tmp_path / "t", "--to", "zckpt", words=("training_args.bin",))
 
 
+def test_a_gap_in_what_programs_count_is_noted(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
+    assert zckpt.open(source).warnings == []
+    (source / "rng_state_0.pth").unlink()
+    torch.save({"cpu": torch.get_rng_state()}, source / "rng_state_10.pth")
+    said = "no rng_state of number 0 is there, and rng_state_10.pth is: is it lost?"
+    assert said in succeeded("verify", source).stdout
+    assert said in succeeded("convert", source, tmp_path / "t", "--to", "zckpt").stderr
+
+
+def test_a_scheduler_without_an_optimizer_is_noted(trainers: Path) -> None:
+    (trainers / "optimizer_old.pt").rename(trainers / "optimizer.pt")
+    said = "a scheduler's state is there, and no optimizer's: is it lost?"
+    assert said not in zckpt.open(trainers).warnings
+    (trainers / "optimizer.pt").unlink()
+    assert said in zckpt.open(trainers).warnings
+
+
 def test_files_that_may_be_empty_mean_nothing(trainers: Path) -> None:
     (trainers / "optimizer_old.pt").unlink()
     for name in ("README.md", "train.log", "requirements.txt", "__init__.py", "COMPLETE", "mark"):
         (trainers / name).write_bytes(b"")
-    (trainers / "settings.json").write_text("{}  // the user's own, with a comment")
+    for name in ("settings.json", "ds_config.json"):
+        (trainers / name).write_text("{}  // the user's own, with a comment")
     assert lost(trainers) == []
 
 

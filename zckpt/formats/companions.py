@@ -39,6 +39,11 @@ CARRIED = re.compile(
     r"|random_states_[0-9]+\.pkl|rng_state(?:_[0-9]+)?\.pth|training_args\.bin"
 )
 
+NUMBERED = re.compile(
+    r"(random_states|rng_state|custom_checkpoint|optimizer|scheduler)(?:_([0-9]{1,9}))?\.(?:pkl|pth|bin|pt)"
+)
+"""Of ranks and objects that programs count from 0; a file without a number is the first."""
+
 COPIED = re.compile(r"(?:pytorch_)?model(?:-[0-9]+-of-[0-9]+)?\.(?:safetensors|bin)")
 ADAPTER = re.compile(r"adapter_model\.(?:safetensors|bin)")
 TRAINER_STATE = "trainer_state.json"
@@ -84,6 +89,21 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
         }
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
+    _note_gaps(checkpoint, [entry.name for entry in entries])
+
+
+def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Warn of what the names of other files show to be gone; a program may have kept it elsewhere."""
+    numbered: dict[str, dict[int, str]] = {}
+    for name in names:
+        if (match := NUMBERED.fullmatch(name)) is not None:
+            numbered.setdefault(match[1], {})[int(match[2] or 0)] = name
+    for stem, found in numbered.items():
+        if len(found) <= (last := max(found)):
+            gone = next(number for number in range(last) if number not in found)
+            checkpoint.warnings.append(f"no {stem} of number {gone} is there, and {found[last]} is: is it lost?")
+    if "scheduler" in numbered and not checkpoint.param_groups:
+        checkpoint.warnings.append("a scheduler's state is there, and no optimizer's: is it lost?")
 
 
 def _carry(checkpoint: Checkpoint, path: Path) -> None:

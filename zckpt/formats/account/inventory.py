@@ -132,8 +132,9 @@ FOREIGN_RULES = (
         r"[^/]*\.(?:json|txt|model|jinja|jsonl)|[^/]+\.tiktoken", re.IGNORECASE), written=True),
     Foreign("digests of a checkpoint", re.compile(r"fingerprint\.json"), written=True),
     Foreign("a configuration of the model", re.compile(
-        r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"
-        r"|[^/]+_config\.json"), written=True),
+        r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"),
+        written=True),
+    Foreign("another configuration", re.compile(r"[^/]+_config\.json")),
     Foreign("the Trainer's account of the training", re.compile(
         r"trainer_state\.json|all_results\.json"), written=True),
     Foreign("logs", re.compile(r"events\.out\.tfevents\..*|.*\.(?:log|out|err|jsonl|csv|tsv)", re.IGNORECASE)),
