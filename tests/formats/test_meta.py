@@ -118,6 +118,12 @@ def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ShardError, match=r"expected consolidated.02.pth"):
         zckpt.open(source)
     (tmp_path / "kept").rename(source / "consolidated.02.pth")
+    for rank in (3, 2, 1):
+        (source / f"consolidated.{rank:02d}.pth").rename(tmp_path / f"{rank}")
+        with pytest.raises(LayoutError, match=r"what params.json says"):
+            zckpt.open(source)
+    for rank in (1, 2, 3):
+        (tmp_path / f"{rank}").rename(source / f"consolidated.{rank:02d}.pth")
     changed(source, 3, "norm.weight", None)
     with pytest.raises(LayoutError, match=r"norm.weight is not as in consolidated.00.pth"):
         zckpt.open(source)

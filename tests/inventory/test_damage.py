@@ -37,6 +37,7 @@ SAMPLE = [
 SILENT = {
     ("removed", "*/random_states_*.pkl", "*/rng_state_*.pth"): "no file says how many ranks there were",
     ("removed", "*/scheduler.*", "*/training_args.bin", "*/trainer_state.json"): "a training may have none",
+    ("removed", "pp2_s0_fp32_dp2/*/layer_*"): "stages do not list their parameters, and their optimizers were dropped",
     ("removed", "other/lightning_fsdp2/meta.pt"): "without it, it is what torch by itself writes",
     (
         "removed",
@@ -118,7 +119,9 @@ def test_what_a_crash_leaves_is_found_and_refused(name: str, tmp_path: Path) -> 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SOURCES)
 def test_what_a_crash_leaves_of_every_fixture_is_found_and_refused_by_a_verb(name: str, tmp_path: Path) -> None:
-    assert list(failures(name, tmp_path, tmp_path / "target")) == []
+    """Of those of many files, as far as reading the structure tells."""
+    many = len(list(files_of(SOURCES[name]))) > 40
+    assert list(failures(name, tmp_path, None if many else tmp_path / "target")) == []
 
 
 def test_what_is_said_of_files_of_which_nothing_can_tell_is_of_files_that_are_there() -> None:

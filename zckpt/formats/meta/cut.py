@@ -63,7 +63,7 @@ def _positive(params: Mapping[str, object], key: str) -> int | None:
 
 
 def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes, vocabulary: int | None, path: str) -> int | None:
-    """Return the dimension in which a tensor is cut; None for a copy.
+    """Return the dimension in which a tensor is cut; None for a copy, and for the whole in the only file.
 
     Parameters
     ----------
@@ -88,6 +88,10 @@ def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes, vocabulary:
     kind = steps[-2] if len(steps) > 1 and steps[-1] in ("weight", "bias") else ""
     if name.endswith("rope.freqs") or (kind.endswith("norm") and len(shape) == 1):
         return None
+    if ranks == 1:  # what is not a layer's may be of another part of the model, with sizes of its own
+        if steps[0] == "layers" and steps[-1] == "weight" and len(shape) == 2 and kind in COLUMNS | ROWS:
+            _checked(name, shape, ranks, sizes, 0 if kind in COLUMNS else 1, kind, path)
+        return None
     if steps[-1] == "weight" and len(shape) == 2:
         if kind == EMBEDDING:
             return _of_embedding(name, shape, ranks, sizes, vocabulary, path)
@@ -106,11 +110,11 @@ def _checked(name: str, shape: Shape, ranks: int, sizes: Sizes, cut: int, kind: 
     expected = tuple(sizes.whole(kind, at) for at in range(2))
     if any(size not in (None, n) for size, n in zip(expected, whole, strict=True)):
         raise LayoutError(
-            f"{name} is not 1/{ranks} of what params.json says",
+            f"{name} is not {f'1/{ranks} of ' if ranks > 1 else ''}what params.json says",
             path=path,
             expected=f"{ranks} slices along dimension {cut} of {tuple(n or '?' for n in expected)}",
             found=f"slices of {shape}",
-            advice="give the params.json of these files",
+            advice="give the params.json of these files" + (", or the files of the other ranks" if ranks == 1 else ""),
         )
     return cut
 

@@ -108,7 +108,7 @@ def _add(
     for name, tensor in contents[0].items():
         if not isinstance(tensor, Tensor):
             continue
-        cut = None if ranks == 1 else cut_dimension(name, tensor.shape, ranks, sizes, vocabulary, files[0].path)
+        cut = cut_dimension(name, tensor.shape, ranks, sizes, vocabulary, files[0].path)
         slices = [one for content in contents if isinstance(one := content[name], Tensor)]
         is_buffer = name.endswith(BUFFER) or not is_trainable(tensor)
         if cut is None:
