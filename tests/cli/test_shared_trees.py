@@ -17,7 +17,7 @@ from tests.cli.console import FIXTURES, in_time, run, succeeded
 from tests.pairwise import each
 from zckpt.formats import open_checkpoint
 from zckpt.operations.diff import trees
-from zckpt.training.values import value_of
+from zckpt.optim.values import value_of
 
 DOUBLED = 60
 FIRST = 1000

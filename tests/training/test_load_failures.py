@@ -19,10 +19,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
+from tests.cli.console import FIXTURES
+from tests.deepspeed_engine.catalogue import SPECS
+from tests.deepspeed_engine.models import build_model, param_groups
+from tests.deepspeed_engine.training import batch
 from tests.gloo import run
+from tests.truth import Truth
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, files
-from zckpt.optim.zero.stepping import DynamicLossScaler
+from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer, ZeroRedundancyOptimizer, files
 from zckpt.training.loading import _Loading
 from zckpt.training.other_state import read_other_state
 
@@ -276,3 +280,56 @@ def scaled(rank: int, world_size: int, form: str, folder: Path) -> None:
 @pytest.mark.parametrize("form", ["zckpt", "deepspeed"])
 def test_a_dynamic_loss_scale_goes_on_where_it_was(form: str, tmp_path: Path) -> None:
     run(scaled, 2, form, tmp_path)
+
+
+def scaled_without_zero(rank: int, world_size: int, folder: Path) -> None:
+    spec = SPECS["s0_fp16_dp2"]
+    for source in (FIXTURES / spec.name, folder / "whole", folder / "universal"):
+        for load in (
+            lambda path, model, optimizer: zckpt.load(path, model=model, optimizer=optimizer),
+            lambda path, model, optimizer: files.load(optimizer, path, model=model),
+        ):
+            model = build_model(spec).half()
+            own = DynamicLossScaler(8.0, min_scale=0.25, delayed_shift=3, cur_hysteresis=1)
+            groups = param_groups(spec, model)
+            optimizer = ZeroOptimizer(groups, torch.optim.AdamW, lr=0.1, stage=2, loss_scale=own)
+            load(source, model, optimizer)
+            counted = {"cur_scale": 512.0, "cur_iter": 5, "scale_window": 3, "last_overflow_iter": -1}
+            patience = {"min_scale": 0.25, "delayed_shift": 3, "cur_hysteresis": 3}
+            assert vars(optimizer.loss_scaler).items() >= (counted | patience).items()
+
+
+def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / "s0_fp16_dp2", tmp_path / "whole", to="consolidated")
+    zckpt.convert(tmp_path / "whole", tmp_path / "universal", to="universal")
+    run(scaled_without_zero, 1, tmp_path)
+
+
+def divided(rank: int, world_size: int, kind: str) -> list[float]:
+    """Go on from stage 0 under ZeRO-1: as it is, without its loss scale, and with gradients as stage 0 has them."""
+    spec = SPECS["s0_fp16_dp2"]
+    model = build_model(spec).half()
+    groups = param_groups(spec, model)
+    optimizer = ZeroOptimizer(groups, torch.optim.AdamW, lr=0.1, stage=1, loss_scale=DynamicLossScaler())
+    zckpt.load(FIXTURES / spec.name, model=model, optimizer=optimizer)
+    if kind == "without scale":
+        optimizer.loss_scaler = LossScaler(1.0)
+    losses = []
+    for step in (6, 7):
+        ids, labels = batch(spec, step)
+        loss = model(ids, labels)
+        optimizer.backward(loss.float() / 512 if kind == "divided" else loss)
+        optimizer.step()
+        whole = loss.detach().double()
+        dist.all_reduce(whole)
+        losses.append(whole.item() / world_size)
+    return losses
+
+
+def test_losses_after_stage_0_in_fp16_differ_by_its_divided_gradients_and_not_by_the_scale() -> None:
+    expected = Truth(FIXTURES / "s0_fp16_dp2").facts["mean_losses_next"][:2]
+    found = {kind: run(divided, 2, kind)[0] for kind in ("as it is", "without scale", "divided")}
+    assert found["as it is"] == found["without scale"]
+    assert found["divided"] == pytest.approx(expected, abs=1e-3)
+    assert found["as it is"] == pytest.approx(expected, abs=0.2)
+    assert found["as it is"][1] != pytest.approx(expected[1], abs=0.05)

@@ -23,12 +23,12 @@ from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.formats.torch_files.tensors import encode
+from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.other_state import IN_MEMORY
 from zckpt.training.pieces import key_of
-from zckpt.training.values import Values
 
 Found = Mapping[str, "Held | object"]
 """The leaves of a state dict by key: a tensor as `Held`, anything else as an inert node."""

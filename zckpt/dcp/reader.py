@@ -27,10 +27,10 @@ from zckpt.formats.dcp.tree import PARAMS
 from zckpt.formats.survey import checksums_by_path
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks, check_together
+from zckpt.optim.values import value_of
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each
-from zckpt.training.values import value_of
 
 PLAIN = (
     type(None), bool, int, float, complex, str, bytes, bytearray, range, slice,

@@ -30,12 +30,12 @@ from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place
+from zckpt.optim.values import Values
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import partial_name
 from zckpt.training.directory import check_pieces, entries_of, write_rank
 from zckpt.training.pieces import key_of
-from zckpt.training.values import Values
 from zckpt.version import __version__
 
 IDENTITY_NAME = "identity"

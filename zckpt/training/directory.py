@@ -20,20 +20,22 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.formats.remainder import BESIDE
 from zckpt.operations.shared_target import shared_at
 from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
+from zckpt.optim.states.beside import declared
 from zckpt.optim.states.several import ALONE, Optimizers, Snapshot
 from zckpt.optim.tensors import ModelState, Share, share_of
+from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.storage.durable import written_directory
 from zckpt.torchfile import Mentioned
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
 from zckpt.training.parts import Part, joined
 from zckpt.training.pieces import RankState, divide, entries, key_of
-from zckpt.training.values import Values
 from zckpt.version import __version__
 
 
@@ -167,6 +169,8 @@ def _save_worker(
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
         state = Optimizers(local.optimizer, names).snapshot()
+        if BESIDE in state.metadata:
+            declared(local.optimizer).refuse("a DistributedOptimizer has no place for that")
         shares: list[tuple[str, str, Share]] = []
         for parameter, name in names.items():
             share = share_of(parameter, name)
@@ -201,9 +205,12 @@ class Whole:
     others: dict[str, object]
 
 
-def storage_entries(metadata: Mapping[str, object], values: Values) -> list[Entry]:
+def storage_entries(
+    metadata: Mapping[str, object], values: Values, of_optimizers: Mapping[str, object] | None = None
+) -> list[Entry]:
     """Return the bytes of tensors in metadata, as the first rank's file has them."""
-    return entries_of(describe(Checkpoint("", "zckpt", metadata=dict(metadata))).storages, values)
+    having = Checkpoint("", "zckpt", metadata=dict(metadata), optimizer_metadata=dict(of_optimizers or {}))
+    return entries_of(describe(having).storages, values)
 
 
 def entries_of(storages: Sequence[Mentioned], values: Values) -> list[Entry]:

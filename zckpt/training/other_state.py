@@ -17,10 +17,12 @@ import torch
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
+from zckpt.formats.remainder import BESIDE
+from zckpt.optim.states.several import OPTIMIZERS
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
+from zckpt.optim.values import Values, value_of
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
-from zckpt.training.values import Values, value_of
 
 SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
     "lr_scheduler",
@@ -62,6 +64,12 @@ def other_values(given: Mapping[str, Any], model: ModelState, values: Values) ->
     if model.extra:
         found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
     return {key: FromFile(value, IN_MEMORY) for key, value in found.items()}
+
+
+def optimizer_values(metadata: Mapping[str, Any], values: Values) -> dict[str, object]:
+    """Return what optimizers keep besides their state, as nodes. Raises UnsupportedError as `other_values` does."""
+    trees = {key: values.node(metadata[key], key) for key in (BESIDE, OPTIMIZERS) if key in metadata}
+    return {**metadata, **{key: FromFile(node, IN_MEMORY) for key, node in trees.items()}}
 
 
 @dataclass(slots=True)

@@ -25,15 +25,15 @@ from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states import NamedShare
 from zckpt.optim.states.several import Given, Optimizers, Snapshot, process_group_of, workers_of
 from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, share_of, world_rank
+from zckpt.optim.values import Values
 from zckpt.state import WEIGHT
 from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
 from zckpt.training.other_formats import save_as
-from zckpt.training.other_state import other_values, random_states
+from zckpt.training.other_state import optimizer_values, other_values, random_states
 from zckpt.training.parts import NOT_THE_SAME, Part, are_parts, settled
 from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.slices import NOT_COPIES, Sliced, TpRules, collected, slices_of
-from zckpt.training.values import Values
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 
@@ -359,7 +359,8 @@ def _prepare(ranks: Ranks, here: _Here, given: Mapping[str, Any], staging: Stagi
     about = Whole(tensors, state, given, ranks.world_size, others={})
     if ranks.rank == 0:
         about.others = other_values(given, tensors, values)
+        state.metadata = optimizer_values(state.metadata, values)
     own = RankState([piece for piece, _ in held], state.values, random_states())
     own.part = Part.of(tensors, state) if here.in_parts else None
-    stored = storage_entries(about.others, values)
+    stored = storage_entries(about.others, values, state.metadata if ranks.rank == 0 else {})
     return Prepared(own, [*stored, *entries(held, staging)], about)

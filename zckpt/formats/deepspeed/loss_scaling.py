@@ -44,6 +44,17 @@ class Scaling:
     notes: list[str] = field(default_factory=list)
 
 
+def of_stage0(known: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the attributes of the loss scaler that metadata of a stage-0 optimizer describe; None where there is none.
+
+    A scale that is not known to change, or how, is a fixed one.
+    """
+    if not isinstance(known.get("cur_scale"), (int, float)):
+        return None
+    dynamic = known.get(DYNAMIC) is True and all(key in known for key in _COUNTED)
+    return {"dynamic": dynamic, **{key: known[key] for key in _COUNTED[: None if dynamic else 1]}}
+
+
 def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: int, dtype: str) -> Scaling:
     """Return what the optimizer files of a checkpoint hold of loss scaling.
 
@@ -58,8 +69,8 @@ def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: i
     known, found = checkpoint.optimizer_metadata, Scaling()
     if known.get(LOSS_SCALER) is not None:
         found.keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
-    elif isinstance(known.get("cur_scale"), (int, float)):
-        found = _of_stage0(known, config)
+    elif (values := of_stage0(known)) is not None:
+        found = _of_stage0(values, config)
     elif checkpoint.loss_scale is not None and checkpoint.loss_scale != 1.0 and stage != 3:
         found.notes.append(
             f"the loss scale {checkpoint.loss_scale:g} is left to the training's configuration: how it changes, the "
@@ -70,14 +81,11 @@ def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: i
     return found
 
 
-def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> Scaling:
+def _of_stage0(values: Mapping[str, object], config: Mapping[object, object]) -> Scaling:
     """Return the loss scaler for a stage-0 optimizer."""
-    dynamic = known.get(DYNAMIC) is True and all(key in known for key in _COUNTED)
-    if not dynamic:
-        scale = known["cur_scale"]
-        return Scaling({LOSS_SCALER: _static(scale), DYNAMIC: False},
+    if not values["dynamic"]:
+        return Scaling({LOSS_SCALER: _static(values["cur_scale"]), DYNAMIC: False},
                        ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
-    values = {key: known[key] for key in _COUNTED}
     notes = [
         "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
         "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "

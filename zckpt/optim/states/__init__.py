@@ -5,6 +5,7 @@ flat_parameters  the same, of parameters in FullyShardedDataParallel
 zero             ZeroOptimizer
 torchao          torchao's, whose state is codes
 zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimizer
+beside           what an optimizer's state_dict() has beside all that
 expected         which state a class of optimizers wants, known before anything is changed
 several          optimizers that are saved or loaded together
 values           what is no tensor of elements
@@ -17,7 +18,7 @@ Another optimizer is a module here, and a line in `STATES`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.remainder import BESIDE
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members, check_named
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
@@ -197,7 +199,26 @@ class Restoring(ABC):
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if BESIDE in self.source.metadata and not self.takes_beside:
+            self.leave_out(
+                UsageError(
+                    f"{type(self.optimizer).__name__} has no place for what was saved besides an optimizer's state",
+                    path=self.source.path,
+                    advice="give the optimizer that was saved, or strict=False",
+                )
+            )
         self.prepare()
+
+    @property
+    def takes_beside(self) -> bool:
+        """Whether the optimizer may keep more than state by parameter and key."""
+        return False
+
+    def leave_out(self, error: UsageError) -> None:
+        """Raise why something is not loaded, or note it where less than everything was asked for."""
+        if self.source.strict:
+            raise error
+        self.notes.append(f"left out: {error.message}")
 
     @property
     def publishes(self) -> set[str]:
@@ -274,11 +295,13 @@ def is_trained(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad and parameter.numel() > 0
 
 
-def stored_groups(optimizer: Optimizer, names: Names) -> list[ParamGroup]:
-    """Return an optimizer's param groups as a file can hold them, with these names of their parameters."""
+def stored_groups(
+    optimizer: Optimizer, names: Names, apart: Sequence[Collection[str]] | None = None
+) -> list[ParamGroup]:
+    """Return an optimizer's param groups as a file can hold them, with these names, without hyperparameters apart."""
     return [
-        ParamGroup({key: as_stored(value) for key, value in hyperparameters(group).items()}, list(its))
-        for group, its in zip(optimizer.param_groups, names, strict=True)
+        ParamGroup({key: as_stored(v, key) for key, v in hyperparameters(group).items() if key not in left}, list(its))
+        for group, its, left in zip(optimizer.param_groups, names, apart or [()] * len(names), strict=True)
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch.optim import Optimizer
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.remainder import BESIDE
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, is_trained, members_of, stored_groups
-from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
+from zckpt.optim.states.beside import Beside, Declared, declared
+from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.states.values import as_stored, as_torch
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, ParamGroup, Slot
@@ -49,7 +52,11 @@ class ByParameter:
 
     def _state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
         """Return the state that this rank has."""
-        return self._local().state
+        return self._declared.state
+
+    @cached_property
+    def _declared(self) -> Declared:
+        return declared(self._local())
 
     def _is_here(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002  # for those that only have some
         """Tell whether this rank has the state of a parameter."""
@@ -65,20 +72,26 @@ class ByParameter:
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of all parameters."""
-        strange = sum(parameter not in self._called for parameter in self._state())
-        if strange:
-            raise UnsupportedError(
-                f"{type(self.optimizer).__name__} has state of {strange} tensors that are none of its parameters, "
-                f"which cannot be told by name"
-            )
-        return stored_groups(self.optimizer, self._names)
+        if type(self) is not ByParameter:
+            self._declared.refuse(f"{type(self.optimizer).__name__} has no place for that")
+        return stored_groups(self.optimizer, self._names, self._declared.beside.groups)
+
+    @cached_property
+    def _numbers(self) -> set[str]:
+        """The keys of which a parameter has one number: of a parameter that is one, its shape does not say which."""
+        every = ((key, v) for p, its in self._state().items() if p.dim() for key, v in its.items())
+        return {STEP, *(key for key, value in every if isinstance(value, torch.Tensor) and not value.dim())}
+
+    def _is_slot(self, parameter: torch.Tensor, key: str, value: object) -> bool:
+        elementwise = not (parameter.dim() or key in self._numbers or isinstance(parameter, DTensor))
+        return isinstance(value, torch.Tensor) and (value.dim() > 0 or elementwise)
 
     def slots(self, name: str) -> dict[str, Share]:
         """Return what this rank has of each slot of a parameter."""
         parameter = self._parameters[name]
         found = {}
         for key, value in self._state().get(parameter, {}).items():
-            if not isinstance(value, torch.Tensor) or not value.dim():
+            if not self._is_slot(parameter, key, value):
                 continue
             if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
                 raise UnsupportedError(f"{key} of {name} is a plain tensor, and the parameter is sharded")
@@ -97,9 +110,11 @@ class ByParameter:
         """Return the state that is no tensor of elements."""
         found = Values()
         for parameter, state in self._state().items():
-            single = {key: as_stored(v) for key, v in state.items() if not isinstance(v, torch.Tensor) or not v.dim()}
+            single = {key: as_stored(v) for key, v in state.items() if not self._is_slot(parameter, key, v)}
             if single:
                 found.parameters[self._called[parameter]] = single
+        tree = self._declared.tree(self._called)
+        found.metadata = {} if tree is None else {BESIDE: tree}
         return found
 
     def restore(self, source: Source) -> Restoring:
@@ -124,22 +139,46 @@ class ByParameterRestoring(Restoring):
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     without: list[str] = field(default_factory=list)
+    beside: Beside = field(default_factory=Beside)
+    holder: Optimizer = field(init=False)
+
+    @property
+    def takes_beside(self) -> bool:
+        """Whether the optimizer may keep more: its state is not divided among ranks."""
+        return type(self) is ByParameterRestoring and self.local is self.optimizer
 
     def prepare(self) -> None:
         """Make room for the state."""
         optimizer = self.optimizer
+        self._find_beside()
         hyperparameters = self.hyperparameters(self.group_names(), optimizer.param_groups)
         number = 0
-        for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
+        apart = self.beside.groups or [{} for _ in hyperparameters]
+        for group, its, odd in zip(optimizer.param_groups, hyperparameters, apart, strict=True):
             first = number
-            made = {**group, **its}
+            made = {**group, **its, **odd}
             for parameter in group["params"]:
                 if self.is_here(parameter):
                     self._add(number, parameter, made)
                 number += 1
             self.groups.append({**made, "params": list(range(first, number))})
-        if self.without and self.source.checkpoint.step:
-            self.notes.append(begins_anew(self.local, self.without))
+        origin = self.source.checkpoint.details.get("origin")
+        as_saved = isinstance(origin, Mapping) and origin.get("optimizer") == type(self.local).__name__
+        if self.without and self.source.checkpoint.step and not as_saved:
+            self.notes.append(begins_anew(self.holder, self.without))
+
+    def _find_beside(self) -> None:
+        own, node = declared(self.local), self.source.metadata.get(BESIDE)
+        self.holder, self.beside.at = own.holder, own.beside.at
+        if node is not None and self.takes_beside:
+            try:
+                self.beside = own.kept(node, self.group_names(), self.source.path)
+            except UsageError as error:
+                self.leave_out(error)
+        elif own.beside.rest:
+            self.notes.append(
+                f"the checkpoint has no {listed([str(key) for key in own.beside.rest])} of {type(self.local).__name__}"
+            )
 
     def group_names(self) -> Names:
         """Return the names of all parameters of each param group."""
@@ -150,9 +189,9 @@ class ByParameterRestoring(Restoring):
         if owner is None:
             self.notes.append(f"no state of {self.names[parameter]}")
             return
-        values = self.values(owner)
-        check_keys(self.local, group, owner.name, parameter.dim(), values, path=self.source.path)
-        if not values and is_trained(parameter) and makes_state(self.local, group, parameter.dim()):
+        values = self.values(owner) | self.beside.parameters.get(self.names[parameter], {})
+        check_keys(self.holder, group, owner.name, parameter.dim(), values, path=self.source.path)
+        if not values and is_trained(parameter) and makes_state(self.holder, group, parameter.dim()):
             self.without.append(owner.name)
         if values:
             self.state[number] = {key: self._value(key, value, parameter, owner) for key, value in values.items()}
@@ -198,10 +237,11 @@ class ByParameterRestoring(Restoring):
         Restoring.read(self)
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state = {every[number]: its for number, its in self.state.items()}
-        rehearse(self.local, state, self.groups, [self.names[parameter] for parameter in state], self.source.path)
+        called = [self.names[parameter] for parameter in state]
+        rehearse(self.local, state, self.groups, called, self.source.path, self.beside)
 
     def take(self) -> None:
         """Give the optimizer what was read."""
-        self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
+        self.optimizer.load_state_dict(self.beside.state_dict(self.state, self.groups))
         every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        keep_types(self.local, {every[number]: its for number, its in self.state.items()})
+        keep_types(self.holder, {every[number]: its for number, its in self.state.items()})

@@ -2,14 +2,16 @@
 
 A class of `torch.optim` makes its state in the first step, and later ones take for granted that it is there: one with
 other keys breaks there, or in `load_state_dict`, when weights have been loaded. Of the classes in `WANTED` the keys are
-known. Any other class, whose `load_state_dict` is torch's, takes the state first in a copy of its object.
+known. Any other class takes the state first in a copy of its object: with what it holds and copies of parameters, where
+`load_state_dict` is its own.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.optim.param_groups import Group, hyperparameters
+from zckpt.optim.states.beside import Beside
 
 STEP = "step"
 """Which torch casts by rules of its own."""
@@ -148,10 +151,11 @@ def rehearse(
     settings: Sequence[Group],
     called: Sequence[str],
     path: str,
+    beside: Beside,
 ) -> None:
-    """Raise UsageError if an optimizer's `load_state_dict` fails; it is called on a copy without state of its own.
+    """Raise UsageError if an optimizer's `load_state_dict` fails, which is called on a copy.
 
-    A class with a `load_state_dict` of its own, which may change what the copy shares with it, is not asked.
+    One that cannot be copied, since it holds a lock or a process group, is not asked.
 
     Parameters
     ----------
@@ -161,9 +165,12 @@ def rehearse(
         Each param group's hyperparameters.
     called : sequence of str
         What `state` is of, for a message.
+    beside : Beside
+        What else is in the state dict.
     """
     cls = type(optimizer)
-    if not state or cls.load_state_dict is not Optimizer.load_state_dict or wanted(optimizer, {}, 1) is not None:
+    of_torch = cls.load_state_dict is Optimizer.load_state_dict
+    if of_torch and (not state or wanted(optimizer, {}, 1) is not None):
         return
     numbered = list(enumerate(one for group in optimizer.param_groups for one in group["params"]))
     numbers = {one: number for number, one in numbered}
@@ -171,18 +178,43 @@ def rehearse(
         {**group, **its, "params": [numbers[one] for one in group["params"]]}
         for group, its in zip(optimizer.param_groups, map(hyperparameters, settings), strict=True)
     ]
-    copy = object.__new__(cls)
-    copy.__dict__.update(optimizer.__dict__)
-    copy.__dict__.update({hook: {} for hook in HOOKS})
-    copy.state = defaultdict(dict)
-    copy.param_groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        copy = _with_torchs_parts(optimizer) if of_torch else _whole_copy(optimizer, _copies_of(numbers))
+    except Exception:  # noqa: BLE001  # whatever an object of a user's says that is not to be copied
+        return
     given = {numbers[one]: dict(its) for one, its in state.items() if one in numbers}
     try:
-        copy.load_state_dict({"state": given, "param_groups": groups})
+        copy.load_state_dict(beside.state_dict(given, groups))
     except Exception as error:
         keys = list(dict.fromkeys(key for its in given.values() for key in its))
         why = f"its load_state_dict raises {type(error).__name__}: {error}"
-        raise _another(optimizer, called[0], keys, path, expected=why) from error
+        raise _another(optimizer, (*called, "its parameters")[0], keys, path, expected=why) from error
+
+
+def _with_torchs_parts(optimizer: Optimizer) -> Optimizer:
+    """Return a copy of which torch's `load_state_dict` changes nothing that it shares."""
+    made = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer), **{hook: {} for hook in HOOKS}, state=defaultdict(dict))
+    made.param_groups = [dict(group) for group in optimizer.param_groups]
+    return made
+
+
+def _copies_of(parameters: Iterable[torch.Tensor]) -> dict[int, Any]:
+    return {id(one): torch.nn.Parameter(one.detach().clone(), one.requires_grad) for one in parameters}
+
+
+def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Return a copy of all that an optimizer has, which its own `__getstate__` need not tell.
+
+    `memo` has copies by the ids of what they are of, as in `copy.deepcopy`.
+    """
+    made = memo[id(optimizer)] = object.__new__(type(optimizer))
+    for one in vars(optimizer).values():
+        if isinstance(one, Optimizer) and id(one) not in memo:
+            _whole_copy(one, memo)
+    held = {key: value for key, value in vars(optimizer).items() if key not in HOOKS}
+    vars(made).update(deepcopy(held, memo), **{hook: {} for hook in HOOKS})
+    return made
 
 
 def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:

@@ -123,7 +123,7 @@ class FlatRestoring(ByParameterRestoring):
         values = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         read_numbers(values, owners)
         for (name, _), held in zip(its, values, strict=True):
-            check_keys(self.local, group, name, parameter.dim(), held, path=self.source.path)
+            check_keys(self.holder, group, name, parameter.dim(), held, path=self.source.path)
         self.notes += [f"no state of {name}" for (name, _), held in zip(its, values, strict=True) if not held]
         keys = dict.fromkeys(key for held in values for key in held)
         if keys:

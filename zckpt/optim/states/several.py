@@ -392,7 +392,12 @@ def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
     node = found.node if isinstance(found, FromFile) else found
     if not isinstance(node, Mapping):
         return {}
-    return {str(name): its for name, its in node.items() if isinstance(its, Mapping)}
+    file = found if isinstance(found, FromFile) else None
+    return {
+        str(name): {key: one if file is None else replace(file, node=one) for key, one in its.items()}
+        for name, its in node.items()
+        if isinstance(its, Mapping)
+    }
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -36,14 +36,14 @@ def as_torch(value: object) -> object:
     return value
 
 
-def as_stored(value: object) -> object:
-    """Return a value that a file can hold; a tensor of one element as its number and type.
+def as_stored(value: object, key: str = "") -> object:
+    """Return a value that a file can hold; a tensor of one element as its number and type. `key` is for messages.
 
     Raises UnsupportedError: a tensor of several elements.
     """
     if isinstance(value, torch.Tensor):
         if value.dim():
-            raise UnsupportedError("a hyperparameter is a tensor of several elements", found=tuple(value.shape))
+            raise UnsupportedError(f"hyperparameter {key} is a tensor, not a number", found=tuple(value.shape))
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return Scalar(whole.item(), dtype_name(value.dtype))
     return value

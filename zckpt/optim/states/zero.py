@@ -13,9 +13,11 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.loss_scaling import of_stage0
 from zckpt.optim.param_groups import Group, by_tensor
 from zckpt.optim.ranks import answering
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, stored_groups
+from zckpt.optim.states.beside import Beside, declared
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.states.values import as_stored, as_torch, read_numbers
@@ -25,7 +27,7 @@ from zckpt.optim.zero.deepspeed_state import scaler_object, settings
 from zckpt.optim.zero.files import experts_of
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.stepping import Scaler, scaler_like
+from zckpt.optim.zero.stepping import DynamicLossScaler, Scaler, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import FlatShare
 from zckpt.torchfile import FromFile, Object, plain
@@ -58,6 +60,7 @@ class ZeroState(ByParameter):
         trained = [
             [self._called[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups
         ]
+        declared(optimizer.optim).refuse("a ZeroOptimizer has no place for that")
         found = stored_groups(optimizer, trained)
         for group, flat in zip(found, optimizer.groups, strict=True):
             values = optimizer.optim.state.get(flat.master, {}).items()
@@ -195,13 +198,20 @@ class ZeroRestoring(Restoring):
 
         Raises DamagedFileError: it has one that cannot be.
         """
-        found = self.source.metadata.get("loss_scaler")
+        own, known = self.optimizer.loss_scaler, self.source.metadata
+        found = known.get("loss_scaler")
         node = found.node if isinstance(found, FromFile) else found
         values = plain(node)
         if isinstance(node, Object) and isinstance(node.state, dict):
             values = {"dynamic": node.qualified.endswith(".DynamicLossScaler"), **node.state}
+        elif found is None and (values := of_stage0(known)) is not None:
+            if values["dynamic"] and isinstance(own, DynamicLossScaler):  # of what stage 0 does not have
+                values = {**vars(own), "cur_hysteresis": own.delayed_shift, **values}
+        elif found is None and self.source.checkpoint.loss_scale not in (None, 1.0):
+            scale = f"{self.source.checkpoint.loss_scale:g}"
+            self.notes.append(f"loss scale {scale} is not taken: how it changes, the checkpoint does not say")
         try:
-            return scaler_like(self.optimizer.loss_scaler, values)
+            return scaler_like(own, values)
         except ValueError as error:
             raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
 
@@ -255,6 +265,7 @@ class ZeroRestoring(Restoring):
             self.groups,
             [f"param group {min(self.state, default=0)}"],
             self.source.path,
+            Beside(),
         )
 
     def _by_master(self) -> dict[torch.Tensor, dict[str, Any]]:

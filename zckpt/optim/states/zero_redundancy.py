@@ -25,6 +25,7 @@ from zckpt.optim.files import open_for
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names, sync
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, members_of, stored_groups
+from zckpt.optim.states.beside import declared
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.states.expected import check_keys
 from zckpt.optim.states.values import as_torch
@@ -65,7 +66,7 @@ class ZeroRedundancyState(PerRank):
         sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
         write = write_torch_file if isinstance(target.path, str) else torch.save  # a store gets what has no pickle
         with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
-            write(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
+            write(_local_state(optimizer.optim), partial / rank_name(optimizer.rank))
             if optimizer.rank == 0:
                 tensors, about = _model(self._parameters, target.model)
                 write(tensors, partial / MODEL_NAME)
@@ -129,7 +130,11 @@ def _metadata(
     }
 
 
-def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    found = declared(optimizer)
+    if found.beside.rest:
+        found.refuse("files of this format have no place for that")
+    state_dict = optimizer.state_dict()
     groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
     return {"state": state_dict["state"], "param_groups": groups}
 
@@ -200,7 +205,7 @@ class WorkersState:
 def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[int]]:
     """Write a worker's files; return the numbers of its parameters by group."""
     with local.lock:
-        torch.save(_without_names(local.optimizer.state_dict()), Path(directory) / rank_name(rank))
+        torch.save(_local_state(local.optimizer), Path(directory) / rank_name(rank))
         tensors = {name: p.detach() for name, p in zip(local.names(), local.by_number().values(), strict=True)}
         torch.save(tensors, Path(directory) / f"model_rank_{rank}.pt")
     return local.numbers

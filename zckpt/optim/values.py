@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from zckpt.torchfile import (
     NumpyArray,
     NumpyDType,
     NumpyScalar,
+    Object,
     OrderedMapping,
     Size,
     Storage,
@@ -30,7 +32,7 @@ from zckpt.torchfile import (
 )
 
 PLAIN = (type(None), bool, int, float, str, bytes, complex, range, slice)
-KEPT = (Scalar, Device, DType)
+KEPT = (Scalar, Device, DType, Object)
 
 Value = Any
 """What a program keeps."""
@@ -119,13 +121,22 @@ class Values:
             raise UnsupportedError(
                 f"{where} is a {type(value).__name__} that is {value.layout}; only plain ones are kept"
             )
-        here = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        here = value.detach().cpu().resolve_conj().resolve_neg()
+        turned = here.permute(_by_stride(here.stride()))
+        by_columns = turned.is_contiguous() and not here.is_contiguous()
+        strides = here.stride() if by_columns else here.contiguous().stride()
+        here = turned if by_columns else here.contiguous()
         if self._copied:
             here = here.clone()
         dtype = dtype_name(here.dtype)
         storage = Storage(str(len(self.memory)), dtype, here.nbytes, "cpu", 0)
         self.memory[storage] = memory_of(here)
-        return Tensor(storage, dtype, tuple(here.shape), here.stride(), 0, "little")
+        return Tensor(storage, dtype, tuple(value.shape), strides, 0, "little")
+
+
+def _by_stride(strides: Sequence[int]) -> list[int]:
+    """Return dimensions in the order in which memory has them: of matrices by columns, the second comes first."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -202,9 +213,13 @@ class _Reading:
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:
-    found = torch.empty(node.shape, dtype=getattr(torch, node.dtype))
-    read_tensors([TensorRead(slot_of("tensor", node, file.path), Extent.whole(node.shape), found)])
-    return found
+    order = _by_stride(node.strides)
+    found = torch.empty([node.shape[dim] for dim in order], dtype=getattr(torch, node.dtype))
+    if found.stride() != tuple(node.strides[dim] for dim in order):
+        found, order = torch.empty(node.shape, dtype=found.dtype), list(range(len(order)))
+    turned = replace(node, shape=tuple(found.shape), strides=tuple(node.strides[dim] for dim in order))
+    read_tensors([TensorRead(slot_of("tensor", turned, file.path), Extent.whole(turned.shape), found)])
+    return found.permute([order.index(dim) for dim in range(len(order))])
 
 
 _RULES: dict[type, Callable[[Any], Any]] = {

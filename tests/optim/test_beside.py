@@ -1,0 +1,438 @@
+"""Optimizers that keep more than one tensor or number for each key of a parameter: all that `state_dict()` declares."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim import SGD, AdamW, Optimizer
+
+import zckpt
+from tests.gloo import run
+from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
+
+
+class Ahead(Optimizer):
+    """Slow weights over another optimizer, which has the param groups, as Lookahead of several packages has them."""
+
+    def __init__(self, held: Optimizer) -> None:
+        self.held = held
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.state = defaultdict(dict)
+        self.defaults = {}
+        for group in self.param_groups:
+            group.setdefault("counter", 0)
+            for parameter in group["params"]:
+                self.state[parameter]["slow"] = parameter.detach().clone()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.held.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        slow = {
+            (number, index): dict(self.state[parameter])
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
+        return {"slow_state": slow, "base": self.held.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        slow = state_dict.pop("slow_state")
+        self.held.load_state_dict(state_dict.pop("base"))
+        for number, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                self.state[parameter] = {"slow": slow[number, index]["slow"].clone()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.held.step()
+        for group in self.param_groups:
+            group["counter"] = (group["counter"] + 1) % 3
+            for parameter in group["params"] if group["counter"] == 0 else ():
+                slow = self.state[parameter]["slow"]
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class Turning(SGD):
+    """A counter of its own, which its state dict has."""
+
+    turn = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.turn += 1
+        self.param_groups[0]["lr"] = 0.1 / self.turn
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turn": self.turn}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.turn = state_dict["turn"]
+
+
+class Many(Optimizer):
+    """Lists of tensors and a type by parameter, state under a text, and a hyperparameter of several elements."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "d": torch.tensor([0.5, 0.25])})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        steps = self.state["steps"]
+        steps["all"] = steps.get("all", 0) + 1
+        for group in self.param_groups:
+            group["d"] = group["d"] * 0.75
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    sides = [torch.zeros(n, n).T for n in parameter.shape]  # by columns, as eigenvectors are
+                    state |= {"sides": sides, "type": parameter.dtype, "odd": 3}
+                    state["mean"] = torch.zeros_like(parameter)
+                state["mean"].lerp_(parameter.grad, 0.5)
+                for axis, side in enumerate(state["sides"]):
+                    flat = state["mean"].movedim(axis, 0).reshape(len(side), -1)
+                    side.add_(flat @ flat.T)
+                scale = sum(side.norm() for side in state["sides"]) + steps["all"]
+                parameter.sub_(state["mean"].to(state["type"]) * group["d"].sum() / scale)
+
+
+class Sharp(Optimizer):
+    """Holds an optimizer whose state is its own, too; its state dict has both, as those of SAM have."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"rho": 0.1, "lr": 0.1, "momentum": 0.9})
+        self.held = SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.held.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["mean"] = state.get("mean", torch.zeros_like(parameter)) * 0.5 + parameter.grad
+                parameter.grad.add_(state["mean"], alpha=group["rho"])
+        self.held.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "held": self.held.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.held.load_state_dict(state_dict["held"])
+        self.param_groups = self.held.param_groups
+
+
+def net(seed: int = 0, *, swapped: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 4))
+    return nn.ModuleDict({"b": made[2], "a": made[0]}) if swapped else made
+
+
+def train(model: nn.Module, optimizers: Iterable[Any], steps: Iterable[int]) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        model(torch.randn(3, 5)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+
+def trained(optimizer: Any, model: nn.Module, *steps: int) -> Any:
+    train(model, [optimizer], range(*steps))
+    return optimizer
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+
+
+MAKE: dict[str, Callable[[nn.Module], Any]] = {
+    "ahead": lambda model: Ahead(AdamW(model.named_parameters(), lr=0.1)),
+    "twice": lambda model: Ahead(Ahead(SGD(model.parameters(), lr=0.1, momentum=0.9))),
+    "turning": lambda model: Turning(model.parameters(), lr=0.1, momentum=0.9),
+    "many": lambda model: Many(model.parameters()),
+    "sharp": lambda model: Sharp(model.parameters()),
+    "lbfgs": lambda model: Once(model.parameters(), lr=0.1),
+}
+
+
+class Once(torch.optim.LBFGS):
+    """torch's, with gradients that are there."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(lambda: torch.zeros(()))
+
+
+SLOTS = {"ahead": {"exp_avg", "exp_avg_sq"}, "twice": {"momentum_buffer"}, "turning": {"momentum_buffer"},
+         "many": {"mean"}, "sharp": {"momentum_buffer"}, "lbfgs": {"d", "prev_flat_grad"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("kind", MAKE)
+def test_training_goes_on_as_if_nothing_had_happened(kind: str, async_: bool, tmp_path: Path) -> None:
+    model, other = net(), net(seed=1)
+    optimizer = trained(MAKE[kind](model), model, 4)
+    saving = zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4, async_=async_)
+    trained(optimizer, model, 4, 8)
+    if saving is not None:
+        saving.result()
+    its = MAKE[kind](other)
+    restored = zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    assert restored.notes == []
+    trained(its, other, 4, 8)
+    assert_equal(other, model)
+    if kind == "many":
+        assert its.state[other[0].weight]["sides"][0].stride() == optimizer.state[model[0].weight]["sides"][0].stride()
+    found = zckpt.open(tmp_path / "c")
+    assert {*found.parameters["0.weight"].slots} - {"weight"} == SLOTS[kind]
+    assert zckpt.verify(tmp_path / "c", deep=True).sound
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+@pytest.mark.parametrize("kind", ["ahead", "many"])
+def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(
+    kind: str, to: str, tmp_path: Path
+) -> None:
+    model, other = net(), net(seed=1)
+    optimizer = trained(MAKE[kind](model), model, 4)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4)
+    trained(optimizer, model, 4, 8)
+    zckpt.convert(tmp_path / "c", tmp_path / "out", to=to)
+    its = MAKE[kind](other)
+    zckpt.load(tmp_path / "out", model=other, optimizer=its)
+    assert_equal(other, trained_with(its, other, model))
+    for refused in (
+        lambda: zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all"),
+        lambda: zckpt.convert(tmp_path / "c", tmp_path / "ds", to="deepspeed", stage=1, world_size=1),
+    ):
+        with pytest.raises(UnsupportedError, match=r"no place|kept more"):
+            refused()
+    assert {one.name for one in tmp_path.iterdir()} == {"c", "out"}
+
+
+def trained_with(optimizer: Any, model: nn.Module, expected: nn.Module) -> nn.Module:
+    trained(optimizer, model, 4, 8)
+    return expected
+
+
+def test_several_optimizers_each_have_theirs(tmp_path: Path) -> None:
+    def make(model: Any) -> list[Any]:
+        return [Ahead(AdamW(model[0].parameters(), lr=0.1)), Many(model[2].parameters())]
+
+    model, other = net(), net(seed=1)
+    ours, theirs = make(model), make(other)
+    train(model, ours, range(4))
+    zckpt.save(tmp_path / "c", model=model, optimizer=ours)
+    train(model, ours, range(4, 8))
+    zckpt.load(tmp_path / "c", model=other, optimizer=theirs)
+    train(other, theirs, range(4, 8))
+    assert_equal(other, model)
+
+
+class Raising(Turning):
+    """Takes no state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.zero_()
+        super().load_state_dict(state_dict)
+        raise RuntimeError("not today")
+
+
+Case = tuple[Callable[[Any], Any], Callable[[Any], Any], str]
+NOT_LOADED: dict[str, Case] = {
+    "load_state_dict raises": (
+        MAKE["turning"], lambda model: Raising(model.parameters(), lr=0.1, momentum=0.9), "RuntimeError: not today",
+    ),
+    "without what a wrapper keeps": (
+        lambda model: AdamW(model.parameters(), lr=0.1), MAKE["ahead"], "Ahead goes on with.*KeyError: 'slow_state'",
+    ),
+    "without a counter": (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), MAKE["turning"], "'turn'"),
+    "another class": (
+        MAKE["ahead"], lambda model: AdamW(model.parameters(), lr=0.1), "AdamW has no place for slow_state, .*Ahead",
+    ),
+    "another order": (
+        MAKE["ahead"], lambda model: Ahead(AdamW([*model.parameters()][::-1], lr=0.1)), "another order.*expected 0",
+    ),
+    "in ranks": (
+        MAKE["many"], lambda model: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=0.1), "has no place",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_LOADED)
+def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(case: str, tmp_path: Path) -> None:
+    make, other, match = NOT_LOADED[case]
+    model = net()
+    zckpt.save(tmp_path / "c", model=model, optimizer=trained(make(model), model, 2), step=2)
+    if case == "in ranks":
+        run(_in_ranks, 1, tmp_path / "c")
+        return
+    model = net(seed=1)
+    optimizer = other(model)
+    before, settings = weights(model), repr(optimizer.state_dict())
+    with pytest.raises(UsageError, match=match):
+        zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert repr(optimizer.state_dict()) == settings
+
+
+def _in_ranks(rank: int, world_size: int, path: Path) -> None:
+    for make in (
+        lambda model: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=0.1),
+        lambda model: ZeroOptimizer(model.named_parameters(), AdamW, lr=0.1),
+    ):
+        model = net(seed=1)
+        before = weights(model)
+        with pytest.raises(UsageError, match="has no place"):
+            zckpt.load(path, model=model, optimizer=make(model))
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_less_than_everything_is_loaded_with_a_note(tmp_path: Path) -> None:
+    model, other = net(), net(seed=1)
+    optimizer = trained(MAKE["ahead"](model), model, 2)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=2)
+    its = AdamW(other.parameters(), lr=0.1)
+    restored = zckpt.load(tmp_path / "c", model=other, optimizer=its, strict=False)
+    assert any("no place for slow_state" in note for note in restored.notes)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.held.state[one]["exp_avg"], its.state[two]["exp_avg"])
+
+
+class Silent(Optimizer):
+    """Holds an optimizer of which its state dict says nothing."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.held = SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.held.step()
+
+
+class Queue(Many):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["queue"] = deque([1])
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda model: Silent(model.parameters()), "Silent holds SGD in `held`"),
+        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.deque"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(make: Callable[[Any], Any], match: str, tmp_path: Path) -> None:
+    model = net()
+    optimizer = trained(make(model), model, 2)
+    with pytest.raises(UnsupportedError, match=match):
+        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    assert not (tmp_path / "c").exists()
+
+
+def on_ranks(rank: int, world_size: int, folder: Path) -> None:
+    for name, make, match in (
+        ("redundancy", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Many), "keeps sides, type"),
+        ("turning", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Turning, lr=0.1), "keeps turn"),
+        ("zero", lambda model: ZeroOptimizer(model.named_parameters(), Turning, lr=0.1), "keeps turn"),
+        ("fsdp", MAKE["ahead"], "each rank would have its own"),
+    ):
+        model = net()
+        if name == "fsdp":
+            fully_shard(model)
+        optimizer = make(model)
+        loss = model(torch.ones(2, 5)).square().sum()
+        optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
+        optimizer.step()
+        with pytest.raises(ZckptError, match=match):
+            zckpt.save(folder / name, model=model, optimizer=optimizer)
+        if name == "turning":
+            with pytest.raises(ZckptError, match="keeps turn"):
+                zckpt.save(folder / name, model=model, optimizer=optimizer, format="zero-redundancy")
+        dist.barrier()
+        assert not (folder / name).exists()
+    model = fully_shard(net())  # a number is the same on all ranks
+    optimizer = Turning(model.named_parameters(), lr=0.1, momentum=0.9)
+    train(model, [optimizer], range(2))
+    zckpt.save(folder / "c", model=model, optimizer=optimizer)
+    other = net(seed=1)
+    its = Turning(other.named_parameters(), lr=0.1, momentum=0.9)
+    zckpt.load(folder / "c", model=other, optimizer=its)
+    assert its.turn == optimizer.turn == 2
+
+
+def test_what_ranks_have_shares_of_is_refused_by_name(tmp_path: Path) -> None:
+    run(on_ranks, 2, tmp_path)
+
+
+def test_other_names_follow_and_another_arrangement_is_refused(tmp_path: Path) -> None:
+    model = net()
+    optimizer = trained(MAKE["ahead"](model), model, 2)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=2)
+    zckpt.convert(tmp_path / "c", tmp_path / "renamed", to="zckpt", add_prefix="model.")
+    wrapped = nn.ModuleDict({"model": net(seed=1)})
+    its = Ahead(AdamW(wrapped.parameters(), lr=0.1))
+    zckpt.load(tmp_path / "renamed", model=wrapped, optimizer=its)
+    for one, two in zip(model.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["slow"], its.state[two]["slow"])
+    turned = {"tensors": [{"from": "2.weight", "to": "2.other", "transpose": [1, 0]}]}
+    with pytest.raises((UnsupportedError, LayoutError, UsageError)):
+        zckpt.convert(tmp_path / "c", tmp_path / "turned", to="zckpt", map=turned)
+
+
+THEIRS = {
+    "Lookahead": lambda its, model: its.Lookahead(AdamW(model.parameters(), lr=0.01)),
+    "SAM": lambda its, model: its.WSAM(model, model.parameters(), AdamW, lr=0.01),
+    "SOAP": lambda its, model: its.SOAP(model.parameters(), lr=0.01),
+    "Prodigy": lambda its, model: its.Prodigy(model.parameters(), lr=0.01),
+    "ScheduleFree": lambda its, model: its.ScheduleFreeAdamW(model.parameters(), lr=0.01),
+    "StableSPAM": lambda its, model: its.StableSPAM(model.parameters(), lr=0.01),
+    "MADGRAD": lambda its, model: its.MADGRAD(model.parameters(), lr=0.01),
+    "Shampoo": lambda its, model: its.Shampoo(model.parameters(), lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_optimizers_of_another_package_go_on(name: str, tmp_path: Path) -> None:
+    package = pytest.importorskip("pytorch_optimizer")
+
+    def stepped(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+        for step in steps:
+
+            def closure(step: int = step) -> torch.Tensor:
+                torch.manual_seed(step)
+                optimizer.zero_grad()
+                loss = model(torch.randn(3, 5)).square().sum()
+                loss.backward()
+                return loss
+
+            closure()
+            optimizer.step(closure) if name == "SAM" else optimizer.step()
+
+    model, other = net(), net(seed=1)
+    optimizer = THEIRS[name](package, model)
+    stepped(model, optimizer, range(6))
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=6)
+    stepped(model, optimizer, range(6, 12))
+    its = THEIRS[name](package, other)
+    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    stepped(other, its, range(6, 12))
+    assert_equal(other, model)

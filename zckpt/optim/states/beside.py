@@ -1,0 +1,247 @@
+"""What an optimizer's `state_dict()` has beside param groups and the state of parameters, and the way back into it.
+
+Of each parameter tensors and plain values go by their names, and of param groups plain hyperparameters: the
+optimizer's own, or those of one that it holds, whichever the state dict has innermost. All else is one tree, which the
+first rank writes, and which is in its place again when `load_state_dict` gets it:
+
+{"class": "Lookahead",
+ "at": ["base_optimizer"],                      which keys of the state dict lead to param groups and state
+ "names": [["0.weight"]],                       of each group's parameters, as all below numbers them
+ "parameters": {"0.weight": {"GG": [tensor]}},  state of parameters that is more than tensors and plain values
+ "groups": [{"d": tensor}],                     hyperparameters that are
+ "rest": {"lookahead_state": {}}}               the state dict without all that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
+from zckpt.formats.remainder import BESIDE
+from zckpt.optim.param_groups import Group, Names, hyperparameters
+from zckpt.optim.values import PLAIN, value_of
+
+STATE, GROUPS = "state", "param_groups"
+
+Values = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Beside:
+    """All that a state dict has beside what goes by names; `parameters` are by name."""
+
+    at: Sequence[str] = ()
+    parameters: dict[str, Values] = field(default_factory=dict)
+    groups: Sequence[Values] = ()
+    rest: Values = field(default_factory=dict)
+
+    def state_dict(self, state: Mapping[Any, Any], groups: Sequence[Group]) -> Values:
+        """Return the whole state dict, with state and param groups in their place; its containers are new."""
+        made: Values = _with_new_containers(self.rest)
+        place = made
+        for key in self.at:
+            place = place.setdefault(key, {})
+        place[STATE], place[GROUPS] = {**state, **place.get(STATE, {})}, list(groups)
+        return made
+
+
+@dataclass(slots=True)
+class Declared:
+    """What an optimizer's state dict has; `holder` is the optimizer, of those it holds, that has the state."""
+
+    optimizer: Optimizer
+    holder: Optimizer
+    state: dict[torch.Tensor, Values] = field(default_factory=dict)
+    odd: dict[torch.Tensor, Values] = field(default_factory=dict)
+    beside: Beside = field(default_factory=Beside)
+
+    def tree(self, called: Mapping[torch.Tensor, str]) -> dict[str, Any] | None:
+        """Return what is beside, to be written; None: nothing.
+
+        Raises UnsupportedError: a tensor in it, of parameters of which ranks have shares, would be a rank's own.
+        """
+        if not (self.beside.rest or self.odd or any(self.beside.groups)):
+            return None
+        sharded = any(isinstance(one, DTensor) for one in called)
+        found = [self.beside.rest, *self.odd.values(), *self.beside.groups]
+        if sharded and _has_elements(found):
+            self.refuse("of parameters that are sharded, each rank would have its own")
+        return {
+            "class": type(self.optimizer).__name__,
+            "at": list(self.beside.at),
+            "names": [[called[p] for p in group["params"]] for group in self.optimizer.param_groups],
+            "parameters": {called[p]: its for p, its in self.odd.items()},
+            "groups": list(self.beside.groups),
+            "rest": self.beside.rest,
+        }
+
+    def refuse(self, why: str) -> None:
+        """Raise UnsupportedError if there is something beside."""
+        keys = dict.fromkeys(key for its in (*self.odd.values(), *self.beside.groups, self.beside.rest) for key in its)
+        if keys:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} keeps {listed(list(map(str, keys)))} besides tensors and numbers of "
+                f"parameters: {why}",
+                advice="save the model alone, and the optimizer's state_dict() with torch.save",
+            )
+
+    def kept(self, node: object, names: Names, path: str) -> Beside:
+        """Return what a checkpoint has beside, for this optimizer.
+
+        Raises
+        ------
+        UsageError
+            It is not what this optimizer's class keeps, or its parameters are in another order.
+        DamagedFileError
+            It is none.
+        """
+        tree, cls = value_of(node), type(self.optimizer).__name__
+        kinds = {"class": str, "at": list, "names": list, "parameters": dict, "groups": list, "rest": dict}
+        if not isinstance(tree, Mapping) or any(not isinstance(tree.get(key), kind) for key, kind in kinds.items()):
+            raise DamagedFileError(f"unreadable {BESIDE}", path=path, expected=f"a dict of {listed(list(kinds))}")
+        found = Beside(tree["at"], tree["parameters"], tree["groups"], tree["rest"])
+        strange = [] if tree["class"] == cls else [key for key in found.rest if key not in self.beside.rest]
+        if strange or (tree["class"] != cls and list(self.beside.at) != found.at):
+            raise UsageError(
+                f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class']} kept beside state",
+                path=path,
+                advice="give the optimizer that was saved, or strict=False",
+            )
+        if tree["names"] != names:
+            raise UsageError(
+                f"what {cls} keeps by numbers of parameters is of others, or of another order",
+                path=path,
+                expected=listed([name for its in tree["names"] for name in its]),
+                found=listed([name for its in names for name in its]),
+                advice="make the optimizer as it was saved, or give strict=False",
+            )
+        return found
+
+
+def declared(optimizer: Optimizer) -> Declared:
+    """Return what an optimizer's state dict has.
+
+    Raises
+    ------
+    UnsupportedError
+        It has state that the state dict has not, or of tensors that are none of its parameters.
+    """
+    cls = type(optimizer).__name__
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    known = {parameter for its in groups for parameter in its}
+    strange = sum(isinstance(key, torch.Tensor) and key not in known for key in optimizer.state)
+    if strange:
+        raise UnsupportedError(
+            f"{cls} has state of {strange} tensors that are none of its parameters, which cannot be told by name"
+        )
+    whole = optimizer.state_dict()
+    at = _innermost(whole, list(map(len, groups)))
+    if at is None:
+        return Declared(optimizer, optimizer, beside=Beside(rest=dict(whole)))
+    its: Any = whole
+    for key in at:
+        its = its[key]
+    numbers = {
+        number: parameter
+        for group, members in zip(its[GROUPS], groups, strict=True)
+        for number, parameter in zip(group["params"], members, strict=True)
+    }
+    found = Declared(optimizer, _holder(optimizer, len(at)))
+    others = {}
+    for number, values in its[STATE].items():
+        if number not in numbers:
+            others[number] = values
+            continue
+        for key, value in values.items():
+            where = found.state if _goes_by_name(value) else found.odd
+            where.setdefault(numbers[number], {})[key] = value
+    odd = [{key: v for key, v in hyperparameters(group).items() if not is_hyperparameter(v)} for group in its[GROUPS]]
+    found.beside = Beside(at, {}, odd, _without(whole, at, others))
+    _check_held(found)
+    return found
+
+
+def is_hyperparameter(value: object) -> bool:
+    """Tell whether a param group of a file can have a value: it is plain, or a tensor of one."""
+    return _goes_by_name(value) and not (isinstance(value, torch.Tensor) and value.dim())
+
+
+def _goes_by_name(value: object) -> bool:
+    """Tell whether a value is a tensor, or plain through and through."""
+    return isinstance(value, torch.Tensor) or _is_plain(value)
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))  # type: ignore[call-overload]
+    if type(value) is dict:
+        return all(type(key) in PLAIN and _is_plain(one) for key, one in value.items())
+    return type(value) in PLAIN
+
+
+def _with_new_containers(value: Any) -> Any:  # whatever a state dict has
+    if type(value) is dict:
+        return {key: _with_new_containers(one) for key, one in value.items()}
+    return [_with_new_containers(one) for one in value] if type(value) is list else value
+
+
+def _has_elements(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+    return any(map(_has_elements, inside))
+
+
+def _innermost(tree: object, sizes: Sequence[int]) -> tuple[str, ...] | None:
+    """Return the keys that lead to the innermost state and param groups, of these sizes, in a state dict."""
+    if not isinstance(tree, Mapping):
+        return None
+    for key, value in tree.items():
+        if isinstance(key, str) and key not in (STATE, GROUPS):
+            inner = _innermost(value, sizes)
+            if inner is not None:
+                return (key, *inner)
+    state, groups = tree.get(STATE), tree.get(GROUPS)
+    if not isinstance(state, Mapping) or not isinstance(groups, list):
+        return None
+    found = [len(group["params"]) for group in groups if isinstance(group, Mapping) and "params" in group]
+    return () if found == list(sizes) else None
+
+
+def _holder(optimizer: Optimizer, levels: int) -> Optimizer:
+    held = _held(optimizer)
+    return _holder(next(iter(held.values())), levels - 1) if levels and held else optimizer
+
+
+def _held(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that one holds, by attribute."""
+    return {key: one for key, one in vars(optimizer).items() if isinstance(one, Optimizer)}
+
+
+def _without(tree: Mapping[str, Any], at: Sequence[str], others: Mapping[Any, Any]) -> Values:
+    """Return a state dict without param groups, and without the state of parameters."""
+    if at:
+        return {**tree, at[0]: _without(tree[at[0]], at[1:], others)}
+    rest = {key: value for key, value in tree.items() if key not in (STATE, GROUPS)}
+    return {**rest, STATE: others} if others else rest
+
+
+def _check_held(found: Declared) -> None:
+    """Refuse an optimizer that holds another, of which torch's own `state_dict` knows nothing."""
+    if type(found.optimizer).state_dict is not Optimizer.state_dict:
+        return
+    told = {id(value) for its in found.state.values() for value in its.values()}
+    for name, held in _held(found.optimizer).items():
+        tensors = [value for its in held.state.values() for value in its.values() if isinstance(value, torch.Tensor)]
+        if any(id(value) not in told for value in tensors):
+            raise UnsupportedError(
+                f"{type(found.optimizer).__name__} holds {type(held).__name__} in `{name}`, whose state is not in its "
+                f"state_dict()",
+                advice="give the optimizer that it holds, or its class a state_dict() and load_state_dict() of all",
+            )
