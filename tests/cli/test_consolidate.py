@@ -836,3 +836,44 @@ def test_a_directory_without_a_configuration_says_so(tmp_path: Path) -> None:
     options = ("--config", tmp_path)
     assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "other", *options).stderr
     assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "one.safetensors").stderr
+
+
+@pytest.mark.parametrize("target", ["x.pt", "x.safetensors", "x"])
+@pytest.mark.parametrize(
+    ("name", "key"), [("own_blockwise_s3_fp32_dp2", "--dequantize"), ("own_lamb_s2_fp32_dp2", "--drop")]
+)
+def test_an_optimizer_of_which_each_rank_has_its_own_state_is_not_written_without_it(
+    name: str, key: str, target: str, tmp_path: Path
+) -> None:
+    refused(
+        5, "consolidate", FIXTURES / name, tmp_path / target, "--slots", "all", words=("each rank has its own", key)
+    )
+    assert not list(tmp_path.iterdir())
+    more = ("--dequantize",) if key == "--dequantize" else tuple(f"--drop={one}" for one in ("trust_ratio", "*_norm"))
+    succeeded("consolidate", FIXTURES / name, tmp_path / "x.safetensors", "--slots", "all", *more)
+    assert {one.partition("/")[0] for one in load_file(tmp_path / "x.optimizer.safetensors")} == {
+        "exp_avg",
+        "exp_avg_sq",
+    }
+
+
+def test_an_average_of_such_optimizers_is_not_written_either(tmp_path: Path) -> None:
+    source = FIXTURES / "own_blockwise_s3_fp32_dp2"
+    words = ("each rank has its own",)
+    refused(5, "average", source, source, "--target", tmp_path / "x.pt", "--slots", "all", words=words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_param_groups_without_hyperparameters_are_not_written_for_torch(tmp_path: Path) -> None:
+    source, given = FIXTURES / "s2_bf16_dp2_elastic", tmp_path / "groups.json"
+    refused(5, "consolidate", source, tmp_path / "x.pt", "--slots", "all", words=("hyperparameters", "FILE"))
+    assert not list(tmp_path.iterdir())
+    given.write_text(json.dumps(Truth(source).facts["param_groups"]))
+    succeeded("consolidate", source, tmp_path / "x.pt", "--slots", "all", "--hyperparameters", given)
+    groups = torch.load(tmp_path / "x.optimizer.pt", weights_only=True)["param_groups"]
+    assert [tuple(one["betas"]) for one in groups] == [
+        tuple(one["betas"]) for one in Truth(source).facts["param_groups"]
+    ]
+    for name, more in (("s2_bf16_dp2", ("--slots", "all")), ("s2_bf16_dp2_elastic", ())):
+        refused(2, "consolidate", FIXTURES / name, tmp_path / "y.pt", *more, "--hyperparameters", given)
+    assert "torch's optimizers" in succeeded("convert", source, tmp_path / "dcp", "--to", "dcp").stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,9 @@ def test_frozen_parameters_of_a_group_have_numbers_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_cpuadam", "s1_bf16_dp3_fused", "s2_bf16_dp2_elastic"])
 def test_state_dict_of_other_adams_is_by_the_same_numbers(name: str, tmp_path: Path) -> None:
     truth = Truth(FIXTURES / name)
-    state = written(name, tmp_path)
+    own_groups = tmp_path / "groups.json"
+    own_groups.write_text(json.dumps(truth.facts["param_groups"]))
+    state = written(name, tmp_path, **({"hyperparameters": own_groups} if name.endswith("elastic") else {}))
     model, groups = fresh(name)
     order = [p for group in groups for p in group["params"]]
     names = {id(p): parameter for parameter, p in by_name(model).items()}
@@ -164,6 +167,12 @@ def test_state_dict_of_other_adams_is_by_the_same_numbers(name: str, tmp_path: P
         parameter = names[id(order[number])]
         assert torch.equal(bits(own["exp_avg"]), bits(truth.tensors[f"exp_avg/{parameter}"])), parameter
         assert own["step"] == 5
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    optimizer.load_state_dict(state)
+    for p in order:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [one["lr"] for one in truth.facts["param_groups"]]
 
 
 def test_names_of_parameters_are_recorded_and_torch_accepts_them(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ target_argument = click.argument("target", type=Place())
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
 @dequantize_option
+@click.option(
+    "--hyperparameters",
+    type=Place(),
+    metavar="FILE",
+    help="JSON list, an object for each param group: for --slots of an elastic SOURCE, which holds none.",
+)
 @write_options(Renamed)
 def consolidate_command(
     source: Path,
@@ -63,6 +69,7 @@ def consolidate_command(
     max_shard_size: int,
     config: Path | None,
     dequantize: bool,
+    hyperparameters: Path | None,
     as_json: bool,
     quiet: bool,
     shared: dict[str, Any],
@@ -85,6 +92,7 @@ def consolidate_command(
         max_shard_size=max_shard_size,
         config=config,
         dequantize=dequantize,
+        hyperparameters=hyperparameters,
         reporter=reporter("consolidate", quiet=quiet),
         **shared,
     )

@@ -17,6 +17,7 @@ from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UsageError, listed
 from zckpt.operations.open import named
+from zckpt.operations.rank_values import refuse_rank_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.names import like_model
 
@@ -95,6 +96,9 @@ class _Combining:
                 path=named(next(one for one in self.sources if one.unnamed)),
                 advice="give them with --names, or average without --slots",
             )
+        if self.slots == ["all"]:
+            for one in self.sources:
+                refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
         found = Combined(
             Checkpoint(
                 first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
@@ -18,9 +18,11 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
+from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
+from zckpt.formats.remainder import BESIDE
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
@@ -30,6 +32,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_companions, check_sources
+from zckpt.operations.rank_values import refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
@@ -101,6 +104,7 @@ def consolidate(
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
     dequantize: bool = False,
+    hyperparameters: str | os.PathLike[str] | None = None,
     **shared: Unpack[Renamed],
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
@@ -131,6 +135,9 @@ def consolidate(
     dequantize : bool
         Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
         the names that Adam has in torch.
+    hyperparameters : path-like, optional
+        A JSON list with an object for each param group, for a source that holds none (DeepSpeed's elastic form):
+        torch's optimizers do not step without.
     **shared
 
     Returns
@@ -149,17 +156,21 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=shared["map"] is None)
     how = How.of(
         "consolidate", shared, dtype=dtype, slots=slots, tied=tied, exclude_frozen=exclude_frozen,
-        max_shard_size=max_shard_size, config=config, dequantize=dequantize,
+        max_shard_size=max_shard_size, config=config, dequantize=dequantize, hyperparameters=hyperparameters,
     )  # fmt: skip
     naming = Naming(**only(Renaming, shared))
     found = opened(source, **only(Reading, shared))
-    dropped = check_nothing_lost(found, shared["drop"])
+    without, values, drop = without_rank_values(found, shared["drop"])
+    dropped = (*values, *check_nothing_lost(found, drop))
+    found = without
     if dequantize:
         if not slots:
             raise UsageError(
                 "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
             )
         [found] = with_floats(found)
+    if hyperparameters is not None:
+        found = _given(found, Path(hyperparameters), wanted=bool(slots))
     checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
@@ -201,6 +212,18 @@ def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Pat
 def owned_with(laid: TargetFiles) -> Owned | None:
     """Return which directories a target may replace: those of models, with what else it has; None of a file."""
     return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
+
+
+def _given(checkpoint: Checkpoint, path: Path, *, wanted: bool) -> Checkpoint:
+    """Return a checkpoint with the hyperparameters of a user's file. Raises UsageError: it has some, or needs none."""
+    if not (wanted and checkpoint.is_bare):
+        raise UsageError(
+            "--hyperparameters are for --slots, of a checkpoint that holds none",
+            path=checkpoint.source,
+            found="its own, which are carried" if wanted else "no --slots",
+        )
+    groups = checkpoint.param_groups
+    return replace(checkpoint, param_groups=with_hyperparameters(groups, read_hyperparameters(path, len(groups))))
 
 
 def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
@@ -249,6 +272,7 @@ def _optimizer_file(
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if chosen == ["all"]:
+        refuse_rank_values(checkpoint)
         chosen = optimizer_slots(checkpoint, dtype)
     unknown = [name for name in chosen if name not in available]
     if unknown or not (available or checkpoint.param_groups):  # an optimizer may have no state, as SGD
@@ -257,7 +281,20 @@ def _optimizer_file(
             path=checkpoint.source,
             expected=", ".join(available) or "a checkpoint that has an optimizer",
         )
+    if BESIDE in checkpoint.optimizer_metadata:
+        raise UnsupportedError(
+            "its optimizer kept more than the state of parameters, for which the optimizer's file has no place",
+            path=checkpoint.source,
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it for zckpt.load",
+        )
     kind = kind_of_model(path)
+    if kind == TORCH and checkpoint.is_bare:
+        raise UnsupportedError(
+            "its param groups have no hyperparameters, without which torch's optimizers load state and do not step",
+            path=checkpoint.source,
+            advice="give them to `zckpt consolidate` with --hyperparameters FILE, a JSON list with an object for each "
+            "param group; or give the target a name that ends in .safetensors",
+        )
     name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
     return lay_out(checkpoint, name, chosen)

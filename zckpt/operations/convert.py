@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UsageError
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
@@ -19,10 +19,9 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Converted, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
-from zckpt.operations.rank_values import without_rank_values
+from zckpt.operations.rank_values import refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
@@ -107,7 +106,7 @@ def convert(
     owned = _check_target(proof, written, laid, overwrite=how.overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_optimizers(checkpoint, written)))
 
 
 def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
@@ -126,8 +125,13 @@ def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
     return _as_expected(found, written)
 
 
-def _of_several(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
-    """Say what becomes of several optimizers in a format of programs that have one."""
+def _of_optimizers(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
+    """Say what becomes of several optimizers, and of one without hyperparameters, in formats of other programs."""
+    if checkpoint.is_bare and written.name != checkpoint.format:
+        return (
+            "the source holds no hyperparameters of its param groups, and so the target has none, without which "
+            "torch's optimizers load its state and do not step; zckpt.load leaves a live optimizer its own",
+        )
     names = checkpoint.optimizers()
     if not names or written.keeps_optimizers:
         return ()
@@ -142,14 +146,8 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
     own = find_format(checkpoint.format)
     if own is not None and own.family and own.family == written.family:
         checkpoint = as_filed(checkpoint)
-    if checkpoint.per_rank and written is not own:  # its own format knows when it can go along
-        raise UnsupportedError(
-            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other "
-            f"format has a place for that",
-            path=checkpoint.source,
-            expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
-            advice=how_to_drop(checkpoint.per_rank) or "`zckpt consolidate` writes the model by itself",
-        )
+    if written is not own:  # its own format knows when it can go along
+        refuse_rank_values(checkpoint, expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks")
     return checkpoint
 
 

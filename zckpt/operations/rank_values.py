@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from zckpt.errors import UnsupportedError
 from zckpt.state import Checkpoint
-from zckpt.state.checkpoint import RankValue, keys_listed
+from zckpt.state.checkpoint import RankValue, how_to_drop, keys_listed
 
 
 def without_rank_values(
@@ -44,6 +44,20 @@ def without_rank_values(
     kept = [value for value in checkpoint.per_rank if value not in gone]
     others = tuple(p for p in drop if not any(fnmatchcase(value.key, p) for value in gone))
     return replace(checkpoint, per_rank=kept), tuple(_named(gone)), others
+
+
+def refuse_rank_values(checkpoint: Checkpoint, *, expected: str | None = None, advice: str | None = None) -> None:
+    """Raise UnsupportedError if ranks have state of their own, which would have to go into one optimizer."""
+    if checkpoint.per_rank:
+        raise UnsupportedError(
+            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other "
+            f"format has a place for that",
+            path=checkpoint.source,
+            expected=expected,
+            advice=advice
+            or how_to_drop(checkpoint.per_rank)
+            or "--dequantize makes floats of quantised state; `zckpt consolidate` without --slots writes the model",
+        )
 
 
 def _named(values: Sequence[RankValue]) -> list[str]:

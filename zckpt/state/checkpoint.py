@@ -346,6 +346,11 @@ class Checkpoint:
         parameter = self.parameters[name] if name in self.parameters else self.buffers[name]
         return parameter if parameter.tied_to is None else self.parameters[parameter.tied_to]
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is an optimizer without hyperparameters, as DeepSpeed's elastic form has it."""
+        return bool(self.param_groups) and not any(group.hyperparameters for group in self.param_groups)
+
     def optimizers(self) -> list[str]:
         """Return the names of the optimizers that were saved together; empty where there was one, or none."""
         names = dict.fromkeys(group.optimizer for group in self.param_groups)

@@ -159,7 +159,9 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     notes: tuple[str, ...] = ()
     if training.pipeline is not None:
         found, options = _pipelines(checkpoint, training, options)
-    elif optimizer and _keeps_files(checkpoint, training) and not _is_bare(checkpoint):
+    elif (
+        optimizer and _keeps_files(checkpoint, training) and not checkpoint.is_bare
+    ):  # whose state alone DeepSpeed, too, loads
         found = as_filed(checkpoint)
     else:
         if training.tensor_parallel > 1:
@@ -181,7 +183,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             )
         found = _like_the_engine(checkpoint, training, optimizer=optimizer)
         notes = foreign.notes(found, stage=options.stage or 1) if optimizer else ()
-        if optimizer and _is_bare(found):
+        if optimizer and found.is_bare:
             groups = with_hyperparameters(found.param_groups, [dict(one) for one in training.hyperparameters])
             found = replace(found, param_groups=groups)
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
@@ -192,11 +194,6 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     if optimizer and training.stage:
         _check(served)
     return served
-
-
-def _is_bare(checkpoint: Checkpoint) -> bool:
-    """Tell whether there is an optimizer without hyperparameters, of which DeepSpeed, too, loads the state alone."""
-    return bool(checkpoint.param_groups) and not any(group.hyperparameters for group in checkpoint.param_groups)
 
 
 def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions) -> tuple[Checkpoint, RecutOptions]:
