@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from zckpt.errors import UnsupportedError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span
@@ -37,18 +38,20 @@ def single(value: object) -> object:
     Of tensors below a node (codes and scales, a list of factors) it is a digest of their elements.
     """
     if isinstance(value, Slot):
-        if value.shape:
-            return f"tensor of {value.dtype} {list(value.shape)}"
-        from zckpt.engine.read import read_extent
-        from zckpt.storage.files import Sources
-
-        with Sources() as sources:
-            number: object = read_extent(value, Extent.whole(()), sources)[0].item()
-            return number
+        return f"tensor of {value.dtype} {list(value.shape)}" if value.shape else number_in(value)
     if isinstance(value, FromFile):
         digest = _digest(value)
         return plain(value.node) if digest is None else {"tensors": digest, "in": plain(value.node)}
     return plain(value.value if isinstance(value, Scalar) else value)
+
+
+def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type
+    """Return the number that a slot of no dimension is."""
+    from zckpt.engine.read import read_extent
+    from zckpt.storage.files import Sources
+
+    with Sources() as sources:
+        return read_extent(slot, Extent.whole(()), sources)[0].item()
 
 
 def _digest(value: FromFile) -> str | None:

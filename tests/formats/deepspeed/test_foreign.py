@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
 from tests.formats.deepspeed.shards import edit, model_file
+from zckpt.compare.logical import parameter_values, single
 from zckpt.torchfile import Object, plain
 
 STAGE0 = {"cur_scale": 512.0, "cur_iter": 5, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 3}
@@ -125,3 +128,62 @@ def test_group_of_which_nothing_has_state_gets_none(tmp_path: Path) -> None:
     assert list(state["base_optimizer_state"]["state"]) == [0]
     assert notes == ()
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tmp_path / "m.pt").text
+
+
+def nadam(folder: Path, form: str, *, late: bool = False) -> Path:
+    """A checkpoint of NAdam, which has two numbers for each parameter; a parameter is a number itself."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    model.scale = torch.nn.Parameter(torch.tensor(0.5))
+    optimizer = torch.optim.NAdam(model.parameters())
+    for step in range(3):
+        loss = model(torch.randn(4, 3)).sum() * (1 if late and not step else model.scale)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if form == "zckpt":
+        zckpt.save(folder / "c", model=model, optimizer=optimizer, step=3)
+        return folder / "c"
+    if form == "dcp":
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "c")
+        return folder / "c"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "c.pt")
+    return folder / "c.pt"
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp", "zckpt"])
+def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form: str, tmp_path: Path) -> None:
+    source = nadam(tmp_path, form)
+    for stage in (2, 3):
+        zckpt.convert(source, tmp_path / f"{stage}", to="deepspeed", world_size=2, stage=stage, verify=True)
+        (path, *_) = sorted(tag_of(tmp_path / f"{stage}").glob("zero_pp_rank_0_*optim_states.pt"))
+        content = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        state = content["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0]
+        assert set(state) == {"step", "mu_product", "exp_avg", "exp_avg_sq"}
+        assert (state["mu_product"].shape, state["exp_avg"].dim()) == ((), 1)
+        (mu,) = {float(one["mu_product"]) for one in states_of(source)}
+        assert float(state["mu_product"]) == mu
+        assert zckpt.diff(source, tmp_path / f"{stage}").as_dict()["different"] == []
+
+
+def states_of(source: Path) -> list[dict[str, Any]]:
+    found = zckpt.open(source)
+    return [{key: single(v) for key, v in parameter_values(found, one).items()} for one in found.parameters.values()]
+
+
+def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UnsupportedError, match=r"mu_product, step of scale is not the same for all"):
+        zckpt.convert(nadam(tmp_path, "torch", late=True), tmp_path / "out", to="deepspeed", world_size=1, stage=1)
+
+
+def test_a_step_that_each_parameter_has_by_itself_is_one_for_zero_3(tmp_path: Path) -> None:
+    path = model_and_optimizer(tmp_path / "x.pt")
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    zckpt.load(path, model=model, optimizer=optimizer)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=1)
+    done = zckpt.convert(tmp_path / "c", tmp_path / "u", to="universal", verify=True)
+    assert not [note for note in done.notes if "ZeRO-3 loader stops" in note]
+    tree = torch.load(tmp_path / "u" / "zero" / "optimizer_state.pt", weights_only=False)["optimizer_state_dict"]
+    assert tree["state"] == {0: {"step": torch.tensor(1.0)}}

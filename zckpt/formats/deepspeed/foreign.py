@@ -21,11 +21,11 @@ from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
+from zckpt.formats.group_values import group_values, numbers_in_slots, same
 from zckpt.formats.remainder import origin
-from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
-from zckpt.torchfile import Digests, FromFile, OrderedMapping, TorchFile
+from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -157,11 +157,11 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
 
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
     """Return the values that all parameters of a group have in common; whatever else is no tensor is refused."""
-    members = [checkpoint.parameters[name] for name in group.parameters]
-    values = {**_shared(members), **group.state}
-    for parameter in members:
-        single = {key for key, slot in parameter.slots.items() if key == "step" or slot.shape != parameter.shape}
-        single |= {key for key, value in parameter.state.items() if key not in values or not _same(value, values[key])}
+    numbers = numbers_in_slots(checkpoint)
+    values = group_values(checkpoint, group, numbers)
+    for parameter in (checkpoint.parameters[name] for name in group.parameters):
+        single = {key for key, slot in parameter.slots.items() if key in numbers or slot.shape != parameter.shape}
+        single |= {key for key, value in parameter.state.items() if key not in values or not same(value, values[key])}
         lost = sorted(single - set(values))
         if lost:
             raise UnsupportedError(
@@ -171,31 +171,6 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
                 advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
             )
     return values
-
-
-def _shared(members: Sequence[Parameter]) -> dict[str, object]:
-    """Return the single values that all parameters with any have, and have alike: their step."""
-    present = [parameter.state for parameter in members if parameter.state]
-    return {
-        key: value
-        for key, value in (present[0] if present else {}).items()
-        if (isinstance(value, (bool, int, float, str, Scalar)) or _is_plain(value))
-        and all(key in state and _same(state[key], value) for state in present)
-    }
-
-
-def _same(one: object, other: object) -> bool:
-    a, b = (x.value if isinstance(x, Scalar) else x for x in (one, other))
-    if _is_plain(a) and _is_plain(b):
-        digests = Digests()
-        return digests.of(a) == digests.of(b)
-    return bool(a == b)
-
-
-def _is_plain(value: object) -> bool:
-    """Tell whether a value is a list, a tuple or a dict without tensors."""
-    node = value.node if isinstance(value, FromFile) else value
-    return isinstance(node, (list, tuple, dict)) and not holds_tensors(node)
 
 
 def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:

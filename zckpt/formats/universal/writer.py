@@ -26,6 +26,7 @@ from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.gpt_model import shared_keys
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.group_values import group_values, same
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor, new_storage, value_node, view
@@ -106,7 +107,7 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         )
     elif hindrance is not None:
         found.append(f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {hindrance}")
-    elif any(isinstance(group.state.get(STEP_STEM), Scalar) for group in checkpoint.param_groups):
+    elif isinstance(_one_step(checkpoint), Scalar):
         found.append(
             "DeepSpeed's universal loader at ZeRO-3 lets all sub-groups count up one step that is a tensor: give each "
             "a copy of it after loading (docs/formats.md), or use `zckpt convert --to deepspeed --stage 3`"
@@ -272,7 +273,7 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Sequenc
     tree["ds_version"] = version or DEEPSPEED_VERSION
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
     if zero3_hindrance(checkpoint, folders) is None:
-        step = value_node(groups[0].state[STEP_STEM])
+        step = value_node(_one_step(checkpoint))
         tree["optimizer_state_dict"] = {"state": {0: {STEP_STEM: step}}, "param_groups": [_group(_shared(groups), [])]}
     tree[KEY] = _rest(checkpoint, folders)
     return tree
@@ -285,10 +286,16 @@ def zero3_hindrance(checkpoint: Checkpoint, folders: Sequence[Folder]) -> str | 
     if found != set(ZERO3_STEMS):
         slots = sorted(found - {MASTER_STEM})
         return f"it loads exp_avg and exp_avg_sq, and the optimizer has {', '.join(slots) or 'no state'}"
-    steps = [group.state.get(STEP_STEM) for group in checkpoint.param_groups]
-    if steps[0] is None or any(step != steps[0] for step in steps):
-        return "it has one step for all parameters, and here they differ"
+    if _one_step(checkpoint) is None:
+        return "it has one step for all parameters, and here they differ, or there is none"
     return None
+
+
+def _one_step(checkpoint: Checkpoint) -> object:
+    """Return the step that all param groups have, or have in all of their parameters; None: there is no such one."""
+    groups = [group for group in checkpoint.param_groups if group.parameters]
+    steps = [group_values(checkpoint, group, {STEP_STEM}).get(STEP_STEM) for group in groups]
+    return steps[0] if steps and all(step is not None and same(step, steps[0]) for step in steps) else None
 
 
 def _shared(groups: Sequence[ParamGroup]) -> dict[str, object]:

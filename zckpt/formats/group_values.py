@@ -1,0 +1,57 @@
+"""Single values that all parameters of a param group have alike, such as their step: for formats with one for all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from zckpt.compare.logical import number_in
+from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.state import Checkpoint, ParamGroup, Scalar
+from zckpt.torchfile import Digests, FromFile
+
+STEP = "step"
+
+
+def numbers_in_slots(checkpoint: Checkpoint) -> set[str]:
+    """Return the optimizer's keys whose slots are one number for a whole parameter, in some parameter at least."""
+    every = checkpoint.parameters.values()
+    return {STEP, *(key for one in every for key, slot in one.slots.items() if one.shape and not slot.shape)}
+
+
+def group_values(checkpoint: Checkpoint, group: ParamGroup, keys: Collection[str]) -> dict[str, object]:
+    """Return the single values that all parameters of a group with any have, and have alike.
+
+    Parameters
+    ----------
+    keys : collection of str
+        Of slots that are a number: they are read, unless the group has it.
+    """
+    present = []
+    for name in group.parameters:
+        one = checkpoint.parameters[name]
+        slots = {key: slot for key, slot in one.slots.items() if key in keys and key not in group.state}
+        numbers = {key: Scalar(number_in(slot), slot.dtype) for key, slot in slots.items() if not slot.shape}
+        if one.state or numbers:
+            present.append({**one.state, **numbers})
+    shared = {
+        key: value
+        for key, value in (present[0] if present else {}).items()
+        if (isinstance(value, (bool, int, float, str, Scalar)) or _is_plain(value))
+        and all(key in values and same(values[key], value) for values in present)
+    }
+    return {**shared, **group.state}
+
+
+def same(one: object, other: object) -> bool:
+    """Tell whether two single values are the same, however they are stored."""
+    a, b = (x.value if isinstance(x, Scalar) else x for x in (one, other))
+    if _is_plain(a) and _is_plain(b):
+        digests = Digests()
+        return digests.of(a) == digests.of(b)
+    return bool(a == b)
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is a list, a tuple or a dict without tensors."""
+    node = value.node if isinstance(value, FromFile) else value
+    return isinstance(node, (list, tuple, dict)) and not holds_tensors(node)
