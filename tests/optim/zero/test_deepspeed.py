@@ -298,6 +298,9 @@ CLOSE = [
     *both("small buckets", {"dtype": "fp32"}, bucket=SMALL, close=1e-4, expect="buckets"),
     # Beside DeepSpeed's default, reductions to owners sum in the order of ranks.
     *both("to owners", {"dtype": "fp32"}, options={"reduce_scatter": True}, close=1e-4),
+    # Where it sums first and divides then, and where it takes norms of what is offloaded in Python's floats.
+    *both("summed", {"dtype": "fp32"}, zero=SUMMED, close=1e-6),
+    *both("offloaded, clipped", {"offload": True}, options={"offload": True}, close=1e-6, expect="clipped"),
     # DeepSpeed 0.19 divides gradients by the loss scale of the next step. Clipping takes that out, but for rounding.
     *both("fp16", {"dtype": "fp16"}, config={"fp16": RISING}, close=ULPS, expect="clipped rises"),
 ]
