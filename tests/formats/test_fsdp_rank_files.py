@@ -254,6 +254,18 @@ def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Pat
         zckpt.open(swapped)
 
 
+def test_a_configuration_that_cannot_be_read_is_found(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "f")
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface/config.json").write_text('{"model_type": "llama"}')
+    for name in ("fsdp_config.json", "huggingface/config.json"):
+        assert take_inventory(zckpt.open(folder)).left_out == []
+        text = (folder / name).read_text()
+        (folder / name).write_text(text[: len(text) // 2])
+        assert [item.file for item in take_inventory(zckpt.open(folder)).left_out] == [name]
+        (folder / name).write_text(text)
+
+
 @pytest.mark.parametrize("kind", ["model", "optim"])
 def test_a_file_under_the_name_of_another_rank_is_named(
     kind: str, written: Callable[..., Path], tmp_path: Path

@@ -173,8 +173,8 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
     if not root.is_dir():
         return
     own = os.path.realpath(checkpoint.source)
-    claims = {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
-    said = {os.path.realpath(path): about for path, about in checkpoint.leftovers.items()}
+    claims = {os.path.realpath(path): Claim(FOREIGN, about) for path, about in checkpoint.leftovers.items()}
+    claims |= {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
     others = _other_checkpoints(root, read, own)
     outside = os.path.realpath(root) != own
     for path, name, about in _below(root, others):
@@ -183,15 +183,16 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
             continue
         nbytes = _size(path)
         claim = claims.get(real)
-        if claim is None and real in said:
-            claim = Claim(FOREIGN, said[real])
         if claim is None and path.name in POINTERS:
             claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
         if claim is None and about is not None:
             claim = Claim(FOREIGN, about)
         rule = None if claim else next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
-        error = _damage(path, nbytes) if rule is not None and rule.written and nbytes is not None else None
-        if error is None and rule is not None and nbytes is not None:
+        is_text = path.suffix == ".json" if real in claims else rule is not None and rule.written
+        error = _damage(path, nbytes) if is_text and nbytes is not None else None
+        if error is not None:
+            claim = None
+        elif rule is not None and nbytes is not None:
             claim = Claim(FOREIGN, rule.about)
         beside = outside and error is None and not within(real, own)
         if claim is None and beside and not _STATE.fullmatch(path.name):
