@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -211,17 +212,20 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(
     optimizer = trained(MAKE[kind](model), model, 4)
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4)
     trained(optimizer, model, 4, 8)
-    zckpt.convert(tmp_path / "c", tmp_path / "out", to=to)
+    done = zckpt.convert(tmp_path / "c", tmp_path / "out", to=to)
+    assert any("is for zckpt.load" in note for note in done.notes) == (to != "zckpt")
     its = MAKE[kind](other)
     zckpt.load(tmp_path / "out", model=other, optimizer=its)
     assert_equal(other, trained_with(its, other, model))
     for refused in (
         lambda: zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all"),
+        lambda: zckpt.average([tmp_path / "c", tmp_path / "c"], tmp_path / "x.pt", slots="all"),
         lambda: zckpt.convert(tmp_path / "c", tmp_path / "ds", to="deepspeed", stage=1, world_size=1),
     ):
         with pytest.raises(UnsupportedError, match=r"no place|kept more"):
             refused()
     assert {one.name for one in tmp_path.iterdir()} == {"c", "out"}
+    zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots=sorted(SLOTS[kind]))
 
 
 def trained_with(optimizer: Any, model: nn.Module, expected: nn.Module) -> nn.Module:
@@ -237,6 +241,8 @@ def test_several_optimizers_each_have_theirs(tmp_path: Path) -> None:
     ours, theirs = make(model), make(other)
     train(model, ours, range(4))
     zckpt.save(tmp_path / "c", model=model, optimizer=ours)
+    with pytest.raises(UnsupportedError, match="kept more"):
+        zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all")
     train(model, ours, range(4, 8))
     zckpt.load(tmp_path / "c", model=other, optimizer=theirs)
     train(other, theirs, range(4, 8))
@@ -315,6 +321,36 @@ def test_less_than_everything_is_loaded_with_a_note(tmp_path: Path) -> None:
         assert torch.equal(optimizer.held.state[one]["exp_avg"], its.state[two]["exp_avg"])
 
 
+@pytest.mark.parametrize("change", [{"rest": 1}, {"groups": [{}, {}]}, {"parameters": {"0.weight": 7}}, {"at": None}])
+def test_what_is_none_of_ours_is_damage(change: dict[str, Any], tmp_path: Path) -> None:
+    model = net()
+    zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE["turning"](model), model, 2), step=2)
+    document = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
+    document["optimizer_metadata"]["beside_state"]["node"].update(change)
+    del document["crc32"]
+    (tmp_path / "c" / "checkpoint.json").write_text(json.dumps(document))
+    with pytest.raises(zckpt.SourceError, match="beside_state"):
+        zckpt.load(tmp_path / "c", model=model, optimizer=MAKE["turning"](model))
+
+
+@pytest.mark.parametrize("form", ["zckpt", "dcp"])
+@pytest.mark.parametrize("kind", ["ahead", "many"])
+def test_it_goes_with_the_state_when_that_is_stripped(kind: str, form: str, tmp_path: Path) -> None:
+    model, other = net(), net(seed=1)
+    zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE[kind](model), model, 2), step=2)
+    zckpt.convert(tmp_path / "c", tmp_path / "d", to=form)
+    zckpt.strip(tmp_path / "d", tmp_path / "s", optimizer=True)
+    restored = zckpt.load(tmp_path / "s", model=other)
+    assert restored.notes == []
+    if form == "zckpt":
+        assert zckpt.open(tmp_path / "s").optimizer_metadata == {}
+    its = SGD(other.parameters(), lr=0.1) if kind == "ahead" else Many(other.parameters())
+    restored = zckpt.load(tmp_path / "s", model=other, optimizer=its, strict=kind == "many")
+    assert any("left out" in note for note in restored.notes) == (form != "zckpt")
+    assert not its.state
+    trained(its, other, 2, 4)
+
+
 class Silent(Optimizer):
     """Holds an optimizer of which its state dict says nothing."""
 
@@ -348,6 +384,11 @@ def test_what_cannot_be_kept_is_refused_by_name(make: Callable[[Any], Any], matc
     assert not (tmp_path / "c").exists()
 
 
+def frozen_copy(value: Any) -> torch.Tensor:
+    made: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return made.detach().clone()
+
+
 def on_ranks(rank: int, world_size: int, folder: Path) -> None:
     for name, make, match in (
         ("redundancy", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Many), "keeps sides, type"),
@@ -373,10 +414,15 @@ def on_ranks(rank: int, world_size: int, folder: Path) -> None:
     optimizer = Turning(model.named_parameters(), lr=0.1, momentum=0.9)
     train(model, [optimizer], range(2))
     zckpt.save(folder / "c", model=model, optimizer=optimizer)
-    other = net(seed=1)
-    its = Turning(other.named_parameters(), lr=0.1, momentum=0.9)
-    zckpt.load(folder / "c", model=other, optimizer=its)
-    assert its.turn == optimizer.turn == 2
+    for other in (net(seed=1), fully_shard(net(seed=1))):
+        its = Turning(other.named_parameters(), lr=0.1, momentum=0.9)
+        zckpt.load(folder / "c", model=other, optimizer=its)
+        assert its.turn == optimizer.turn == 2
+        before = [frozen_copy(one) for one in other.parameters()]
+        raising = Raising(other.named_parameters(), lr=0.1, momentum=0.9)
+        with pytest.raises(UsageError, match="not today"):
+            zckpt.load(folder / "c", model=other, optimizer=raising)
+        assert all(map(torch.equal, before, map(frozen_copy, other.parameters())))
 
 
 def test_what_ranks_have_shares_of_is_refused_by_name(tmp_path: Path) -> None:

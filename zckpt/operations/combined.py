@@ -17,7 +17,7 @@ from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UsageError, listed
 from zckpt.operations.open import named
-from zckpt.operations.rank_values import refuse_rank_values
+from zckpt.operations.rank_values import refuse_beside, refuse_rank_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.names import like_model
 
@@ -99,6 +99,7 @@ class _Combining:
         if self.slots == ["all"]:
             for one in self.sources:
                 refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
+                refuse_beside(one)
         found = Combined(
             Checkpoint(
                 first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened

@@ -22,7 +22,6 @@ from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_h
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
-from zckpt.formats.remainder import BESIDE
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
@@ -32,7 +31,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_companions, check_sources
-from zckpt.operations.rank_values import refuse_rank_values, without_rank_values
+from zckpt.operations.rank_values import refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
@@ -273,6 +272,7 @@ def _optimizer_file(
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if chosen == ["all"]:
         refuse_rank_values(checkpoint)
+        refuse_beside(checkpoint)
         chosen = optimizer_slots(checkpoint, dtype)
     unknown = [name for name in chosen if name not in available]
     if unknown or not (available or checkpoint.param_groups):  # an optimizer may have no state, as SGD
@@ -280,12 +280,6 @@ def _optimizer_file(
             f"no slot {', '.join(unknown) or 'of an optimizer'}",
             path=checkpoint.source,
             expected=", ".join(available) or "a checkpoint that has an optimizer",
-        )
-    if BESIDE in checkpoint.optimizer_metadata:
-        raise UnsupportedError(
-            "its optimizer kept more than the state of parameters, for which the optimizer's file has no place",
-            path=checkpoint.source,
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it for zckpt.load",
         )
     kind = kind_of_model(path)
     if kind == TORCH and checkpoint.is_bare:

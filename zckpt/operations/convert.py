@@ -19,7 +19,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Converted, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
-from zckpt.operations.rank_values import refuse_rank_values, without_rank_values
+from zckpt.operations.rank_values import keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
@@ -127,18 +127,20 @@ def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
 
 def _of_optimizers(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     """Say what becomes of several optimizers, and of one without hyperparameters, in formats of other programs."""
+    notes, names = [], checkpoint.optimizers()
     if checkpoint.is_bare and written.name != checkpoint.format:
-        return (
+        notes.append(
             "the source holds no hyperparameters of its param groups, and so the target has none, without which "
-            "torch's optimizers load its state and do not step; zckpt.load leaves a live optimizer its own",
+            "torch's optimizers load its state and do not step; zckpt.load leaves a live optimizer its own"
         )
-    names = checkpoint.optimizers()
-    if not names or written.keeps_optimizers:
-        return ()
-    return (
-        f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
-        f"only zckpt's own metadata says",
-    )
+    if keeps_beside(checkpoint) and written.name != checkpoint.format:
+        notes.append("what the optimizer kept besides state of parameters is for zckpt.load: its own program sees none")
+    if names and not written.keeps_optimizers:
+        notes.append(
+            f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of "
+            f"which, only zckpt's own metadata says"
+        )
+    return tuple(notes)
 
 
 def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from zckpt.errors import UnsupportedError
+from zckpt.formats.remainder import BESIDE, OPTIMIZERS
 from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import RankValue, how_to_drop, keys_listed
+from zckpt.torchfile import FromFile
 
 
 def without_rank_values(
@@ -58,6 +60,24 @@ def refuse_rank_values(checkpoint: Checkpoint, *, expected: str | None = None, a
             or how_to_drop(checkpoint.per_rank)
             or "--dequantize makes floats of quantised state; `zckpt consolidate` without --slots writes the model",
         )
+
+
+def refuse_beside(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError if an optimizer kept more than state of parameters, which a file of all slots has not."""
+    if keeps_beside(checkpoint):
+        raise UnsupportedError(
+            "its optimizer kept more than the state of parameters, for which the optimizer's file has no place",
+            path=checkpoint.source,
+            advice="name slots, as --slots exp_avg,exp_avg_sq does; `zckpt convert --to zckpt` keeps it for zckpt.load",
+        )
+
+
+def keeps_beside(checkpoint: Checkpoint) -> bool:
+    """Tell whether an optimizer kept more than state of parameters, or one of several did."""
+    found = checkpoint.optimizer_metadata
+    several = found.get(OPTIMIZERS)
+    node = several.node if isinstance(several, FromFile) else several
+    return BESIDE in found or (isinstance(node, dict) and any(BESIDE in its for its in node.values()))
 
 
 def _named(values: Sequence[RankValue]) -> list[str]:

@@ -17,8 +17,7 @@ import torch
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
-from zckpt.formats.remainder import BESIDE
-from zckpt.optim.states.several import OPTIMIZERS
+from zckpt.formats.remainder import BESIDE, OPTIMIZERS
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import Checkpoint

@@ -1,7 +1,8 @@
 """A directory of zckpt's own format without slots: the same files, each with its part of what stays, a new document.
 
 What a parameter or a group has besides slots, such as a step, goes with the last of its slots. Hyperparameters stay,
-and so does what the optimizer keeps besides its state: `zckpt.load` gives an optimizer those, and it starts afresh.
+and so does what the optimizer keeps besides its state, such as a loss scale: `zckpt.load` gives an optimizer those, and
+it starts afresh.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from zckpt.formats.latest import LATEST
 from zckpt.formats.native.files import RANK_ROLE
 from zckpt.formats.native.writer import SECTIONS, lay_out_as_cut
+from zckpt.formats.remainder import BESIDE
 from zckpt.formats.stripped_directory import completed
 from zckpt.formats.stripping import Request, Rewritten, Stripping, as_it_is, replaced
 from zckpt.formats.torch_files.strip import shaped_slots
@@ -62,6 +64,8 @@ def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
         replace(group, state={}) if request.optimizer or not emptied.isdisjoint(group.parameters) else group
         for group in checkpoint.param_groups
     ]
+    if request.optimizer or emptied:
+        thin.optimizer_metadata = {key: v for key, v in checkpoint.optimizer_metadata.items() if key != BESIDE}
     return thin
 
 
@@ -87,6 +91,7 @@ def _state(checkpoint: Checkpoint) -> object:
     return (
         [[(name, list(one.slots), one.state) for name, one in section.items()] for section in every],
         [group.state for group in checkpoint.param_groups],
+        list(checkpoint.optimizer_metadata),
     )
 
 

@@ -6,6 +6,7 @@ first rank writes, and which is in its place again when `load_state_dict` gets i
 
 {"class": "Lookahead",
  "at": ["base_optimizer"],                      which keys of the state dict lead to param groups and state
+ "keys": ["exp_avg"],                           of all state that goes by names: without any, it was stripped
  "names": [["0.weight"]],                       of each group's parameters, as all below numbers them
  "parameters": {"0.weight": {"GG": [tensor]}},  state of parameters that is more than tensors and plain values
  "groups": [{"d": tensor}],                     hyperparameters that are
@@ -37,6 +38,7 @@ class Beside:
     """All that a state dict has beside what goes by names; `parameters` are by name."""
 
     at: Sequence[str] = ()
+    keys: Sequence[str] = ()
     parameters: dict[str, Values] = field(default_factory=dict)
     groups: Sequence[Values] = ()
     rest: Values = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Declared:
         return {
             "class": type(self.optimizer).__name__,
             "at": list(self.beside.at),
+            "keys": list(dict.fromkeys(key for its in self.state.values() for key in its)),
             "names": [[called[p] for p in group["params"]] for group in self.optimizer.param_groups],
             "parameters": {called[p]: its for p, its in self.odd.items()},
             "groups": list(self.beside.groups),
@@ -102,10 +105,9 @@ class Declared:
             It is none.
         """
         tree, cls = value_of(node), type(self.optimizer).__name__
-        kinds = {"class": str, "at": list, "names": list, "parameters": dict, "groups": list, "rest": dict}
-        if not isinstance(tree, Mapping) or any(not isinstance(tree.get(key), kind) for key, kind in kinds.items()):
-            raise DamagedFileError(f"unreadable {BESIDE}", path=path, expected=f"a dict of {listed(list(kinds))}")
-        found = Beside(tree["at"], tree["parameters"], tree["groups"], tree["rest"])
+        if not _is_tree(tree):
+            raise DamagedFileError(f"unreadable {BESIDE}", path=path, expected="what zckpt.save writes under this key")
+        found = Beside(tree["at"], tree["keys"], tree["parameters"], tree["groups"], tree["rest"])
         strange = [] if tree["class"] == cls else [key for key in found.rest if key not in self.beside.rest]
         if strange or (tree["class"] != cls and list(self.beside.at) != found.at):
             raise UsageError(
@@ -122,6 +124,14 @@ class Declared:
                 advice="make the optimizer as it was saved, or give strict=False",
             )
         return found
+
+
+def _is_tree(tree: object) -> bool:
+    kinds = {"class": str, "parameters": dict, "rest": dict, **dict.fromkeys(("at", "keys", "names", "groups"), list)}
+    if not isinstance(tree, Mapping) or any(not isinstance(tree.get(key), kind) for key, kind in kinds.items()):
+        return False
+    dicts = [*tree["groups"], *tree["parameters"].values()]
+    return all(isinstance(one, dict) for one in dicts) and len(tree["groups"]) in (0, len(tree["names"]))
 
 
 def declared(optimizer: Optimizer) -> Declared:
@@ -162,7 +172,7 @@ def declared(optimizer: Optimizer) -> Declared:
             where = found.state if _goes_by_name(value) else found.odd
             where.setdefault(numbers[number], {})[key] = value
     odd = [{key: v for key, v in hyperparameters(group).items() if not is_hyperparameter(v)} for group in its[GROUPS]]
-    found.beside = Beside(at, {}, odd, _without(whole, at, others))
+    found.beside = Beside(at, groups=odd, rest=_without(whole, at, others))
     _check_held(found)
     return found
 

@@ -171,10 +171,17 @@ class ByParameterRestoring(Restoring):
         own, node = declared(self.local), self.source.metadata.get(BESIDE)
         self.holder, self.beside.at = own.holder, own.beside.at
         if node is not None and self.takes_beside:
+            checkpoint = self.source.checkpoint
+            there = {key for one in checkpoint.parameters.values() for key in parameter_values(checkpoint, one)}
             try:
-                self.beside = own.kept(node, self.group_names(), self.source.path)
+                kept = own.kept(node, self.group_names(), self.source.path)
             except UsageError as error:
                 self.leave_out(error)
+            else:
+                if kept.keys and there.isdisjoint(kept.keys):
+                    self.notes.append("what the optimizer kept besides its state is left out, for that was stripped")
+                else:
+                    self.beside = kept
         elif own.beside.rest:
             self.notes.append(
                 f"the checkpoint has no {listed([str(key) for key in own.beside.rest])} of {type(self.local).__name__}"

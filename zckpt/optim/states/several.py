@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.remainder import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.distributed import DistributedOptimizer
 from zckpt.optim.flat_parameters import Members
@@ -29,9 +30,6 @@ from zckpt.torchfile import FromFile
 
 Given = Optimizer | list[Optimizer] | tuple[Optimizer, ...] | Mapping[str, Optimizer] | None
 """What `save` and `load` take as `optimizer`."""
-
-OPTIMIZERS = "optimizers"
-"""The key under which a checkpoint's optimizer metadata have those of several optimizers, by name."""
 
 NONE = Members()
 
