@@ -326,9 +326,9 @@ def test_a_slot_or_step_that_others_have_is_missed(file: str, tmp_path: Path) ->
 def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path: Path) -> None:
     """AMSGrad keeps one slot more; a parameter of the other group is not to have it."""
     weights = {name: torch.nn.Parameter(torch.ones(4, 3)) for name in ("a", "b")}
-    groups = [{"params": [weights["a"]], "amsgrad": True}, {"params": [weights["b"]]}]
+    groups: list[dict[str, Any]] = [{"params": [weights["a"]], "amsgrad": True}, {"params": [weights["b"]]}]
     optimizer = torch.optim.AdamW(groups)
-    sum(one.sum() for one in weights.values()).backward()
+    torch.stack(list(weights.values())).sum().backward()
     optimizer.step()
     torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     checkpoint = zckpt.open(tmp_path / "c.pt", names=["a", "b"])
