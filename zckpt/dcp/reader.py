@@ -21,9 +21,10 @@ from torch.futures import Future
 from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.read import Read, check_reads
-from zckpt.engine.tensors import TensorRead, read_tensors
+from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
+from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.survey import checksums_by_path
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks, check_together
@@ -201,6 +202,8 @@ class Reader(StorageReader):
             elif isinstance(meaning, Zeros):
                 tensor.detach().zero_()
             ready.append((item, tensor))
+        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
+        refuse_casts(self._opened().checkpoint, casts, "load a model in the types of the checkpoint, scales included")
         read_tensors(reads)
         for item, tensor in ready:
             planner.commit_tensor(item, tensor)

@@ -26,6 +26,7 @@ from zckpt.errors import UsageError, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
+from zckpt.formats.low_bit import refuse_casts
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.options import DECIDING, Renamed, options_of
 from zckpt.operations.partial import names_in, partial_target
@@ -222,6 +223,9 @@ def write_from(
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
     laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
     planned = plan(laid.files)
+    for origin in origins:
+        casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
+        refuse_casts(origin, casts, "--dtype keep writes them as they are")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked = Checked()
     files = names_in(planned.names, target, owned)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
+from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.native.reader import headers_shared
 from zckpt.formats.survey import checksums_by_path
 from zckpt.naming import Config, MapSource, Naming
@@ -297,6 +298,8 @@ class _Loading:
             warnings.warn(f"{shown(self.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.restoring for name in one.publishes}
         self.replicated, self.sharded = self._weights(made_of_masters)
+        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in (*self.replicated, *self.sharded))
+        refuse_casts(self.checkpoint, casts, "load a model in the types of the checkpoint, scales included")
         check_tensors([*self.replicated, *self.sharded])
         for one in self.restoring:
             one.check()

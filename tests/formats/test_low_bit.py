@@ -1,0 +1,124 @@
+"""Weights that are codes with scales are written as they are, and never cast or loaded as if they were numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, run
+
+FP8 = torch.randn(4, 4).to(torch.float8_e4m3fn)
+CODES = torch.randint(0, 255, (4, 4), dtype=torch.uint8)
+KINDS: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
+    "blocks of fp8": ({"q.weight": FP8, "q.weight_scale_inv": torch.ones(1, 1)}, {"quant_method": "fp8"}),
+    "fused experts of fp8": ({"experts.up": FP8, "experts.up_scale_inv": torch.ones(1, 1)}, {"quant_method": "fp8"}),
+    "compressed": ({"q.weight": FP8, "q.weight_scale": torch.ones(4, 1)}, {"quant_method": "compressed-tensors"}),
+    "packed": ({"q.weight_packed": CODES.int(), "q.weight_scale": torch.ones(4, 1)}, {"quant_method": "x"}),
+    "nvfp4": (
+        {"q.weight": CODES, "q.weight_scale": FP8[:, :1].clone(), "q.weight_scale_2": torch.tensor(1.0)},
+        {"quant_algo": "NVFP4"},
+    ),
+    "mxfp4": ({"up_blocks": CODES, "up_scales": CODES[:, 0].clone()}, {"quant_method": "mxfp4"}),
+    "bitsandbytes": (
+        {
+            "q.weight": CODES,
+            "q.weight.absmax": torch.ones(1),
+            "q.weight.quant_state.bitsandbytes__nf4": CODES[0].clone(),
+        },
+        {"quant_method": "bitsandbytes"},
+    ),
+    "int8": ({"q.weight": CODES.to(torch.int8), "q.SCB": torch.ones(4)}, {"quant_method": "bitsandbytes"}),
+    "gptq": ({"q.qweight": CODES.int(), "q.scales": torch.ones(1, 4).half()}, {"quant_method": "gptq"}),
+    "scaled fp8": ({"q.weight": FP8, "q.scale_weight": torch.tensor(1.0)}, {}),
+    "without scales": ({"q.weight": FP8}, {"quant_method": "fp8"}),
+}
+
+
+SCALED = [kind for kind, (tensors, _) in KINDS.items() if len(tensors) > 1]
+
+
+def made(folder: Path, kind: str, *, config: bool) -> Path:
+    folder.mkdir()
+    tensors, settings = KINDS[kind]
+    save_file({**tensors, "norm.weight": torch.ones(4).bfloat16()}, folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "llama", "quantization_config": settings or None})
+        )
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "config"), [*((kind, True) for kind in KINDS), *((kind, False) for kind in SCALED)])
+def test_codes_are_kept_and_not_cast(kind: str, config: bool, tmp_path: Path) -> None:
+    source = made(tmp_path / "source", kind, config=config)
+    for target, how in (("m.safetensors", {"dtype": "float32"}), ("m.pt", {"dtype": "float16"})):
+        with pytest.raises(zckpt.UnsupportedError, match=r"codes of few bits.*--dtype keep"):
+            zckpt.consolidate(source, tmp_path / target, **how)
+    with pytest.raises(zckpt.UnsupportedError, match="codes of few bits"):
+        zckpt.convert(source, tmp_path / "dcp", to="dcp", dtype="float32")
+    assert [one.name for one in tmp_path.iterdir()] == ["source"]
+    for number, dtype in enumerate((None, "keep")):
+        zckpt.consolidate(source, tmp_path / f"{number}.safetensors", dtype=dtype)
+        found = load_file(tmp_path / f"{number}.safetensors")
+        assert all(
+            one.view(torch.uint8).equal(found[name].view(torch.uint8)) if one.shape else one.equal(found[name])
+            for name, one in KINDS[kind][0].items()
+        )
+
+
+def test_a_model_that_says_it_is_quantised_and_is_not_is_cast(tmp_path: Path) -> None:
+    source = made(tmp_path / "source", "blocks of fp8", config=True)
+    save_file({"q.weight": torch.ones(4, 4).bfloat16(), "ids": torch.arange(4)}, source / "model.safetensors")
+    zckpt.consolidate(source, tmp_path / "m.safetensors", dtype="float32")
+
+
+def test_fp8_without_scales_is_a_number(tmp_path: Path) -> None:
+    save_file({"w": FP8, "b.scale": torch.ones(4)}, tmp_path / "x.safetensors")
+    zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", dtype="bfloat16")
+    assert load_file(tmp_path / "m.safetensors")["w"].equal(FP8.bfloat16())
+
+
+def test_what_is_trained_beside_frozen_codes_is_cast(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2"
+    zckpt.consolidate(source, tmp_path / "m.pt", slots="all", dtype="keep")
+    optimizer = torch.load(tmp_path / "m.optimizer.pt")
+    model = {**torch.load(tmp_path / "m.pt"), "q.weight": CODES, "q.weight.absmax": torch.ones(3)}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
+    checkpoint = zckpt.open(tmp_path / "x.pt")
+    assert checkpoint.param_groups
+    with pytest.raises(zckpt.UnsupportedError, match=r"q\.weight: codes of few bits.*found bfloat16"):
+        zckpt.consolidate(checkpoint, tmp_path / "o.pt", dtype="bfloat16")
+    model["q.weight.absmax"] = torch.ones(3).bfloat16()
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
+    zckpt.consolidate(tmp_path / "x.pt", tmp_path / "o.pt", dtype="bfloat16")
+    assert torch.load(tmp_path / "o.pt")["q.weight"].equal(CODES)
+
+
+def test_codes_do_not_become_weights_of_a_live_model(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    source = made(tmp_path / "source", "blocks of fp8", config=True)
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(4, 4, bias=False), "norm": torch.nn.LayerNorm(4, bias=False)})
+    model.bfloat16()
+    before = model.q.weight.detach().clone()
+    with pytest.raises(zckpt.UnsupportedError, match="codes of few bits"):
+        zckpt.load(source, model=model, strict=False)
+    state = model.state_dict()
+    with pytest.raises(dcp.api.CheckpointException, match="codes of few bits"):
+        dcp.load(state, storage_reader=zckpt.dcp.Reader(source))
+    assert model.q.weight.equal(before)
+    live = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.zeros(4, 4).to(FP8.dtype), requires_grad=False)})
+    zckpt.load(source, model=torch.nn.ModuleDict({"q": live}), strict=False)
+    assert live["weight"].view(torch.uint8).equal(FP8.view(torch.uint8))
+
+
+def test_the_command_says_so_on_one_line(tmp_path: Path) -> None:
+    source = made(tmp_path / "source", "mxfp4", config=True)
+    done = run("consolidate", source, tmp_path / "m.pt", "--dtype", "float32")
+    assert (done.returncode, done.stderr.count("\n")) == (5, 1)

@@ -1,0 +1,96 @@
+"""Weights that are codes of a few bits, numbers only with the scales beside them: no cast makes numbers of them.
+
+FP8           NAME.weight or NAME, of float8, and NAME.weight_scale_inv, .weight_scale, .scale_weight, NAME_scale_inv
+MXFP4, NVFP4  NAME_blocks, NAME_scales; NAME.weight of uint8, .weight_scale and .weight_scale_2
+in integers   NAME.weight_packed and .weight_scale; NAME.qweight and .scales; NAME.weight and .SCB (int8)
+bitsandbytes  NAME.weight of uint8, and NAME.weight.absmax, .quant_state.*
+
+Or any of these where the model's config.json has a quantization_config, and other files that say so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.assets import CONFIG_NAME, FOLDERS, MAXIMUM_CONFIG_NBYTES
+from zckpt.state import MASTER, Checkpoint, Slot
+from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.storage.files import read_head
+
+_SCALE = re.compile(
+    r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
+)
+_CODES = re.compile(r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks)", re.DOTALL)
+_SETTINGS = {CONFIG_NAME: ("quantization_config", "compression_config"), "hf_quant_config.json": ("quantization",)}
+
+
+def codes_in(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of tensors that are codes, by scales that lie beside them, or as the model's files say."""
+    every = list(checkpoint.tensors())
+    low = [one for one in every if len(one.shape) > 1 and _is_low(one.dtype)]
+    if not low:
+        return []
+    if _says_so(checkpoint):
+        return [one.name for one in low]
+    scaled = {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
+    return [
+        one.name
+        for one in low
+        if one.name in scaled or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
+    ]
+
+
+def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advice: str) -> None:
+    """Raise UnsupportedError if a checkpoint has codes, and floats of it that go with them change their type.
+
+    Of a model alone all floats go with them; of a training, in which such a model is frozen, codes and scales do.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    casts : iterable of (Slot, str)
+        What is written or loaded, and its type there.
+    advice : str
+    """
+    codes = codes_in(checkpoint)
+    if not codes:
+        return
+    trains = checkpoint.param_groups or any(MASTER in one.slots for one in checkpoint.parameters.values())
+    names = {one.name for one in checkpoint.tensors() if _SCALE.fullmatch(one.name)}.union(codes)
+    own = {_place(slot) for one in checkpoint.tensors() if one.name in names for slot in one.slots.values()}
+    for slot, dtype in casts:
+        if slot.dtype != dtype and is_floating(slot.dtype) and (not trains or _place(slot) in own):
+            raise UnsupportedError(
+                f"{listed(codes)}: codes of few bits, which are numbers with their scales only, and a cast would take "
+                f"them for numbers",
+                path=checkpoint.opened or checkpoint.source,
+                expected=f"{slot.dtype} as it is, or weights of which no scales lie beside",
+                found=dtype,
+                advice=advice,
+            )
+
+
+def _place(slot: Slot) -> tuple[str, int] | None:
+    return next(((span.path, span.offset) for span in slot.spans), None)
+
+
+def _is_low(dtype: str) -> bool:
+    return (itemsize(dtype) == 1 and dtype != "bool") or dtype == "int32"
+
+
+def _says_so(checkpoint: Checkpoint) -> bool:
+    """Tell whether files beside the weights say that these are quantised; what is no JSON says nothing."""
+    roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    for path in (root / folder / name for root in roots for folder in FOLDERS for name in _SETTINGS):
+        try:
+            found = json.loads(read_head(str(path), MAXIMUM_CONFIG_NBYTES)) if path.is_file() else None
+        except (ValueError, RecursionError):
+            continue
+        inner = [found, found.get("text_config")] if isinstance(found, dict) else []
+        if any(one.get(key) for one in inner if isinstance(one, dict) for key in _SETTINGS[path.name]):
+            return True
+    return False
