@@ -51,7 +51,7 @@ class ByteSize(_IntegerType):
         """Return the number of bytes."""
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?", str(value).strip().lower())
         if match is None or float(match[1]) <= 0:
             self.fail(f"{value!r} is no size; write it like 64MB or 5GiB", param, ctx)
         return int(float(match[1]) * _UNITS[match[2] or ""])

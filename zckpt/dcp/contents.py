@@ -24,7 +24,7 @@ from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.optim.values import Values
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span, most_steps
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.other_state import IN_MEMORY
@@ -130,8 +130,7 @@ def _item(key: str, value: object) -> TensorItem | ObjectItem:
 def _step(checkpoint: Checkpoint) -> int | None:
     """Return the most steps that any parameter has seen."""
     counted = [parameter.state.get("step") for parameter in checkpoint.parameters.values()]
-    numbers = [one.value if isinstance(one, Scalar) else one for one in counted]
-    return max((int(n) for n in numbers if isinstance(n, (int, float)) and n == int(n)), default=None)
+    return most_steps(counted)
 
 
 def may_be_tied(held: Held) -> bool:

@@ -31,7 +31,7 @@ from zckpt.formats.torch_files.content import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
-from zckpt.state.names import bare_names, plain_name, without_wrappers
+from zckpt.state.names import bare_names, is_number, plain_name, without_wrappers
 
 APP = "app."
 """Under which a program may keep model and optimizer together."""
@@ -237,7 +237,7 @@ class Keys(dict[str, StorageEntry]):
         if self._tensor(name) is not None:
             return Option(option, name=name)
         number, _, option = joined.partition(".")
-        if not number.isdecimal() or not option or not self.checkpoint.param_groups:
+        if not is_number(number) or not option or not self.checkpoint.param_groups:
             return None
         return Option(option, group=int(number))
 

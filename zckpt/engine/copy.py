@@ -272,11 +272,10 @@ def overflowed(piece: Piece, data: memoryview, sources: Sources) -> list[Overflo
     if isinstance(piece, ComputedPiece):
         for each in piece.block.inputs:
             finite = np.isfinite(_elements_of(each, sources))
-            if len(finite) != piece.block.numel:
-                finite = finite.all()  # of a factor, say, each element is in many
+            if len(finite) == piece.block.numel:
+                wrong &= finite[piece.block.skipped : piece.block.skipped + piece.block.kept]
             else:
-                finite = finite[piece.block.skipped : piece.block.skipped + piece.block.kept]
-            wrong &= finite
+                wrong &= finite.all()  # of a factor, say, each element is in many
     else:
         for copy in piece.copies:
             size = numpy_dtype(dtype).itemsize

@@ -197,9 +197,9 @@ class _Reading:
     patterns: Patterns = field(default_factory=Patterns)
 
     def read(self) -> Adapter:
-        for key, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list)):
-            if not isinstance(self.settings.get(key) or kind(), kind):
-                raise DamagedFileError(f"unusable {key}", path=self.path, found=brief(self.settings[key]),
+        for setting, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list)):
+            if not isinstance(self.settings.get(setting) or kind(), kind):
+                raise DamagedFileError(f"unusable {setting}", path=self.path, found=brief(self.settings[setting]),
                                        expected="an object" if kind is dict else "a list")  # fmt: skip
         found = Adapter(self.checkpoint, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
         factors: dict[tuple[str, bool], dict[str, Slot]] = {}
@@ -259,7 +259,7 @@ class _Reading:
         values = self.settings.get(patterns) or {}
         found = values.get(module, self.settings.get(key, 8))
         for pattern, value in values.items():
-            if self._matches(pattern, module, below=True):
+            if self._matches(rf"(?:.*\.)?(?:{pattern})", module):
                 found = value
                 break
         if isinstance(found, bool) or not isinstance(found, (int, float)) or not -MOST <= found <= MOST:
@@ -278,9 +278,9 @@ class _Reading:
             return self._matches(targets, module)
         return isinstance(targets, list) and any(module == one or module.endswith(f".{one}") for one in targets)
 
-    def _matches(self, pattern: str, name: str, *, below: bool = False) -> bool:
+    def _matches(self, pattern: str, name: str) -> bool:
         try:
-            return self.patterns.match(pattern, name, below=below)
+            return self.patterns.match(pattern, name)
         except ValueError as error:
             raise SourceError(f"unusable pattern, {error}", path=self.path, found=brief(pattern)) from error
 

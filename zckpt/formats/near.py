@@ -15,6 +15,7 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
+from zckpt.state.names import is_number
 from zckpt.storage.files import is_file, read_head
 
 HEAD_NBYTES = 512
@@ -206,7 +207,7 @@ def _takes(search: Search) -> bool:
 def _iteration(path: Path) -> Path | None:
     """Return the directory that Megatron-LM's file names."""
     text = _head(path / ITERATION).decode("ascii", "replace").strip()
-    return path / (f"iter_{int(text):07d}" if text.isdigit() else text) if text.isalnum() else None
+    return path / (f"iter_{int(text):07d}" if is_number(text) else text) if text.isalnum() else None
 
 
 def _numbered(name: str) -> tuple[tuple[int, ...], int, str]:

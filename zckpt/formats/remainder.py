@@ -18,9 +18,10 @@ from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
+from zckpt.state.names import is_number
 from zckpt.torchfile import Renderer, Tensor, TorchFile, brief
 from zckpt.torchfile.plain import LIMIT
 
@@ -102,7 +103,7 @@ def names_in(node: object, checkpoint: Checkpoint, path: str) -> dict[int, str] 
     if found is None:
         return None
     known = {str(number): str(name) for number, name in as_mapping(found, path).items()}
-    if not all(number.isdecimal() and name in checkpoint.parameters for number, name in known.items()):
+    if not all(is_number(number) and name in checkpoint.parameters for number, name in known.items()):
         raise DamagedFileError("unexpected content", path=path, expected=f"names of parameters in `{NUMBERS}`")
     return {int(number): name for number, name in known.items()}
 
@@ -166,7 +167,7 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     checkpoint.details["origin"] = dict(as_mapping(tree.get("origin", {}), file.path))
     step, scale = tree.get("step"), tree.get("loss_scale")
     checkpoint.step = step if type(step) is int else checkpoint.step
-    checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
+    checkpoint.loss_scale = as_float(scale)
     _mark(checkpoint, tree, file.path)
     optimizers = tree.get("optimizers")
     if optimizers is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zckpt.errors import UsageError
+from zckpt.state.names import is_number
 
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:\[([^\]]*)\])?|(1))")
 
@@ -171,7 +172,7 @@ def _single(tokens: list[str], known: Known) -> int | None:
         if tokens.pop(0) != ")":
             raise ValueError
         return value
-    if first.isdecimal():
+    if is_number(first):
         return int(first)
     if not first.isidentifier():
         raise ValueError

@@ -311,10 +311,12 @@ def template(text: str, axes: str | None, where: str) -> Template:
     seen: set[str] = set()
     first: dict[str, int] = {}
     pattern, end = "", 0
+    if re.search(r"\}(?:[0-9]|\{[A-Za-z_])", text):
+        _refuse(where, f"{text}: what follows a number is not told from it", "a text between, no digit first")
     for match in _INDEX.finditer(text):
         again = match[1] in seen
         pattern += re.escape(text[end : match.start()]) + (
-            rf"(?P={match[1]})" if again else f"(?P<{match[1]}>0|[1-9][0-9]*)"
+            rf"(?P={match[1]})" if again else f"(?P<{match[1]}>0|[1-9][0-9]{{0,17}})"
         )
         if first.setdefault(match[1], int(match[2] or 0)) != int(match[2] or 0):
             _refuse(where, f"{text} counts {match[1]} in two ways", "one")

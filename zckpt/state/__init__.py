@@ -16,6 +16,8 @@ from zckpt.state.checkpoint import (
     Scalar,
     SourceFile,
     Topology,
+    as_float,
+    most_steps,
 )
 from zckpt.state.spans import (
     ZEROS,
@@ -53,4 +55,6 @@ __all__ = [
     "Span",
     "Spans",
     "Topology",
+    "as_float",
+    "most_steps",
 ]

@@ -35,6 +35,20 @@ class Scalar:
     dtype: str
 
 
+def as_float(value: object) -> float | None:
+    """Return a single value, a Scalar or plain, as a float; None of what is none, or an integer beyond all floats."""
+    plain = value.value if isinstance(value, Scalar) else value
+    try:
+        return float(plain) if isinstance(plain, (int, float)) else None
+    except OverflowError:
+        return None
+
+
+def most_steps(values: Iterable[object]) -> int | None:
+    """Return the largest of counts of steps, which may be Scalars; what is no whole number counts nothing."""
+    return max((int(n) for n in map(as_float, values) if n is not None and n.is_integer()), default=None)
+
+
 @dataclass(slots=True)
 class Parameter:
     """A named tensor of the model and all its slots.

@@ -26,6 +26,12 @@ from dataclasses import replace
 
 from zckpt.state.checkpoint import Checkpoint, Parameter
 
+
+def is_number(text: str) -> bool:
+    """Tell a number in a file's texts that is one of a layer, an expert, a parameter: not of thousands of digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
 INNER = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which wrappers keep a module, that are never a model's own."""
 

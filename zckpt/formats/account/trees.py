@@ -224,7 +224,7 @@ class FileAccount:
     def _of_tensor(self, tensor: Tensor, steps: Steps) -> Iterator[tuple[object, object]]:
         """Yield what a tensor has besides its elements, but flags of its view and attributes that torch itself sets."""
         for step, child in children(tensor):
-            if child is tensor.attributes and _is_torchs(child):
+            if child is tensor.attributes and _is_torchs(tensor.attributes or {}):
                 self._add(VALUE, IMPLIED, "attributes that torch sets on tensors", (*steps, step))
             elif child is not tensor.metadata:
                 yield step, child

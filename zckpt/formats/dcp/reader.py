@@ -32,7 +32,7 @@ from zckpt.formats.dcp.tree import (
 )
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile, most_steps
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -350,8 +350,7 @@ def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | 
         if found is not None:
             return found
     steps = [group.state.get("step") for group in checkpoint.param_groups]
-    numbers = [s.value if isinstance(s, Scalar) else s for s in steps]
-    return max((int(n) for n in numbers if isinstance(n, (int, float)) and n == int(n)), default=None)
+    return most_steps(steps)
 
 
 def _whole_number(node: Node) -> int | None:

@@ -26,6 +26,7 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot
+from zckpt.state.names import is_number
 
 KEY = "ds_autoep_layers"
 
@@ -218,7 +219,7 @@ def split_names(content: Mapping[str, object], layers: Sequence[AutoLayer]) -> d
     found = {}
     for key, value in content.items():
         name, _, number = key.rpartition(".")
-        found[inner_name(name, int(number)) if name in own and number.isdecimal() else key] = value
+        found[inner_name(name, int(number)) if name in own and is_number(number) else key] = value
     return found
 
 

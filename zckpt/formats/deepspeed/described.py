@@ -17,7 +17,7 @@ from zckpt.formats.deepspeed.unsaved import base_shards
 from zckpt.formats.deepspeed.values import copies_of_optimizers, keep_others, shard_rules
 from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
 from zckpt.formats.torch_files.tensors import carried
-from zckpt.state import Checkpoint, Topology
+from zckpt.state import Checkpoint, Topology, as_float
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, TorchFile
 
@@ -156,4 +156,4 @@ def _loss_scale(members: Sequence[OptimizerShard]) -> float | None:
     scale: object = None
     if isinstance(scaler, Object):
         scale = scaler.get("cur_scale")
-    return float(scale) if isinstance(scale, (int, float)) else None
+    return as_float(scale)

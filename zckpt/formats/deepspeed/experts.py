@@ -21,7 +21,7 @@ from zckpt.torchfile import TorchFile
 SLICED_EXPERTS = "sliced_experts"
 """Key of a checkpoint's details: whether tensor-parallel ranks have slices of all experts, or each has some whole."""
 
-_EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)", re.DOTALL)
+_EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d{1,18})(?P<after>\..*)", re.DOTALL)
 
 _NAMED = re.compile(r"ep_size_(\d{1,6})")
 
@@ -45,7 +45,7 @@ def layer_of(name: str) -> str:
 
 def in_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that takes numbers in a name as numbers."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", name)]
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 def named_degree(group: ParamGroup) -> int:

@@ -30,6 +30,7 @@ from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage_bounds import Layer
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter
+from zckpt.state.names import is_number
 from zckpt.torchfile import FromFile, Object, plain
 from zckpt.torchfile.nodes import Namespace
 
@@ -324,7 +325,7 @@ def layers_told(
     of: dict[int, str] = {}
     for name in names:
         number, _, rest = name.partition(".")
-        if number.isdecimal():
+        if is_number(number):
             of.setdefault(int(number), rest)
             of[int(number)] = _BLOCK_KIND if ".self_attention." in name else of[int(number)]
     blocks = [number for number, kind in of.items() if kind == _BLOCK_KIND]

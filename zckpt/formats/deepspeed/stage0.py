@@ -18,7 +18,7 @@ from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, flat_optimizer
 from zckpt.formats.torch_files.optimizer import Sample, attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, as_float
 from zckpt.torchfile import Tensor, TorchFile
 
 STATE_KEYS = frozenset({"optimizer_state_dict", "fp32_groups", FLAT_KEY, "state", "param_groups"})
@@ -134,9 +134,8 @@ def keep_other_state(checkpoint: Checkpoint, content: Mapping[object, object], f
     for key, value in content.items():
         if key not in STATE_KEYS:
             checkpoint.optimizer_metadata[str(key)] = carried(file, value)
-    scale = content.get("cur_scale")
-    if isinstance(scale, (int, float)):
-        checkpoint.loss_scale = float(scale)
+    if (scale := as_float(content.get("cur_scale"))) is not None:
+        checkpoint.loss_scale = scale
 
 
 def mark_frozen(checkpoint: Checkpoint) -> None:

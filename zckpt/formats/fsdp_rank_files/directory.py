@@ -21,6 +21,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
+from zckpt.state.names import is_number
 from zckpt.storage.files import is_file, read_head
 from zckpt.storage.ownership import Owned
 
@@ -159,7 +160,7 @@ def _last(path: Path) -> Directory | NearMiss | None:
     shown = listed([steps[n].name for n in sorted(steps)])
     for tracker in trackers:
         text = _text(tracker).strip()
-        found = steps.get(int(text)) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+        found = steps.get(int(text)) if is_number(text) else None
         if found is None:
             raise UnknownFormatError(
                 "names no checkpoint",

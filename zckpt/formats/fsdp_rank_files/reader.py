@@ -18,7 +18,7 @@ from zckpt.formats.fsdp_rank_files.ties import tie_as_configured
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.remainder import restore
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
-from zckpt.state import Checkpoint, Scalar, Topology
+from zckpt.state import Checkpoint, Topology, most_steps
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, brief, read_torchfile
@@ -143,5 +143,4 @@ def _step(checkpoint: Checkpoint) -> int | None:
     if type(found) is int:
         return found
     steps = [group.state.get("step") for group in checkpoint.param_groups]
-    numbers = [step.value if isinstance(step, Scalar) else step for step in steps]
-    return max((int(n) for n in numbers if isinstance(n, (int, float))), default=None)
+    return most_steps(steps)

@@ -21,7 +21,7 @@ from zckpt.state import Checkpoint, Parameter
 
 EMBEDDING, OUTPUT = FRONT[0], BACK[-2]
 
-EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]+)(\..*)")
+EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]{1,18})(\..*)")
 
 
 @dataclass(frozen=True, slots=True)

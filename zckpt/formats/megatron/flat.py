@@ -44,7 +44,7 @@ from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.torchfile import Tensor, walk_tensors
 
-_OBJECT = r"(?:chained_([0-9]+)\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\."
+_OBJECT = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
 _GROUPS = re.compile(_OBJECT + r"optimizer/shard_.*")
 _SCALER = re.compile(_OBJECT + r"grad_scaler/shard_.*")
 _SIZES = re.compile(_OBJECT + r"per_bucket_numel/shard_.*")

@@ -22,10 +22,10 @@ from zckpt.state import MASTER, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import DType, Tensor
 
-_GROUP = r"(?:chained_([0-9]+)\.)?optimizer\.distributed\.dp_group_idx_([0-9]+)\."
+_GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
 
 BUCKET = re.compile(
-    _GROUP + r"gbuf_idx_([0-9]+)\.dtype_\((?:torch\.)?(\w+), *(?:torch\.)?\w+\)\.bucket_idx_([0-9]+)\.(.+)"
+    _GROUP + r"gbuf_idx_([0-9]{1,18})\.dtype_\((?:torch\.)?(\w+), *(?:torch\.)?\w+\)\.bucket_idx_([0-9]{1,18})\.(.+)"
 )
 STATE = re.compile(_GROUP + r"param_state/shard_.*")
 UNPADDED_SIZES = re.compile(_GROUP + r"per_bucket_numel_unpadded/shard_.*")

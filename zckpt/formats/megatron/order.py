@@ -53,14 +53,14 @@ _IN_EXPERT = [*_of("linear_fc1", *_BOTH), *_of("linear_fc2", *_BOTH)]
 FRONT = _of("embedding", "word_embeddings.weight", "position_embeddings.weight", "tokentype_embeddings.weight")
 BACK = [*_of("decoder.final_layernorm", *_BOTH), *_of("output_layer", *_BOTH)]
 
-_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
-_FURTHER = re.compile(r"mtp\.layers\.([0-9]+)\.(?:(?:transformer_layer|mtp_model_layer)\.(.+)|(.+))")
+_LAYER = re.compile(r"decoder\.layers\.([0-9]{1,18})\.(.+)")
+_FURTHER = re.compile(r"mtp\.layers\.([0-9]{1,18})\.(?:(?:transformer_layer|mtp_model_layer)\.(.+)|(.+))")
 _AROUND = (_of("enorm", *_BOTH) + _of("hnorm", *_BOTH) + ["eh_proj.weight"], _of("final_layernorm", *_BOTH))
 """What a layer that predicts further tokens has before its transformer layer, and behind it."""
 
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]{1,18})\.(.+)")
 _LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.")
-_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)([0-9]+)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True)

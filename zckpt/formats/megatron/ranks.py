@@ -25,10 +25,10 @@ from zckpt.formats.megatron.objects import arguments_of as attributes_of
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
-_CHUNK = re.compile(r"model([0-9]*)")
-_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]+)(\..*)")
-_LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]+)(\..*)")
-_GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))([0-9]+)()")
+_CHUNK = re.compile(r"model([0-9]{0,18})")
+_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,18})(\..*)")
+_LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]{1,18})(\..*)")
+_GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))([0-9]{1,18})()")
 EXPERT = re.compile(r"(?:.*\.)?experts\..*")
 
 STAGES, EXPERTS_SIZE = "pipeline_model_parallel_size", "expert_model_parallel_size"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.megatron.fused import is_fused, name_of_all
 
-_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]+)(\..*)")
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]+)((?:\..*)?)")
+_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,18})(\..*)")
+_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,18})((?:\..*)?)")
 
 BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")

@@ -18,6 +18,7 @@ from typing import Any
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.state.names import is_number
 from zckpt.torchfile import Digests, MetaTensor, Tensor, brief
 
 OPTIMIZER = "optimizer"
@@ -160,7 +161,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         group["params"] = [by_label[label] for label in _listed(group)]
     state = {}
     for key, slots in node[STATE_KEY].items():
-        digits = isinstance(key, str) and key.isdecimal() and not names  # as `dcp_to_torch_save` leaves them
+        digits = isinstance(key, str) and is_number(key) and not names  # as `dcp_to_torch_save` leaves them
         number = by_label.get(int(key) if digits else key)
         if isinstance(key, str) and not digits and not names:
             raise UnsupportedError(

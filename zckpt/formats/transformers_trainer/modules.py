@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zckpt.state.names import is_number
+
 MOST_DEPTH = 64
 """Of modules within modules; names of more are not searched."""
 
@@ -231,7 +233,7 @@ class Search:
 
 
 def _numbered_before(one: str, other: str) -> bool:
-    return one.isdecimal() and other.isdecimal() and int(one) < int(other)
+    return is_number(one) and is_number(other) and int(one) < int(other)
 
 
 def _placed_before(one: tuple[int, int], other: tuple[int, int]) -> bool:

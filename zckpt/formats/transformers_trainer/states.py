@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zckpt.state import Checkpoint, Scalar
+from zckpt.state import Checkpoint, as_float
 from zckpt.torchfile import FromFile
 
 FILES = {"scaler": "scaler.pt", "training_args": "training_args.bin"}
@@ -68,8 +68,7 @@ def _length(value: object) -> int | None:
 
 
 def _number(value: object) -> float | None:
-    number = value.value if isinstance(value, Scalar) else value
-    return float(number) if isinstance(number, (int, float)) else None
+    return as_float(value)
 
 
 def random_states(checkpoint: Checkpoint) -> dict[str, object]:

@@ -25,7 +25,7 @@ from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAM
 from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.model_files import ModelFiles, give_state, read_groups, read_models
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology, as_float
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Digests, Object, TorchFile, plain, read_torchfile
@@ -289,7 +289,7 @@ def _describe(checkpoint: Checkpoint, models: ModelFiles, content: Mapping[objec
     checkpoint.zero_stage = stage if isinstance(stage, int) else None
     scaler = content.get("loss_scaler")
     scale = scaler.get("cur_scale") if isinstance(scaler, Object) else None
-    checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
+    checkpoint.loss_scale = as_float(scale)
     checkpoint.details["tag"] = Path(checkpoint.source).name
 
 

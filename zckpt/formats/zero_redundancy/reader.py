@@ -26,7 +26,7 @@ from zckpt.formats.zero_redundancy.ranks import (
     order_by_names,
     read_ranks,
 )
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, most_steps
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
@@ -287,5 +287,4 @@ def _carry(checkpoint: Checkpoint, ranks: Sequence[RankFile]) -> None:
 
 def _step(checkpoint: Checkpoint) -> int | None:
     steps = [group.state.get("step") for group in checkpoint.param_groups]
-    numbers = [step.value if isinstance(step, Scalar) else step for step in steps]
-    return max((int(n) for n in numbers if isinstance(n, (int, float))), default=None)
+    return most_steps(steps)

@@ -24,7 +24,7 @@ from zckpt.errors import LayoutError, SourceError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Scalar, Slot, as_float
 from zckpt.state.inventory import Item
 
 Ranks = Mapping[str, tuple[int, ...]]
@@ -214,4 +214,4 @@ def _file_of(checkpoint: Checkpoint, name: str) -> str | None:
 
 def _number(value: object) -> float | None:
     plain = value.value if isinstance(value, Scalar) else value
-    return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
+    return as_float(plain) if not isinstance(plain, bool) else None

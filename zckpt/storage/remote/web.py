@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zckpt.errors import UnsupportedError
+from zckpt.state.names import is_number
 from zckpt.storage.remote.attempts import ShortBodyError
 from zckpt.storage.remote.stores import Listed, Store, changed
 
@@ -51,7 +52,7 @@ class HttpStore(Store):
             size, version = found.headers.get("Content-Length"), found.headers.get("ETag")
             return {
                 "html": "html" in found.headers.get("Content-Type", ""),
-                "size": int(size) if size is not None else None,
+                "size": int(size) if size and is_number(size) else None,
                 "etag": version or found.headers.get("Last-Modified"),
                 "ranges": found.headers.get("Accept-Ranges") != "none",
             }
@@ -111,7 +112,7 @@ def check_range(status: int, headers: Mapping[str, str], one: Listed, offset: in
     if status != 206:
         raise AnswerError(status)
     size, etag = headers.get("Content-Range", "").partition("/")[2], headers.get("ETag")
-    if size.isdigit() and int(size) != one.nbytes:
+    if is_number(size) and int(size) != one.nbytes:
         raise changed(one.key)
     if one.version and one.version not in (etag, headers.get("Last-Modified"), (etag or "").strip('"')):
         raise changed(one.key)

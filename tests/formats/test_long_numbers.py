@@ -1,0 +1,131 @@
+"""Numbers of thousands of digits in names: names like others, or refused. Python makes no number of so many digits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, in_time, run
+from tests.inventory.sources import SOURCES
+from zckpt.naming.document import read_map
+
+LONG = "1" * 5000
+DAILY = (
+    "moe_ep2_s2_bf16_dp2",
+    "pp2_s1_bf16_dp1",
+    "other/plain_adamw",
+    "other/mcore_legacy_tp2_pp2",
+    "other/zro_dp2_adamw",
+)
+EVERY = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in SOURCES]
+
+
+def lengthened(node: Any, pattern: re.Pattern[str]) -> Any:
+    """Return a tree with a long number in the place of one in every key and text."""
+    if isinstance(node, dict):
+        made = {lengthened(key, pattern): lengthened(value, pattern) for key, value in node.items()}
+        if type(node) is dict:
+            return made
+        node.clear()
+        node.update(made)
+        return node
+    if type(node) in (list, tuple):
+        return type(node)(lengthened(one, pattern) for one in node)
+    return pattern.sub(LONG, node, count=1) if isinstance(node, str) else node
+
+
+@pytest.mark.parametrize("which", [r"\d+", r"(?<=\.)\d+(?=\.(?!\d))", r"\d+$"])
+@pytest.mark.parametrize("name", EVERY)
+def test_names_in_files_may_have_long_numbers(name: str, which: str, tmp_path: Path) -> None:
+    source = SOURCES[name]
+    if not any(path.suffix in (".pt", ".bin", ".pth") for path in source.rglob("*")):
+        return
+    shutil.copytree(source, tmp_path / "a")
+    for path in (tmp_path / "a").rglob("*"):
+        if path.suffix in (".pt", ".bin", ".pth"):
+            try:
+                content = torch.load(path, weights_only=False)
+            except Exception:  # another program's classes, which are not here
+                continue
+            torch.save(lengthened(content, re.compile(which)), path)
+    with in_time(60):
+        for arguments in (
+            ("inspect", tmp_path / "a"),
+            ("verify", tmp_path / "a"),
+            ("consolidate", tmp_path / "a", tmp_path / "m.pt", "--slots", "all", "--drop", "*"),
+            ("convert", tmp_path / "a", tmp_path / "own", "--to", "zckpt", "--drop", "*"),
+            ("convert", tmp_path / "a", tmp_path / "ds", "--to", "deepspeed", "--world-size", 2, "--stage", 2),
+            ("convert", tmp_path / "a", tmp_path / "tr", "--to", "transformers-trainer"),
+            ("convert", tmp_path / "a", tmp_path / "mc", "--to", "megatron"),
+            ("reshard", tmp_path / "a", tmp_path / "re", "--world-size", 3),
+        ):
+            assert run(*arguments).returncode in (0, 1, 2, 3, 5), arguments
+
+
+def test_maps_and_trainers_take_long_numbers(tmp_path: Path) -> None:
+    save_file({f"model.layers.{LONG}.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
+    with pytest.raises(zckpt.UsageError, match="has no rule for"):
+        zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", map="llama-huggingface-meta")
+    document = {"sides": ["a", "b"], "rules": [{"a": "x.{l}.w", "b": "y.{l}.w"}], "sizes": {"h": LONG}}
+    (tmp_path / "map.json").write_text(json.dumps(document))
+    with pytest.raises(zckpt.ZckptError):
+        zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", map=tmp_path / "map.json")
+    for text in ("x.{a}{b}.w", "x.{a}1{b}.w", "x.{a}0"):
+        with pytest.raises(zckpt.UsageError, match="what follows a number is not told from it"):
+            read_map({"sides": ["a", "b"], "rules": [{"a": text, "b": text}]})
+
+
+@pytest.mark.parametrize("text", [LONG, "²", "1" * 19])
+def test_what_names_a_checkpoint_may_be_no_number(text: str, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    assert run("inspect", tmp_path).returncode in (2, 3)
+    shutil.copytree(FIXTURES / "other" / "mcore_legacy_tp2_pp2", tmp_path / "run")
+    for path in (tmp_path / "run").rglob("latest_checkpointed_iteration.txt"):
+        path.write_text(text)
+        assert run("inspect", path.parent).returncode in (2, 3)
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "GB", "1e5", "0.0"])
+def test_sizes_of_any_length_are_refused_or_taken(size: str, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    assert run("consolidate", tmp_path / "x.pt", tmp_path / "m.pt", "--memory", size).returncode == 2
+
+
+def replaced(node: Any, key: str, value: object) -> Any:
+    """Return a tree with another number wherever one is under a key."""
+    if isinstance(node, dict):
+        for one in node:
+            number = isinstance(node[one], (int, float)) or (isinstance(node[one], torch.Tensor) and not node[one].ndim)
+            node[one] = value if one == key and number else replaced(node[one], key, value)
+    return [replaced(one, key, value) for one in node] if type(node) is list else node
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("s2_fp16_dp2", "global_steps"), ("s0_fp16_dp2", "cur_scale"), ("other/plain_adamw", "step"),
+        ("other/zro_dp2_adamw", "step"), ("universal/s2_bf16_dp4", "skipped_steps"),
+    ],
+)  # fmt: skip
+def test_numbers_in_files_may_be_beyond_all_floats(name: str, key: str, value: object, tmp_path: Path) -> None:
+    shutil.copytree(SOURCES[name], tmp_path / "a") if SOURCES[name].is_dir() else shutil.copy(
+        SOURCES[name], tmp_path / "a"
+    )
+    for path in [tmp_path / "a"] if (tmp_path / "a").is_file() else (tmp_path / "a").rglob("*.pt"):
+        torch.save(replaced(torch.load(path, weights_only=False), key, value), path)
+    for arguments in (
+        ("inspect", tmp_path / "a"),
+        ("verify", tmp_path / "a"),
+        ("consolidate", tmp_path / "a", tmp_path / "m.safetensors", "--slots", "all"),
+        ("convert", tmp_path / "a", tmp_path / "ds", "--to", "deepspeed", "--world-size", 2, "--stage", 2),
+    ):
+        assert run(*arguments).returncode in (0, 1, 2, 3, 5), arguments
