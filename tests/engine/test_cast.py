@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.strategies import byte_strings
-from zckpt.engine.cast import cast, mean, numpy_dtype, resolved, swapped
+from zckpt.engine.cast import cast, is_finite, mean, numpy_dtype, resolved, swapped
 from zckpt.errors import UnsupportedError
 from zckpt.state.dtypes import DTYPES, itemsize
 
@@ -201,3 +201,16 @@ def test_lazy_views_are_resolved_as_torch_does(dtype: str, data: bytes, bits: tu
 def test_what_torch_does_not_negate_is_refused(dtype: str) -> None:
     with pytest.raises(UnsupportedError, match="not negated"):
         resolved(np.zeros(4, numpy_dtype(dtype)), dtype, ("neg",))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"])
+def test_what_is_finite_is_told_wherever_it_is_not(dtype):
+    array = cast(np.random.default_rng(0).normal(size=300_001).astype(np.float32), dtype)
+    assert is_finite(array)
+    assert is_finite(-array)
+    assert is_finite(array[:0])
+    for at in (0, 131_071, 131_072, 300_000):
+        for odd in (np.nan, -np.nan, *(() if dtype == "float8_e4m3fn" else (np.inf, -np.inf))):
+            changed = array.copy()
+            changed[at] = odd
+            assert not is_finite(changed)

@@ -109,17 +109,20 @@ def cast(array: Array, target: str) -> Array:
         return array.astype(np.float32).astype(result)
 
 
+CACHED_NUMEL = 1 << 17
+"""Elements that stay in the cache of a core."""
+
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 
 
 def is_finite(array: Array) -> bool:
     """Tell whether no element is infinite or no number; of words, in a fraction of the time that a cast takes."""
-    infinity = _INFINITY.get(array.dtype.name)
-    if infinity is None or not array.size:
+    infinity, size = _INFINITY.get(array.dtype.name), array.itemsize
+    if infinity is None:
         return bool(np.isfinite(array).all())
-    words = np.ascontiguousarray(array).view(f"u{array.itemsize}")
-    sign = 1 << (8 * array.itemsize - 1)
-    return bool(words.view(f"i{array.itemsize}").max() < infinity and words.max() < infinity | sign)
+    words, sign = np.ascontiguousarray(array).reshape(-1).view(f"u{size}"), 1 << (8 * size - 1)
+    blocks = (words[at : at + CACHED_NUMEL] for at in range(0, len(words), CACHED_NUMEL))  # each is looked at twice
+    return all(one.view(f"i{size}").max() < infinity and one.max() < infinity | sign for one in blocks)
 
 
 def mean(arrays: Iterable[Array], dtype: str) -> Array:
