@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShar
 from zckpt.formats.group_values import group_values, numbers_in_slots, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology, most_steps
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology, most_steps
 from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
