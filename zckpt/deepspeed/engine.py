@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from zckpt.engine.tensors import dtype_name
-from zckpt.errors import MissingPackageError, UnsupportedError, UsageError
+from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
+from zckpt.optim.states.expected import check_keys
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -130,6 +132,69 @@ def kind_that_keeps(engine: Any) -> str | None:
     if getattr(engine, "zenflow", False):  # which stores matrices as its version does
         return "ZenFlow"
     return None
+
+
+def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
+    """Raise if an engine's optimizer cannot go on with a checkpoint's state; return the settings that that lacks.
+
+    Parameters
+    ----------
+    engine : DeepSpeedEngine
+    checkpoint : Checkpoint
+        With its param groups in the engine's order.
+
+    Raises
+    ------
+    UsageError
+        It is of another optimizer.
+    UnsupportedError
+        DeepSpeed itself cannot load it.
+    """
+    optimizer, path, found = engine.basic_optimizer, checkpoint.opened or checkpoint.source, dict[str, None]()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    stage = int(engine.zero_optimization_stage())
+    if stage == 3 and isinstance(optimizer, torch.optim.Adagrad) and checkpoint.param_groups:
+        raise UnsupportedError(  # it gives all partitions to one param group, and files have one for each
+            "DeepSpeed's ZeRO-3 loads no state into Adagrad, its own neither",
+            path=path,
+            advice="load_checkpoint(..., load_optimizer_states=False) leaves the engine's optimizer as it is",
+        )
+    flat = bool(stage) or hasattr(engine.optimizer, "fp32_groups_flat")
+    for number, group in enumerate(checkpoint.param_groups):
+        own = optimizer.param_groups[min(number, len(optimizer.param_groups) - 1)]
+        of_ranks = {one.key: True for one in checkpoint.per_rank if one.group == number}
+        stateful = False
+        for name in group.parameters:
+            one = checkpoint.owner(name) if name in checkpoint.parameters else checkpoint.unnamed.get(name)
+            keys = one.slots.keys() - {WEIGHT, MASTER} if one is not None else frozenset()
+            if one is not None and (keys or one.state or of_ranks):
+                stateful = True
+                values = {**dict.fromkeys(sorted(keys), True), **of_ranks, **group.state, **one.state}
+                dim = 1 if flat else len(one.shape)
+                check_keys(optimizer, {**own, **group.hyperparameters}, name, dim, values, path=path)
+        lacking = _lacking(optimizer, group.hyperparameters) if group.hyperparameters else []
+        if lacking and not stateful:
+            raise UsageError(
+                f"param group {number} is not one that {type(optimizer).__name__} goes on with",
+                path=path,
+                expected=listed(lacking),
+                found=listed(list(group.hyperparameters)),
+                advice="load_checkpoint(..., load_optimizer_states=False) leaves the engine's optimizer as it is",
+            )
+        found |= dict.fromkeys(lacking)
+    return list(found)
+
+
+def _lacking(optimizer: torch.optim.Optimizer, given: Mapping[str, object]) -> list[str]:
+    """Return the settings of an optimizer that a param group does not have, and loading does not give it."""
+    cls, group = type(optimizer), {**given, "params": []}
+    copy: Any = object.__new__(
+        type(cls.__name__, (cls,), {"__del__": lambda _: None})
+    )  # what holds it lets go of it once
+    copy.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults))
+    copy.__setstate__({"state": {}, "param_groups": [group]})
+    return [key for key in optimizer.defaults if key not in group]
 
 
 def training_of(engine: Any) -> Training:

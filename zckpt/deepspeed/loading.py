@@ -22,6 +22,7 @@ import torch
 
 from zckpt.deepspeed.engine import (
     ENGINE,
+    check_goes_on,
     experts_over,
     has_cores,
     kind_that_keeps,
@@ -102,7 +103,8 @@ def any_world_size(engine: Any = None) -> Iterator[Loading]:
     Raises
     ------
     UsageError
-        From `load_checkpoint`, on all ranks: the checkpoint is of another model or other param groups.
+        From `load_checkpoint`, on all ranks: the checkpoint is of another model, of other param groups, or of an
+        optimizer whose state the engine's does not go on with.
     UnsupportedError
         The engine is of a kind that only loads what one like it saved (experts, pipelines without ZeRO, NVMe), or the
         checkpoint holds what DeepSpeed's files cannot.
@@ -171,6 +173,8 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
         topology, over = checkpoint.topology, experts_over(engine)
         has_same = (topology.dp, topology.pp) == (engine.dp_world_size, stages(engine))
         if checkpoint.format == "deepspeed" and has_same and over in (None, topology.ep):
+            if optimizer:
+                check_goes_on(engine, checkpoint)
             return None
         raise UnsupportedError(
             f"an engine with {kind} loads only what one like it has saved",
@@ -180,13 +184,15 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
         )
     training = training_of(engine)
-    if is_as_it_is(checkpoint, training):
+    if is_as_it_is(checkpoint, training) and not (optimizer and check_goes_on(engine, checkpoint)):
         return None
     if checkpoint.unnamed:  # its optimizer has numbers, which the engine's order gives names
         live = [name for names in training.names for name in names]
         checkpoint = open_for(path, live, [list(names) for names in training.numbered])
         _check_nothing_lost(checkpoint)
     served = serve(checkpoint, training, optimizer=optimizer)
+    if optimizer:
+        served.complete(check_goes_on(engine, served.target.checkpoint))
     wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
     if optimizer and training.stage:
         wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))

@@ -89,7 +89,8 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint),
                     len(states), degree, dealt)  # fmt: skip
-    target = replace(target, transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage))
+    target = replace(target, transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage),
+                     lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = restated(files.state, origin, stage)
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
@@ -127,6 +128,19 @@ def _group(
 def is_bare(first: OptimizerShard) -> bool:
     """Tell whether a checkpoint's files hold no hyperparameters."""
     return first.elastic and not first.groups
+
+
+def _lacks_frozen(origin: Origin, checkpoint: Checkpoint) -> bool:
+    """Tell whether frozen parameters were left out when it was saved: of tied ones the second name stays, alone.
+
+    Notes
+    -----
+    Source: DeepSpeed 0.14.5 to 0.19.8, `exclude_frozen_parameters`: ZeRO-2 and 3 have None for a list then; ZeRO-1 has
+    none at all.
+    """
+    if not origin.ranks or origin.members[0].stage != 1:
+        return bool(origin.ranks) and origin.model.content.get("frozen_param_shapes", ()) is None
+    return any(owner not in checkpoint.parameters for owner in (origin.model.shared or {}).values())
 
 
 def _given(

@@ -7,7 +7,7 @@ agree on is refused before any file is laid out: a partition in another order wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -79,6 +79,13 @@ class Served:
             tree = self._model(mp, rank) if shard.role == MODEL else optimizer_tree(self.target, mp, rank)
             self._files[key] = torch_writer.lay_out(shard.path, tree)
         return self._files[key]
+
+    def complete(self, keys: Collection[str]) -> None:
+        """Let param groups have the engine's own of some hyperparameters, before any file is laid out."""
+        for mp in self.target.ranks if keys else ():
+            for number, (group, own) in enumerate(zip(mp.groups, self.training.hyperparameters, strict=False)):
+                known = {**{key: own[key] for key in keys if key in own}, **group.values.hyperparameters}
+                mp.groups[number] = replace(group, values=replace(group.values, hyperparameters=known))
 
     def layers(self) -> dict[str, object]:
         """Return the contents of the files of a pipeline's layers, by their names."""
@@ -189,7 +196,10 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
         found = foreign.as_deepspeed(found, stage=options.stage or 1)
     found.origin = _configured(found, training)
-    served = Served(decide(found, options, zenflow=False), training)
+    target = decide(found, options, zenflow=False)
+    own, trained = target.ranks[training.mp_rank].parameters, {name for names in training.groups for name in names}
+    frozen = [own.get(names[0]) for names in training.names if names[0] not in trained]
+    served = Served(replace(target, lists_frozen=all(one is not None and one.slots for one in frozen)), training)
     served.notes += [*rank_notes(served.target), *notes]
     if optimizer and training.stage:
         _check(served)
@@ -282,6 +292,12 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
             if name not in parameters:
                 owner = known[0].tied_to or known[0].name
                 parameters[name] = Parameter(name, parameters[owner].shape, parameters[owner].dtype, tied_to=owner)
+        first = parameters.get(names[0])
+        if first is not None and first.tied_to is not None and names[0] not in wanted:  # DeepSpeed lists frozen ones so
+            owner = first.tied_to
+            parameters |= {n: replace(p, tied_to=first.name) for n, p in parameters.items() if p.tied_to == owner}
+            parameters[first.name] = replace(parameters[owner], name=first.name)
+            parameters[owner] = replace(first, name=owner, tied_to=first.name)
     for name, one in parameters.items():
         if _is_too_narrow(one, training.dtype):
             weight = replace(one.slots[MASTER], name=WEIGHT)

@@ -163,6 +163,8 @@ class Target:
         `universal_checkpoint_info` to be written; None: as the source's files have it.
     transposed : bool
         Whether parameters of groups are matrices transposed, as ZenFlow stores them.
+    lists_frozen : bool
+        Whether all frozen parameters are there, for the lists of ZeRO-2 and 3: an engine wants all or no list.
     """
 
     checkpoint: Checkpoint
@@ -178,6 +180,7 @@ class Target:
     tp: int = 1
     stages: Stages | None = None
     transposed: bool = False
+    lists_frozen: bool = True
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     codes: dict[tuple[int, int], Codes | TorchaoCodes] = field(default_factory=dict, repr=False, compare=False)

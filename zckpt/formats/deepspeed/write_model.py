@@ -54,8 +54,10 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
     # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
     listed_anew = target.stage == 3 or not any(p.frozen and is_expert(p.name) for p in mp.parameters.values())
-    if target.stage in (0, 1) or not (
-        listed_anew and (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1)
+    if (
+        target.stage in (0, 1)
+        or not target.lists_frozen
+        or not (listed_anew and (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1))
     ):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:

@@ -150,6 +150,15 @@ def recut(job: Job) -> TargetFiles:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
                          path=checkpoint.source, found="--slice-rules")  # fmt: skip
     target = _decide(checkpoint, job.options)
+    frozen = alone_among_frozen(target)
+    if frozen:
+        raise UnsupportedError(
+            f"{listed(frozen)}: ZeRO-3's files have all frozen parameters or none, and others were left out when this "
+            f"was saved",
+            path=checkpoint.source,
+            expected="--stage 1 or 2",
+            advice="an engine of ZeRO-3 loads it within `zckpt.deepspeed.any_world_size`",
+        )
     copies: list[TargetFile] = []
     notes: list[str] = []
     if run_directory:
@@ -296,6 +305,13 @@ _OF_THE_RANKS = ("data_sampler", "random_ltd")
 """DeepSpeed's own keys that belong to the number of ranks even where all ranks have the same."""
 
 
+def alone_among_frozen(target: Target) -> list[str]:
+    """Return frozen parameters for which a target of ZeRO-3 has no place, for others of the model are not there."""
+    if target.stage != 3 or target.lists_frozen:
+        return []
+    return [p.name for mp in target.ranks for p in mp.parameters.values() if p.frozen and p.slots and p.numel]
+
+
 def rank_notes(target: Target) -> list[str]:
     """Return what became of each key that differs between ranks, or means something at the old number of ranks only."""
     ranks = target.origin.ranks
@@ -324,6 +340,9 @@ def rank_notes(target: Target) -> list[str]:
         for key in dict.fromkeys([*_OF_THE_RANKS, *named]):
             if content.get(key) is not None and key not in found:
                 found[key] = f"{key} is carried over as it was saved at another number of ranks"
+    frozen = alone_among_frozen(target)
+    if frozen:
+        found["frozen"] = f"{listed(frozen)}: as in the engine, for not all frozen parameters are there to be loaded"
     return [*stage_notes(target), *found.values()]
 
 

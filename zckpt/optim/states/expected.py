@@ -74,10 +74,15 @@ WANTED: dict[str, Callable[[Group, int], Wanted]] = {
     "Rprop": _always("step", "prev", "step_size"),
     "SGD": _momentum,
     "SparseAdam": _always("step", "exp_avg", "exp_avg_sq"),
+    "FusedAdam": _always("step", "exp_avg", "exp_avg_sq"),
+    "DeepSpeedCPUAdam": _always("step", "exp_avg", "exp_avg_sq"),
+    "DeepSpeedCPUAdagrad": _always("step", "exp_avg_sq"),
+    "FusedLion": _always("step", "exp_avg"),
+    "DeepSpeedCPULion": _always("step", "exp_avg"),
 }
-"""By the class of `torch.optim` whose step it is: what a param group's settings, and a tensor's dimensions, make of it.
+"""By the class whose step it is: what a param group's settings, and a tensor's dimensions, make of it.
 
-torch 2.5 to 2.13; a test holds it against the classes.
+torch 2.5 to 2.13, where a test holds it against the classes, and DeepSpeed 0.19.
 """
 
 
@@ -92,7 +97,7 @@ def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
         The number of the parameter's dimensions.
     """
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it to profile it
-    if not step.__module__.startswith("torch.optim."):
+    if not step.__module__.startswith(("torch.optim.", "deepspeed.ops.")):
         return None
     rule = WANTED.get(step.__qualname__.partition(".")[0])
     return None if rule is None else rule(group, dim)
