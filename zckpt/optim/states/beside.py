@@ -35,9 +35,9 @@ Values = dict[str, Any]
 
 @dataclass(slots=True)
 class Beside:
-    """All that a state dict has beside what goes by names; `parameters` are by name."""
+    """All that a state dict has beside what goes by names; `at` is None where nothing in it does."""
 
-    at: Sequence[str] = ()
+    at: Sequence[str] | None = ()
     keys: Sequence[str] = ()
     parameters: dict[str, Values] = field(default_factory=dict)
     groups: Sequence[Values] = ()
@@ -46,6 +46,8 @@ class Beside:
     def state_dict(self, state: Mapping[Any, Any], groups: Sequence[Group]) -> Values:
         """Return the whole state dict, with state and param groups in their place; its containers are new."""
         made: Values = _with_new_containers(self.rest)
+        if self.at is None:
+            return made
         place = made
         for key in self.at:
             place = place.setdefault(key, {})
@@ -76,7 +78,7 @@ class Declared:
             self.refuse("of parameters that are sharded, each rank would have its own")
         return {
             "class": type(self.optimizer).__name__,
-            "at": list(self.beside.at),
+            "at": None if self.beside.at is None else list(self.beside.at),
             "keys": list(dict.fromkeys(key for its in self.state.values() for key in its)),
             "names": [[called[p] for p in group["params"]] for group in self.optimizer.param_groups],
             "parameters": {called[p]: its for p, its in self.odd.items()},
@@ -95,21 +97,13 @@ class Declared:
             )
 
     def kept(self, node: object, names: Names, path: str) -> Beside:
-        """Return what a checkpoint has beside, for this optimizer.
-
-        Raises
-        ------
-        UsageError
-            It is not what this optimizer's class keeps, or its parameters are in another order.
-        DamagedFileError
-            It is none.
-        """
+        """Return what a checkpoint has beside. Raises UsageError: it is another class's, or of another order."""
         tree, cls = value_of(node), type(self.optimizer).__name__
         if not _is_tree(tree):
             raise DamagedFileError(f"unreadable {BESIDE}", path=path, expected="what zckpt.save writes under this key")
         found = Beside(tree["at"], tree["keys"], tree["parameters"], tree["groups"], tree["rest"])
         strange = [] if tree["class"] == cls else [key for key in found.rest if key not in self.beside.rest]
-        if strange or (tree["class"] != cls and list(self.beside.at) != found.at):
+        if strange or (tree["class"] != cls and list(self.beside.at or ()) != found.at):
             raise UsageError(
                 f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class']} kept beside state",
                 path=path,
@@ -127,21 +121,16 @@ class Declared:
 
 
 def _is_tree(tree: object) -> bool:
-    kinds = {"class": str, "parameters": dict, "rest": dict, **dict.fromkeys(("at", "keys", "names", "groups"), list)}
-    if not isinstance(tree, Mapping) or any(not isinstance(tree.get(key), kind) for key, kind in kinds.items()):
+    kinds: dict[str, Any] = {"class": str, "at": list | None, "parameters": dict, "rest": dict}
+    kinds |= dict.fromkeys(("keys", "names", "groups"), list)
+    if not isinstance(tree, Mapping) or not all(key in tree and isinstance(tree[key], kinds[key]) for key in kinds):
         return False
     dicts = [*tree["groups"], *tree["parameters"].values()]
     return all(isinstance(one, dict) for one in dicts) and len(tree["groups"]) in (0, len(tree["names"]))
 
 
 def declared(optimizer: Optimizer) -> Declared:
-    """Return what an optimizer's state dict has.
-
-    Raises
-    ------
-    UnsupportedError
-        It has state that the state dict has not, or of tensors that are none of its parameters.
-    """
+    """Return what an optimizer's state dict has. Raises UnsupportedError: it has state that this has not."""
     cls = type(optimizer).__name__
     groups = [list(group["params"]) for group in optimizer.param_groups]
     known = {parameter for its in groups for parameter in its}
@@ -153,7 +142,7 @@ def declared(optimizer: Optimizer) -> Declared:
     whole = optimizer.state_dict()
     at = _innermost(whole, list(map(len, groups)))
     if at is None:
-        return Declared(optimizer, optimizer, beside=Beside(rest=dict(whole)))
+        return Declared(optimizer, optimizer, beside=Beside(None, rest=dict(whole)))
     its: Any = whole
     for key in at:
         its = its[key]
@@ -169,22 +158,16 @@ def declared(optimizer: Optimizer) -> Declared:
             others[number] = values
             continue
         for key, value in values.items():
-            where = found.state if _goes_by_name(value) else found.odd
+            where = found.state if isinstance(value, torch.Tensor) or _is_plain(value) else found.odd
             where.setdefault(numbers[number], {})[key] = value
-    odd = [{key: v for key, v in hyperparameters(group).items() if not is_hyperparameter(v)} for group in its[GROUPS]]
+    odd = [{key: v for key, v in hyperparameters(group).items() if not _is_number(v)} for group in its[GROUPS]]
     found.beside = Beside(at, groups=odd, rest=_without(whole, at, others))
     _check_held(found)
     return found
 
 
-def is_hyperparameter(value: object) -> bool:
-    """Tell whether a param group of a file can have a value: it is plain, or a tensor of one."""
-    return _goes_by_name(value) and not (isinstance(value, torch.Tensor) and value.dim())
-
-
-def _goes_by_name(value: object) -> bool:
-    """Tell whether a value is a tensor, or plain through and through."""
-    return isinstance(value, torch.Tensor) or _is_plain(value)
+def _is_number(value: object) -> bool:
+    return _is_plain(value) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
 def _is_plain(value: object) -> bool:
