@@ -30,30 +30,31 @@ torch (`pip install zckpt` alone) everything works but `read()`, `save`, `load`,
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-from zckpt.errors import (
-    DamagedFileError,
-    LayoutError,
-    LeftOutError,
-    MissingPackageError,
-    PickleError,
-    ShardError,
-    SourceError,
-    TargetError,
-    TargetExistsError,
-    UnknownFormatError,
-    UnsupportedError,
-    UsageError,
-    WeightMismatchError,
-    WorkerError,
-    ZckptError,
-)
 from zckpt.version import __version__
+
+TYPE_CHECKING = False  # of `typing`, which takes longer to import than all of this; checkers know the name
 
 if TYPE_CHECKING:
     from zckpt import dcp, deepspeed, hf, optim
     from zckpt.compare.digests import Fingerprint
+    from zckpt.errors import (
+        DamagedFileError,
+        LayoutError,
+        LeftOutError,
+        MissingPackageError,
+        PickleError,
+        ShardError,
+        SourceError,
+        TargetError,
+        TargetExistsError,
+        UnknownFormatError,
+        UnsupportedError,
+        UsageError,
+        WeightMismatchError,
+        WorkerError,
+        ZckptError,
+    )
     from zckpt.operations.average import Averaged, average
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.convert import convert
@@ -73,6 +74,9 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
+    "zckpt.errors": ("DamagedFileError", "LayoutError", "LeftOutError", "MissingPackageError", "PickleError",
+                     "ShardError", "SourceError", "TargetError", "TargetExistsError", "UnknownFormatError",
+                     "UnsupportedError", "UsageError", "WeightMismatchError", "WorkerError", "ZckptError"),
     "zckpt.operations.open": ("OpenedCheckpoint", "open"),
     "zckpt.operations.average": ("Averaged", "average"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
@@ -90,11 +94,11 @@ _HOMES = {
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.training": ("Checkpointer", "Restored", "Saving", "load", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
-}
+}  # fmt: skip
 """The module of each name that is loaded when it is first used."""
 
-_MODULES = ("dcp", "deepspeed", "hf", "optim")
-"""Modules that are there without a further import; they need torch."""
+_MODULES = ("dcp", "deepspeed", "errors", "hf", "optim")
+"""Modules that are there without a further import; all but `errors` need torch."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -67,11 +67,16 @@ def show_as_urls(base: str) -> None:
     _AS_URLS.append(lambda text: pattern.sub(r"\1://", text) if base in text else text)
 
 
+_USER = re.compile(r"(\w://)[^/\s'\"]*@")
+_QUERY = re.compile(r"(https?://[^\s'\"?]*|\w://[^\s'\"?]*(?=\?[^\s'\"/]*=))\?[^\s'\"]*")
+"""Of stores whose names may have a question mark, what has values."""
+
+
 def shown(text: str) -> str:
-    """Return a text in which paths that stand for URLs are these URLs."""
+    """Return a text in which paths that stand for URLs are these URLs, and URLs have no user, password or query."""
     for as_urls in _AS_URLS:
         text = as_urls(text)
-    return text
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text)) if "://" in text else text
 
 
 def stands_for_urls() -> bool:
@@ -287,6 +292,9 @@ class Interrupted(KeyboardInterrupt):
     signal : int
         Which one.
     """
+
+    came = False
+    """Whether a signal has come, and what is done is to be ended: nothing is waited for that may fail."""
 
     def __init__(self, said: str = "nothing was left behind", *, signal: int = SIGINT) -> None:
         super().__init__(said)

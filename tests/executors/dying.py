@@ -13,6 +13,7 @@ from typing import Any
 
 from zckpt.engine import tasks, workers
 from zckpt.engine import write as written
+from zckpt.storage import journal
 
 MARK = "ZCKPT_TEST_MARK"
 """Names a file: who makes it dies. Its directory is the test's own."""
@@ -26,10 +27,14 @@ _write_batch = written.write_batch
 def write_batch(batch: written.Batch) -> Any:
     """Write a batch, and die after the first one that anybody has written.
 
-    Beside a file `held` each batch is told in `batches`, and does not end before there is a file `go`.
+    Beside a file `held` each batch is told in `batches`, and does not end before there is a file `go`; beside a file
+    `slow` each takes a while, and none dies.
     """
     found = _write_batch(batch)
     mark = Path(os.environ[MARK])
+    if mark.with_name("slow").exists():
+        time.sleep(0.05)
+        return found
     if mark.with_name("held").exists():
         with mark.with_name("batches").open("ab") as file:
             file.write(b".")
@@ -47,9 +52,10 @@ def write_batch(batch: written.Batch) -> Any:
 
 
 def small_tasks(set_attribute: Any = setattr) -> None:
-    """Let a few megabytes be many batches and many tasks."""
+    """Let a few megabytes be many batches and many tasks, and worth going on with."""
     set_attribute(workers, "BATCH_NBYTES", 1 << 16)
     set_attribute(tasks, "LEAST_TASK_NBYTES", 1 << 18)
+    set_attribute(journal, "LEAST_NBYTES", 0)
 
 
 if __name__ == "__main__":
@@ -58,5 +64,6 @@ if __name__ == "__main__":
     from zckpt.cli import main
 
     small_tasks()
+    import_module("zckpt.executors.on_dask").TOLD_SECONDS = 0
     written.write_batch = import_module("tests.executors.dying").write_batch  # by the name that other processes know
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.cli.console import FIXTURES, environment, run
+from tests.cli.console import FIXTURES, environment, refused, run
 from tests.executors import dying
 from tests.executors.conftest import dask_cluster, names, wait_until
 from tests.executors.dying import MARK
 from zckpt.engine import write as written
+from zckpt.executors import on_dask
 from zckpt.executors.on_dask import DaskExecutor
 
 
@@ -69,6 +71,49 @@ def test_damage_found_by_a_worker_is_said_as_ever(three, source, tmp_path):
     assert there.returncode == here.returncode == 3
     assert there.stderr == here.stderr
     assert names(tmp_path) == ["bad.pt"]
+
+
+@pytest.mark.parametrize("gone", ["workers", "scheduler"])
+def test_without_workers_or_a_scheduler_it_ends_and_can_be_gone_on_with(gone, source, tmp_path, monkeypatch):
+    from distributed import Client
+
+    folder, target = tmp_path / "cluster", tmp_path / "out" / "t.safetensors"
+    target.parent.mkdir()
+    folder.mkdir()
+    (folder / "slow").touch()
+    words = [sys.executable, "-m", "tests.executors.dying", "consolidate", source, target]
+    given = {**environment(), MARK: str(folder / "mark"), "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "3s"}
+    with dask_cluster(folder, 2) as name:
+        with Client(name.replace("dask", "tcp"), set_as_default=False) as client:
+            client.wait_for_workers(2)
+            pids = list(client.run(os.getpid).values()) if gone == "workers" else [client.run_on_scheduler(os.getpid)]
+        quiet = ["-q"] if gone == "scheduler" else []
+        process = subprocess.Popen([*words, "--executor", name, *quiet], env=given, stderr=subprocess.PIPE, text=True)
+        journal = target.with_name(".t.safetensors.zckpt-journal")
+        wait_until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 4)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        said = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 6
+    assert "--resume goes on" in said[-1]
+    assert f"the scheduler {'has no workers' if gone == 'workers' else 'is gone'}" in said[-1]
+    assert len(said) == (2 if gone == "workers" else 1), said
+    assert f"{name} has no workers" in said[0] or gone == "scheduler"
+    dying.small_tasks(monkeypatch.setattr)
+    zckpt.consolidate(source, target, resume=True)
+    zckpt.consolidate(source, tmp_path / "whole.safetensors")
+    assert target.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+def test_a_scheduler_that_is_nowhere_is_named_and_waited_for_no_longer_than_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_dask, "CONNECTED_SECONDS", 1)
+    (tmp_path / "none.json").write_text("[]")
+    source = FIXTURES / "s2_bf16_dp2"
+    for name in (tmp_path / "no.json", tmp_path / "none.json"):
+        refused(6, "verify", source, "--deep", "--executor", f"dask://{name}", words=(str(name), "no Dask scheduler"))
+    for name in ("user:secret@127.0.0.1:9", "127.0.0.1:9?token=secret"):
+        line = refused(2, "verify", source, "--deep", "--executor", f"dask://{name}", words=("no such executor",))
+        assert "secret" not in line
 
 
 def running() -> int:

@@ -12,8 +12,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 import click
 
@@ -29,13 +31,15 @@ from zckpt.cli.reading import (
 )
 from zckpt.cli.streams import CannotPrintError, standard_streams
 from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
-from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
 from zckpt.executors.launch import launched
 
 SIGNALLED = 128
 """Exit status of what a signal ended, less the signal, as shells have it."""
 
 SIGNALS = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
+
+LATER_SECONDS = 0.02
 
 COLLECTED_AFTER = (50_000, 20, 100)
 """New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
@@ -72,9 +76,9 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
-        with _ending_in_order(), launched(arguments) as has_worked:
+        with _ending_in_order(), _telling(arguments), launched(arguments) as has_worked:
             words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
-            status = 0 if has_worked else cli.main(words, standalone_mode=False)
+            status = 0 if has_worked else _run(words)
             sys.stdout.flush()
     except click.exceptions.Exit as error:
         status = error.exit_code
@@ -83,10 +87,9 @@ def main() -> None:
         status = error.exit_code
     except (click.ClickException, ZckptError) as error:
         status = _failed(error, debug=debug)
-    except (click.Abort, KeyboardInterrupt) as error:
-        found = error if isinstance(error, KeyboardInterrupt) else error.__cause__
-        interrupt = found if isinstance(found, Interrupted) else Interrupted()
-        click.echo(f"zckpt: {SIGNALS[interrupt.signal]}; {interrupt.said}", err=True)
+    except KeyboardInterrupt as error:
+        interrupt = error if isinstance(error, Interrupted) else Interrupted()
+        click.echo(f"zckpt: {SIGNALS[interrupt.signal]}; {shown(interrupt.said)}", err=True)
         status = SIGNALLED + interrupt.signal
     except CannotPrintError as error:
         click.echo(f"zckpt: cannot print: {error}", err=True)
@@ -101,32 +104,80 @@ def main() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+def _run(words: list[str]) -> int | None:
+    """Run a command; as `cli.main` does, which prints an empty line where it is interrupted."""
+    if "_ZCKPT_COMPLETE" in os.environ:
+        cli.main(words, "zckpt")
+    with cli.make_context("zckpt", words) as context:
+        status: int | None = cli.invoke(context)
+        return status
+
+
 @contextmanager
 def _ending_in_order() -> Iterator[None]:
-    """Let SIGTERM be as Ctrl-C: a scheduler that ends a job waits some seconds. Another one ends it at once."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before == signal.SIG_DFL:
-        with suppress(ValueError):  # in a thread, which gets no signals
-            signal.signal(signal.SIGTERM, _terminated)
+    """Let Ctrl-C, and SIGTERM as well, end what is done: a scheduler that ends a job waits some seconds.
+
+    What is imported may let an exception pass, or print it: it is raised when all is imported, or when it comes again.
+    """
+    came: list[int] = []
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if (number == signal.SIGALRM or not came) and _is_importing(frame):
+            came.append(number)
+            signal.signal(signal.SIGALRM, ended)
+            signal.setitimer(signal.ITIMER_REAL, LATER_SECONDS)
+            return
+        Interrupted.came = True
+        raise Interrupted(signal=came[0] if came else number)
+
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGALRM: None}
+    before = {one: signal.getsignal(one) for one in usual}
+    with suppress(ValueError):  # in a thread, which gets no signals
+        for one, handler in before.items():
+            if handler == usual[one]:
+                signal.signal(one, ended)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is _terminated:
-            signal.signal(signal.SIGTERM, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        Interrupted.came = False
+        for one, handler in before.items():
+            if signal.getsignal(one) is ended:
+                signal.signal(one, handler)
 
 
-def _terminated(number: int, _frame: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    raise Interrupted(signal=number)
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not main.__code__:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def _telling(arguments: Sequence[str]) -> Iterator[None]:
+    """Let a warning be a line as an error is; under `--quiet`, none."""
+    before = warnings.showwarning
+    is_quiet = not {"-q", "--quiet"}.isdisjoint(arguments)
+    warnings.showwarning = lambda message, *_: (
+        None if is_quiet else click.echo(f"zckpt: {shown(str(message))}", err=True)
+    )
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
     if debug:
         import traceback
 
-        traceback.print_exc()
+        click.echo(shown(traceback.format_exc()), err=True)
     if isinstance(error, ZckptError):
         click.echo(f"zckpt: {error}", err=True)
         return error.exit_status
-    click.echo(f"zckpt: {' '.join(error.format_message().split()).rstrip('.')}; see zckpt --help", err=True)
+    click.echo(f"zckpt: {shown(' '.join(error.format_message().split()).rstrip('.'))}; see zckpt --help", err=True)
     return error.exit_code

@@ -298,7 +298,7 @@ def worker_errors(executor: Executor) -> Iterator[None]:
     except (BrokenExecutor, CancelledError, *getattr(executor, "lost", ())) as error:
         raise WorkerError(
             "workers were lost",
-            found=str(error) or type(error).__name__,
+            found=getattr(executor, "why", None) or str(error) or type(error).__name__,
             advice="nothing was written under the target's name; run it again",
         ) from error
     except (ZckptError, OSError, MemoryError):

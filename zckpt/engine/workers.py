@@ -223,9 +223,7 @@ class Workers:
                 yield item, result
         finally:
             self.is_ending = True
-            for _, future in queue:
-                future.cancel()
-            wait([future for _, future in queue])
+            wait([future for _, future in queue if not future.cancel()])
             if queue and not self.are_here:
                 settled(self._pool)
 

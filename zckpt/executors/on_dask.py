@@ -1,16 +1,22 @@
 """Workers of a Dask scheduler. A task whose worker dies is begun again on another, by the scheduler itself.
 
 The scheduler gives a task up, and so do we, when several workers in a row have died of it (`KilledWorker`). What a
-worker runs when its task is cancelled, or when the driver is gone, it runs on: so it is told to look, before every
-batch, whether its worker still counts the task as running.
+worker runs when its task is cancelled, or when driver or scheduler are gone, it runs on: so it is told to look, before
+every batch, whether its worker still counts the task as running.
 """
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 import uuid
+import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from zckpt.engine.tasks import while_wanted
@@ -21,6 +27,14 @@ CONNECTED_SECONDS = 15
 
 SETTLED_SECONDS = 60
 """To wait for tasks that were cancelled; each ends with the batch that it is in."""
+
+NO_WORKERS = "distributed.scheduler.no-workers-timeout"
+"""Dask's own setting, here in this process: how long to wait where no workers are left; else `NO_WORKERS_SECONDS`."""
+
+NO_WORKERS_SECONDS = 300
+
+TOLD_SECONDS, ASKED_SECONDS = 8, 5
+"""Without workers until a user hears of it, and what the scheduler may take to say how many there are."""
 
 Result = TypeVar("Result")
 
@@ -42,14 +56,24 @@ class DaskExecutor(Executor):
     """
 
     def __init__(self, address: str) -> None:
-        require("distributed", "dask")
+        require("dask.config", "dask")
+        import dask.config
+
+        loggers = ("distributed", "distributed.client", "tornado.application")
+        with dask.config.set(logging=dict.fromkeys(loggers, "critical")):
+            require("distributed", "dask")  # what they would print, an error here says
         from distributed import Client, KilledWorker
         from distributed.comm import CommClosedError
 
-        where = {"scheduler_file": address} if address.startswith("/") else {"address": f"tcp://{address}"}
         try:
-            self._client = Client(**where, timeout=CONNECTED_SECONDS, set_as_default=False, name="zckpt")
-        except (OSError, ValueError, TimeoutError) as error:
+            where = f"tcp://{address}"
+            if address.startswith("/"):  # a scheduler may be about to write it
+                end = time.monotonic() + CONNECTED_SECONDS
+                while not Path(address).exists() and time.monotonic() < end:
+                    time.sleep(0.1)
+                where = json.loads(Path(address).read_bytes())["address"]
+            self._client = Client(where, timeout=CONNECTED_SECONDS, set_as_default=False, name="zckpt")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise WorkerError(
                 "no Dask scheduler can be reached",
                 path=address,
@@ -63,28 +87,72 @@ class DaskExecutor(Executor):
             raise WorkerError(
                 "the Dask scheduler has no workers", path=address, advice=f"start some: `dask worker {address}`"
             ) from error
-        self.workers = max(sum(self._client.nthreads().values()), 1)
+        self.workers = max(self._threads(), 1)
         self.lost = (KilledWorker, CommClosedError, CancelledError)
         self._pool = self._client.get_executor(pure=False)
         self._run = _unpacked_there()
         self._name = uuid.uuid4().hex
+        self._why = ""
+        self._futures: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._address = address
+        self._patience = dask.utils.parse_timedelta(dask.config.get(NO_WORKERS, None) or NO_WORKERS_SECONDS)
+        self._left = threading.Event()
+        threading.Thread(target=self._watch, name="zckpt-dask", daemon=True).start()
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:  # noqa: ANN401
         """Queue a call."""
         from distributed.protocol.pickle import dumps
 
+        if self._client.status != "running":  # it would be queued for ever
+            raise CancelledError
         data = dumps((run_on_worker, (self._name, fn, args, kwargs)))
         future: Future[Result] = self._pool.submit(self._run, data)
+        self._futures.add(future)
         return future
 
+    @property
+    def why(self) -> str | None:
+        """What is wrong, where all that was queued is cancelled."""
+        return self._why or (None if self._client.status == "running" else "the scheduler is gone")
+
+    def _threads(self) -> int:
+        """Return how many threads all workers have."""
+        return sum(self._client.sync(self._client.scheduler.ncores, callback_timeout=ASKED_SECONDS).values())
+
+    def _watch(self) -> None:
+        """Say when there are no workers; cancel all when there are none for too long, or no scheduler."""
+        last, is_told = time.monotonic(), False
+        while not self._left.wait(1):
+            if self.why is not None:
+                self._client.close()
+                for one in list(self._futures):
+                    one.cancel()
+                continue
+            try:
+                what = "has no workers" if self._threads() == 0 else None
+            except Exception:  # noqa: BLE001  # of the network, and of Dask
+                what = "does not answer"
+            waited = time.monotonic() - last
+            if what is None:
+                last, is_told = time.monotonic(), False
+            elif waited > self._patience:
+                self._why = f"the scheduler {what} for {waited:.0f} s"
+            elif waited > TOLD_SECONDS and not is_told:
+                is_told = True
+                warnings.warn(f"dask://{self._address} {what}; {self._patience:g} s are waited", stacklevel=1)
+
     def settle(self) -> None:
-        """Wait until no worker runs a task of this executor."""
+        """Wait until no worker runs a task of this executor; without a scheduler, nobody can know."""
         end = time.monotonic() + SETTLED_SECONDS
-        while any(self._client.run(count_of, self._name, on_error="ignore").values()) and time.monotonic() < end:
-            time.sleep(0.05)
+        with suppress(OSError, RuntimeError, AttributeError):  # of a client that is closing
+            while self._client.status == "running" and time.monotonic() < end:
+                if not any(self._client.run(count_of, self._name, on_error="ignore").values()):
+                    return
+                time.sleep(0.05)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
         """Leave the scheduler, and its workers running."""
+        self._left.set()
         self._client.close()
 
 
@@ -116,7 +184,7 @@ def run_on_worker(name: str, fn: Callable[..., Result], args: tuple[Any, ...], k
 
     def wanted() -> bool:
         task = worker.state.tasks.get(key)
-        return task is not None and task.state in ("executing", "long-running")
+        return worker.status.name == "running" and task is not None and task.state in ("executing", "long-running")
 
     _running[name] = _running.get(name, 0) + 1
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ def check_executor(executor: Executor | str | None) -> None:
     if executor is None or isinstance(executor, Executor):
         return
     named = isinstance(executor, str) and (
-        executor in (THREADS, MPI, RAY, TORCHRUN) or (executor.startswith(DASK) and executor != DASK)
+        executor in (THREADS, MPI, RAY, TORCHRUN) or re.fullmatch(rf"{DASK}(/.+|[^/@?\s]+)", executor) is not None
     )
     if not named:
         raise UsageError("no such executor", expected=EXPECTED, found=repr(executor))

@@ -215,6 +215,8 @@ class _Remains:
             try:
                 self._uploads.abort()
             except ZckptError as left:
+                if isinstance(error, KeyboardInterrupt):
+                    raise Interrupted.of(error, str(left)) from error
                 _advise(error, str(left))
             raise
 

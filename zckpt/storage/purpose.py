@@ -127,7 +127,7 @@ def identity(path: str) -> Identity:
 
 
 def _said(value: object) -> str:
-    text = str(value)
+    text = shown(str(value))
     if len(text) <= SAID_CHARACTERS:
         return text
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()

@@ -31,7 +31,6 @@ from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, model_state, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.other_state import OtherState, read_other_state
 from zckpt.training.parts import Everywhere, Live, spread
 from zckpt.training.slices import TpRules, slices_of
@@ -185,9 +184,7 @@ def load(
         return loading
 
     if isinstance(place, str) and purpose:
-        raise UsageError(
-            "a DistributedOptimizer is loaded from a file system", path=without_secrets(place), advice="copy it to one"
-        )
+        raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
     checks = Checks() if verify else None
     with ExitStack() as stack:
         stack.enter_context(watching(checks))

@@ -27,7 +27,6 @@ from zckpt.optim.states.several import Given, Optimizers, Snapshot, process_grou
 from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT
-from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
 from zckpt.training.other_formats import save_as
 from zckpt.training.other_state import optimizer_values, other_values, random_states
@@ -233,7 +232,7 @@ def save_given(
     if isinstance(path, str) and workers is not None:
         raise UsageError(
             "a DistributedOptimizer is saved to a file system",
-            path=without_secrets(path),
+            path=path,
             advice="save to a path, and let zckpt convert write to the store",
         )
     if format != "zckpt":

@@ -70,6 +70,41 @@ def moto() -> Iterator[int]:
 
 
 @contextmanager
+def endless() -> Iterator[tuple[str, list[str]]]:
+    """Serve one page for every name, which links to a directory; yield the address, and what has been asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b'<a href="a/">a</a> <a href="b/">b</a>')
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with _served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield address, asked
+
+
+@contextmanager
+def _served(server: ThreadingHTTPServer) -> Iterator[str]:
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
 def hub(directory: Path) -> Iterator[str]:
     """Serve a directory as the model `me/run` of the hub, as far as its library asks; yield the address."""
 
@@ -114,16 +149,8 @@ def hub(directory: Path) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with _served(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as address:
+        yield address
 
 
 @contextmanager
@@ -162,7 +189,7 @@ HELD_SECONDS = 300
 class Proxy:
     """A proxy of one server. `fault` says what happens to a request: `503`, `cut`, `slow`, `drop`, `hold` or None.
 
-    What is held is dropped when `released` is set.
+    What is held is dropped when `released` is set; so is `stall`, which is half of an answer until then.
     """
 
     port: int = 0
@@ -217,7 +244,7 @@ def proxied(to_port: int) -> Iterator[Proxy]:
             found = {key: value for key, value in answer.headers.items() if key.lower() != "transfer-encoding"}
             server.close()
             proxy.requests.append(Request(self.command, self.path, dict(self.headers), answer.status, len(data)))
-            self._answer(answer.status, found, data, cut=fault == "cut")
+            self._answer(answer.status, found, data, cut=fault in ("cut", "stall"), stalls=fault == "stall")
 
         def _chunks(self) -> bytes:
             body = b""
@@ -228,7 +255,9 @@ def proxied(to_port: int) -> Iterator[Proxy]:
                 pass
             return body
 
-        def _answer(self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False) -> None:
+        def _answer(
+            self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False, stalls: bool = False
+        ) -> None:
             self.send_response_only(status)
             if self.command != "HEAD":
                 headers = {key: value for key, value in headers.items() if key.lower() != "content-length"}
@@ -239,6 +268,8 @@ def proxied(to_port: int) -> Iterator[Proxy]:
             self.wfile.write(data[: len(data) // 2] if cut else data)
             if cut:
                 self.wfile.flush()
+                if stalls:
+                    proxy.released.wait(HELD_SECONDS)
                 self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, command, environment, refused, succeeded
+from tests.cli.console import FIXTURES, command, environment, in_time, refused, run, succeeded
 from tests.storage.remote.conftest import Served
-from tests.storage.remote.servers import PASSWORD, Proxy, hub
+from tests.storage.remote.servers import PASSWORD, Proxy, endless, free_port, hub
 from zckpt.engine.workers import running_on
-from zckpt.storage.remote import attempts, mount
+from zckpt.errors import Interrupted
+from zckpt.storage.purpose import Purpose
+from zckpt.storage.remote import attempts, mount, web
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
 
@@ -241,6 +244,140 @@ def test_credentials_of_a_url_are_nowhere(served: Callable[[str], Served], tmp_p
     assert PASSWORD not in done.stdout + done.stderr + page.read_text()
     assert "webdav://127.0.0.1" in done.stdout
     assert PASSWORD not in refused(3, "inspect", url + "x")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_signatures_of_a_url_are_nowhere(
+    scheme: str, s3: Served, proxies: Callable[[str], Proxy], served: Callable[[str], Served], tmp_path: Path
+) -> None:
+    """A server of pages asks for them with every request; of S3, they are part of a name."""
+    if scheme == "s3":
+        put(s3, SOURCE, "signed?X-Amz-Signature=SIGNED")
+        url = f"{s3.url}/signed"
+    else:
+        put(served("http"), SOURCE, "signed")
+        proxy = proxies("http")
+        proxy.fault = lambda _method, path: None if path.endswith("?X-Amz-Signature=SIGNED") else "503"
+        url = f"http://127.0.0.1:{proxy.port}/bucket/signed"
+    given = f"{url}?X-Amz-Signature=SIGNED"
+    done = succeeded("inspect", given, "--json", "--html", tmp_path / "page.html")
+    assert url in done.stdout
+    texts = [done.stdout, (tmp_path / "page.html").read_text(), succeeded("verify", given, "--json", "--deep").stdout]
+    texts.append(succeeded("consolidate", given, tmp_path / "m.safetensors", "--json").stdout)
+    texts.append(refused(3, "inspect", given, "--tag", "nope", words=(url,)))
+    texts.append(refused(3, "inspect", f"{url}x?X-Amz-Signature=SIGNED", words=(url,)))
+    checkpoint = zckpt.open(given)
+    sources = [str(file.path) for file in checkpoint.files]
+    texts.append(str(Purpose.of("consolidate", {"config": given}, [], [1], sources, [])))
+    assert not [text for text in texts if "SIGNED" in text or "zckpt-remote-" in text]
+
+
+def test_a_server_without_an_end(tmp_path: Path) -> None:
+    with endless() as (address, asked):
+        refused(5, "inspect", f"{address}/dir/?token=x", words=("directories in directories without an end",))
+    assert len(asked) < 50
+    assert not [path for path in asked if not path.endswith("/?token=x")]
+
+
+def test_a_server_that_stalls_is_told_of_and_given_up(
+    served: Callable[[str], Served], proxies: Callable[[str], Proxy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    put(served("http"), SOURCE, "run")
+    proxy = proxies("http")
+    proxy.fault = lambda method, path: "stall" if method == "GET" and path.endswith(".pt") else None
+    proxy.released.clear()
+    monkeypatch.setattr(web, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(attempts, "PATIENCE_SECONDS", 1)
+    monkeypatch.setattr(attempts, "TOLD_SECONDS", 0.1)
+    url = f"http://127.0.0.1:{proxy.port}"
+    with in_time():
+        done = run("consolidate", f"{url}/bucket/run", tmp_path / "m.safetensors")
+        quiet = run("consolidate", f"{url}/bucket/run", tmp_path / "m.safetensors", "--quiet")
+    proxy.released.set()
+    told, line = done.stderr.splitlines()
+    assert "Timeout" in told
+    assert told.startswith(f"zckpt: {url} is waited for: ")
+    assert "cannot be read" in line
+    assert " times in " in line
+    assert done.returncode == quiet.returncode == 3
+    assert len(quiet.stderr.splitlines()) == 1
+
+
+class Clock:
+    """Time that passes with sleep, and with requests that take long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        for name, value in (("time", self), ("_SERVERS", {}), ("FIRST_PAUSE", 0.25)):
+            monkeypatch.setattr(attempts, name, value)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def asked(self, error: BaseException | None, takes: float = 0.0) -> tuple[int, float]:
+        """How often a request is made, and how long that takes."""
+        begun, times = self.now, 0
+
+        def request() -> None:
+            nonlocal times
+            times += 1
+            self.now += takes
+            if error is not None:
+                raise error
+
+        with suppress(zckpt.SourceError):
+            attempts.attempt(request, "s3://bucket/x")
+        return times, self.now - begun
+
+
+class NoCredentialsError(Exception):
+    """As botocore calls it."""
+
+
+def test_how_often_something_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, refused_, slow = Clock(monkeypatch), ConnectionRefusedError(), TimeoutError()
+    assert clock.asked(NoCredentialsError("no")) == (1, 0)
+    assert clock.asked(ValueError("Invalid endpoint: x")) == (1, 0)
+    times, seconds = clock.asked(refused_)  # of who has never answered
+    assert 1 < times < 6
+    assert seconds < 4
+    assert clock.asked(refused_) == (1, 0)  # and is known to be gone
+    clock.sleep(attempts.GONE_SECONDS)
+    assert clock.asked(None) == (1, 0)
+    with pytest.warns(UserWarning, match="s3://bucket is waited for: ConnectionRefusedError"):
+        times, seconds = clock.asked(refused_)  # of who has answered
+    assert times == attempts.ATTEMPTS
+    assert 10 < seconds < 40
+    clock.asked(None)
+    with pytest.warns(UserWarning, match="TimeoutError"):
+        times, seconds = clock.asked(slow, takes=20)
+    assert times > 1
+    assert seconds < attempts.PATIENCE_SECONDS + 20
+    clock.asked(None)
+    monkeypatch.setattr(Interrupted, "came", True)
+    assert clock.asked(refused_) == (1, 0)
+
+
+def test_what_a_library_makes_an_errno_of_is_said_as_the_store_says_it(
+    s3: Served, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    s3_proxy.fault = lambda _method, _path: "503"
+    line = refused(3, "inspect", "s3://bucket/run", words=("s3://bucket/run: cannot be read", "503", "2 times"))
+    assert "Errno" not in line
+
+
+def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, s3: Served) -> None:
+    port = free_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(attempts, "_SERVERS", {})
+    for url in ("s3://bucket/run", *(f"{one}://user:{PASSWORD}@127.0.0.1:{port}/run" for one in ("sftp", "webdav"))):
+        shown = url.replace(f"user:{PASSWORD}@", "")
+        line = refused(3, "inspect", url, words=(f"{shown}: cannot be read", str(port)))
+        assert PASSWORD not in line
 
 
 def test_what_is_opened_is_read_until_it_is_let_go(s3: Served) -> None:

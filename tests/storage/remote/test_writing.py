@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, command, environment, refused, succeeded
+from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
 from tests.pairwise import each
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
@@ -177,6 +178,45 @@ def test_the_source_is_no_target(s3: Served) -> None:
     with pytest.raises(zckpt.UsageError, match="source"):
         zckpt.convert(checkpoint, f"{url}/global_step5/dcp", to="dcp")
     assert contents(s3.directory / "source") == before
+
+
+def gone_after(parts: int, proxy: Proxy, then: Callable[[], object] = lambda: None) -> None:
+    """Let nothing be answered any more after so many parts."""
+    seen = 0
+
+    def fault(method: str, _path: str) -> str | None:
+        nonlocal seen
+        seen += method == "PUT"
+        if seen == parts + 1 and method == "PUT":
+            then()
+        return "drop" if seen > parts else None
+
+    proxy.fault = fault
+
+
+def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(
+    s3: Served, s3_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each further request is made once; nobody can say that nothing is left."""
+    monkeypatch.setattr(attempts, "_SERVERS", {})
+    monkeypatch.setattr(attempts, "TOLD_SECONDS", 1000)
+    save_file({f"w{n}": torch.randn(1 << 20) for n in range(8)}, tmp_path / "a.safetensors")
+    target = f"{s3.url}/gone.pt"
+    gone_after(3, s3_proxy)
+    line = refused(4, "consolidate", tmp_path / "a.safetensors", target, "-q", words=(f"{target}: cannot be written",))
+    assert f"of {32 << 20} bytes are sent and kept in unfinished uploads: --resume goes on" in line
+    assert capfd.readouterr().err == ""
+    s3_proxy.fault = lambda _method, _path: None
+    zckpt.consolidate(tmp_path / "a.safetensors", target, resume=True)
+    assert unfinished() == []
+    gone_after(3, s3_proxy, lambda: os.kill(os.getpid(), signal.SIGINT))
+    done = run("consolidate", SOURCE, f"{s3.url}/gone", "--max-shard-size", "2kB")
+    s3_proxy.fault = lambda _method, _path: None
+    assert done.returncode == 130
+    assert "nothing was left behind" not in done.stderr
+    assert "could not be removed" in done.stderr
+    zckpt.consolidate(SOURCE, f"{s3.url}/gone", max_shard_size=2000)
+    assert unfinished() == []
 
 
 @pytest.mark.parametrize("most", [40, pytest.param(100, marks=pytest.mark.nightly)])

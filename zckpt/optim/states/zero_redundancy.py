@@ -34,7 +34,6 @@ from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import ParamGroup, Slot
 from zckpt.storage.durable import written_directory
-from zckpt.storage.remote.addresses import without_secrets
 from zckpt.version import __version__
 
 
@@ -189,7 +188,7 @@ class WorkersState:
         names = self.names()
         if isinstance(target.path, str):
             raise UsageError(
-                "a DistributedOptimizer is saved to a file system", path=without_secrets(target.path),
+                "a DistributedOptimizer is saved to a file system", path=target.path,
                 advice="save to a path, and let zckpt convert write to the store",
             )  # fmt: skip
         with written_directory(target.path, overwrite=target.overwrite, owned=OWNED) as partial:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, shown
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://")
 
@@ -56,7 +56,7 @@ def address_of(url: str) -> Address:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if "::" in scheme or "::" in rest:
-        raise UsageError("chained URLs are not read", path=without_secrets(url), advice="give the store's own URL")
+        raise UsageError("chained URLs are not read", path=url, advice="give the store's own URL")
     if scheme in _OF_WEB:
         split = urlsplit(url)
         authority, path = split.netloc, unquote(split.path)
@@ -65,14 +65,10 @@ def address_of(url: str) -> Address:
     parts = tuple(part for part in path.split("/") if part)
     host = authority.rpartition("@")[2]
     if not host or any(part in (".", "..") or "\0" in part for part in parts):
-        raise UsageError(
-            "no such place", path=without_secrets(url), expected="SCHEME://HOST/PATH, or SCHEME://BUCKET/KEY"
-        )
+        raise UsageError("no such place", path=url, expected="SCHEME://HOST/PATH, or SCHEME://BUCKET/KEY")
     return Address(scheme, host, parts, url)
 
 
-_USER = re.compile(r"(\w://)[^/@\s'\"]*@")
-_QUERY = re.compile(r"(\w://[^\s'\"?]*)\?[^\s'\"]*")
 _HEADER = re.compile(
     r"(?i)\b(authorization|signature|credential|token|secret|password)\b([\'\"]?\s*[:=]\s*[\'\"]?)[^\s,\'\"&]+"
 )
@@ -80,4 +76,4 @@ _HEADER = re.compile(
 
 def without_secrets(text: str) -> str:
     """Return what a store's library says without users, passwords, queries and signatures."""
-    return _HEADER.sub(r"\1\2...", _QUERY.sub(r"\1", _USER.sub(r"\1", text)))
+    return _HEADER.sub(r"\1\2...", shown(text))

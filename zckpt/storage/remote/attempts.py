@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-from zckpt.errors import SourceError, TargetError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, ZckptError
 from zckpt.storage.remote.addresses import without_secrets
 
 Result = TypeVar("Result")
@@ -20,15 +23,46 @@ FIRST_PAUSE = 0.25
 
 LONGEST_PAUSE = 10.0
 
+PATIENCE_SECONDS = 60.0
+"""No attempt begins later, of a request that waits long for each."""
+
+UNKNOWN_SECONDS = 3.0
+"""The same, of a server that has never answered: it is not there, as a rule, or has another name."""
+
+GONE_SECONDS = 60.0
+"""After all attempts have failed, a server's further requests are made once each: who tidies up need not wait again."""
+
+TOLD_SECONDS = 5.0
+"""After which a user hears that something is waited for."""
+
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError,
           NotImplementedError, TypeError, AttributeError, KeyError, MemoryError)  # fmt: skip
 """What another attempt would not change."""
+
+_FINAL_NAMES = frozenset({"NoCredentialsError", "PartialCredentialsError", "ValueError"})
+"""Nor of these: ValueError itself is of settings, and classes derived from it are of answers that were cut, too."""
+
+_ENDPOINT = re.compile(r"(endpoint URL: \"\w+://[^/\"]+)[^\"]*")
+"""Where botocore names a key, which may be none that a user knows."""
 
 _FINAL_STATUS = frozenset({400, 401, 403, 404, 405, 409, 410, 411, 412, 413, 416, 501})
 
 
 class ShortBodyError(Exception):
     """A store has sent another number of bytes than were asked for."""
+
+
+@dataclass
+class _Server:
+    """What is known of who answers: whether it ever has, until when it counts as gone, whether a user was told."""
+
+    answers: bool = False
+    gone_until: float = 0.0
+    is_told: bool = False
+
+
+_SERVERS: dict[str, _Server] = {}
+"""By scheme and host, or bucket."""
 
 
 def attempt(function: Callable[[], Result], shown: str, *, writing: bool = False) -> Result:
@@ -48,15 +82,29 @@ def attempt(function: Callable[[], Result], shown: str, *, writing: bool = False
     SourceError, TargetError
         It fails for good, or every time.
     """
-    pause = FIRST_PAUSE
-    for left in reversed(range(ATTEMPTS)):
+    name = "/".join(shown.split("/")[:3])
+    server = _SERVERS.setdefault(name, _Server())
+    begun, pause = time.monotonic(), FIRST_PAUSE
+    for number in range(1, ATTEMPTS + 1):
         try:
-            return function()
-        except ZckptError:
+            found = function()
+        except (ZckptError, ImportError):
             raise
         except Exception as error:  # every store's library has its own
-            if left == 0 or not passes(error):
+            server.answers |= status_of(error) is not None
+            if not passes(error):
                 raise failed(error, shown, writing=writing) from error
+            now, patience = time.monotonic(), PATIENCE_SECONDS if server.answers else UNKNOWN_SECONDS
+            is_late = number == ATTEMPTS or (number > 1 and now + pause > begun + patience)
+            if is_late or now < server.gone_until or Interrupted.came:
+                server.gone_until = now + GONE_SECONDS
+                raise failed(error, shown, writing=writing, tried=(number, now - begun)) from error
+            if now > begun + TOLD_SECONDS and not server.is_told:
+                server.is_told = True
+                warnings.warn(f"{name} is waited for: {_told(error)}", stacklevel=2)
+        else:
+            server.answers, server.gone_until, server.is_told = True, 0.0, False
+            return found
         time.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311  # so that workers do not come back all at once
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError
@@ -64,7 +112,7 @@ def attempt(function: Callable[[], Result], shown: str, *, writing: bool = False
 
 def passes(error: BaseException) -> bool:
     """Tell whether a failure may be over in a moment."""
-    if isinstance(error, _FINAL):
+    if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_NAMES:
         return False
     return status_of(error) not in _FINAL_STATUS
 
@@ -85,8 +133,8 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def failed(error: BaseException, shown: str, *, writing: bool) -> ZckptError:
-    """Return what a user reads of a failure of a store's library: no credentials, one line."""
+def failed(error: BaseException, shown: str, *, writing: bool, tried: tuple[int, float] = (1, 0)) -> ZckptError:
+    """Return what a user reads of a failure of a store's library, `tried` so often in so many seconds: one line."""
     advice = None
     if isinstance(error, PermissionError) or status_of(error) in (401, 403) or "redentials" in str(error):
         advice = "the store's own settings say who you are; docs/remote.md lists them"
@@ -94,5 +142,13 @@ def failed(error: BaseException, shown: str, *, writing: bool) -> ZckptError:
     message = "cannot be written" if writing else "cannot be read"
     if isinstance(error, FileNotFoundError):
         return kind(message, path=shown, found="nothing there")
-    what = without_secrets(" ".join(str(error).split())) or "no reason given"
-    return kind(message, path=shown, found=f"{type(error).__name__}: {what}", advice=advice)
+    often = f" (asked {tried[0]} times in {tried[1]:.0f} s)" if tried[0] > 1 else ""
+    return kind(message, path=shown, found=_told(error) + often, advice=advice)
+
+
+def _told(error: BaseException) -> str:
+    """Return what an error says; of what s3fs makes an errno of, botocore's own."""
+    said = error.__cause__ if isinstance(getattr(error.__cause__, "response", None), dict) else error
+    text = _ENDPOINT.sub(r"\1", without_secrets(" ".join(str(said).split())))
+    name = type(said).__name__
+    return f"{name}: {text or ('no answer in time' if 'Timeout' in name else 'no reason given')}"

@@ -232,10 +232,13 @@ class NamedUploads(Uploads):
             self.store.fs.mv(one, other)
 
     def _remove(self, key: str) -> None:
-        fs = self.store.fs
-        fs.invalidate_cache()
-        if fs.exists(key):
-            fs.rm(key, recursive=True)
+        def once() -> None:
+            fs = self.store.fs
+            fs.invalidate_cache()
+            if fs.exists(key):
+                fs.rm(key, recursive=True)
+
+        attempt(once, self.store.address.shown, writing=True)
 
     def abort(self, *, everything: bool = True) -> None:
         """Remove the temporary names, and what has been named."""

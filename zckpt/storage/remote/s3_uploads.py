@@ -33,29 +33,32 @@ class S3Uploads(Uploads):
     def begin(self, *, resume: bool = False, keep: bool = False) -> None:  # noqa: ARG002  # the store keeps all
         """Abort uploads to the same keys, or note them; whose run still goes on fails with its next part."""
         if resume:
-            self._found = {one["Key"]: one["UploadId"] for one in self._unfinished()}
+            self._found = {one["Key"]: one["UploadId"] for one in self._unfinished() or ()}
         else:
             self._sweep()
 
     kept_in = "unfinished uploads"
 
     def left(self) -> int:
-        """Return how many bytes are in unfinished uploads."""
+        """Return how many bytes are in unfinished uploads; where the store does not say, how many this run has sent."""
+        every = self._unfinished()
+        if every is None:
+            return sum(one.nbytes for one in self._open.values())
         found = (self._parts({**self._bucket(), "Key": one["Key"], "UploadId": one["UploadId"]})
-                 for one in self._unfinished())  # fmt: skip
+                 for one in every)  # fmt: skip
         return sum(part["Size"] for parts in found for part in parts)
 
     def _bucket(self) -> dict[str, str]:
         return {"Bucket": self.s3.place(self.key)["Bucket"]}
 
-    def _unfinished(self) -> list[dict[str, Any]]:
-        """Return the uploads to the target's keys; none where who may write is not allowed to list them."""
+    def _unfinished(self) -> list[dict[str, Any]] | None:
+        """Return the uploads to the target's keys; None: who may write is not allowed to list them, or none answers."""
         place = self.s3.place(self.key)
         try:
             found = list(listed(self.s3, "list_multipart_uploads", "Uploads", ("KeyMarker", "UploadIdMarker"),
                                 {**self._bucket(), "Prefix": place["Key"]}, self.store.address.shown))  # fmt: skip
         except TargetError:
-            return []
+            return None
         return [one for one in found if one["Key"] == place["Key"] or one["Key"].startswith(f"{place['Key']}/")]
 
     def _parts(self, place: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -65,7 +68,7 @@ class S3Uploads(Uploads):
 
     def _sweep(self) -> None:
         """Abort what is unfinished: of runs that were killed, and where the answer was lost that named an upload."""
-        for one in self._unfinished():
+        for one in self._unfinished() or ():
             which = {**self._bucket(), "Key": one["Key"], "UploadId": one["UploadId"]}
             with suppress(TargetError):
                 attempt(

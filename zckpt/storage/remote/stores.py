@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from zckpt.errors import MissingPackageError, SourceError, UnsupportedError, UsageError
 from zckpt.storage.remote.addresses import Address, without_secrets
@@ -93,16 +93,20 @@ class Store:
                     f"{self.address.scheme}:// needs a package that is not installed",
                     path=self.address.shown, found=str(error), advice="pip install 'zckpt[remote]'",
                 ) from error  # fmt: skip
+            except SourceError:
+                raise
             except ValueError as error:
                 raise UsageError("no such place", path=self.address.shown, found=without_secrets(str(error))) from error
             self.root = self.root.rstrip("/")
             self._pid = os.getpid()
+            if self._opened.async_impl:  # what fails beside a request, this one raises
+                self._opened.loop.set_exception_handler(lambda *_: None)
         return self._opened
 
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
 
-        fs, root = url_to_fs(self.address.url)
+        fs, root = url_to_fs(self.address.url, **self.settings)
         if self.address.scheme == "hf":
             root = root.removeprefix("models/")  # which its keys do not have, as those of data sets have theirs
         return fs, root
@@ -171,9 +175,7 @@ class Store:
                 expected="Content-Length and ranges", advice="download it, and read it from there",
             )  # fmt: skip
         version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
-        times = (
-            info.get(name) for name in ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
-        )
+        times = (info.get(name) for name in _TIMES)
         return Listed(parts, key, int(size), version, next(filter(None, map(_seconds, times)), None))
 
     # --- bytes of it
@@ -246,6 +248,9 @@ class Store:
 
     checks_versions = False
     """Whether every range is known to be of the version that was listed."""
+
+    settings: ClassVar[Mapping[str, object]] = {}
+    """What its library is given besides the URL."""
 
 
 def _is_file(key: str, info: Mapping[str, Any]) -> bool:

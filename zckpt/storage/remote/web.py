@@ -13,6 +13,12 @@ from zckpt.storage.remote.stores import Listed, Store, changed
 ASKED_AT_ONCE = 16
 """Files whose sizes are asked for at once where a listing has none."""
 
+CONNECT_SECONDS, SILENT_SECONDS = 10, 20
+"""What a server may take to answer at all, and between two bytes that it sends."""
+
+MOST_FOLDERS = 32
+"""In each other: a server that has one page for every name has no end."""
+
 
 class HttpStore(Store):
     """A web server: a file, or the pages with links that it makes of a directory. For reading."""
@@ -20,15 +26,19 @@ class HttpStore(Store):
     checks_versions = True
 
     def _open(self) -> tuple[Any, str]:
+        from aiohttp import ClientTimeout
         from fsspec.implementations.http import HTTPFileSystem
 
-        return HTTPFileSystem(asynchronous=False), self.address.url
+        root, _, query = self.address.url.partition("#")[0].partition("?")
+        timeout = ClientTimeout(total=300, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
+        given = {"params": query} if query else {}  # for what lies below, too
+        return HTTPFileSystem(asynchronous=False, client_kwargs={"timeout": timeout}, **given), root
 
     def _find(self) -> Mapping[str, Mapping[str, Any]]:
         self.fs.invalidate_cache()
-        if not self.address.url.endswith("/"):
+        if not self.address.url.partition("?")[0].endswith("/"):
             try:
-                found = self._info(self.address.url)
+                found = self._info(self.root)
             except FileNotFoundError:  # some servers have a directory under its name with a slash only
                 found = {"html": True}
             if not found["html"]:
@@ -44,7 +54,9 @@ class HttpStore(Store):
     async def _head(self, url: str) -> dict[str, Any]:
         session = await self.fs.set_session()
         headers = {"Accept-Encoding": "identity"}
-        async with session.head(self.fs.encode_url(url), headers=headers, allow_redirects=True) as found:
+        async with session.head(
+            self.fs.encode_url(url), headers=headers, allow_redirects=True, **self.fs.kwargs
+        ) as found:
             if found.status == 404:
                 raise FileNotFoundError(url)
             if found.status >= 400:
@@ -57,15 +69,18 @@ class HttpStore(Store):
                 "ranges": found.headers.get("Accept-Ranges") != "none",
             }
 
-    def _links(self, url: str) -> Iterator[str]:
+    def _links(self, url: str, depth: int = 0) -> Iterator[str]:
         """Yield the files that pages link to, below a URL that ends in a slash."""
+        if depth > MOST_FOLDERS:
+            raise UnsupportedError("has directories in directories without an end", path=self.address.shown, found=url,
+                                   advice="download it, and read it from there")  # fmt: skip
         for info in self.fs.ls(url, detail=True):
             name: str = info["name"].replace("/./", "/")
             rest = name.removeprefix(url)
             if name == rest or not rest or "?" in rest or "#" in rest or "/" in rest.rstrip("/"):
                 continue  # up, elsewhere, or the same in another order
             if rest.endswith("/"):
-                yield from self._links(name)
+                yield from self._links(name, depth + 1)
             else:
                 yield name
 
@@ -99,7 +114,7 @@ class HttpStore(Store):
     async def _body(self, one: Listed, offset: int, nbytes: int) -> bytes:
         session = await self.fs.set_session()
         headers = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
-        async with session.get(self.fs.encode_url(one.key), headers=headers) as found:
+        async with session.get(self.fs.encode_url(one.key), headers=headers, **self.fs.kwargs) as found:
             check_range(found.status, found.headers, one, offset)
             data: bytes = await found.read()
             return data
@@ -121,10 +136,10 @@ def check_range(status: int, headers: Mapping[str, str], one: Listed, offset: in
 
 
 class AnswerError(Exception):
-    """A server has answered a request for a range with something else; `status` says what."""
+    """A server has answered a request with something else; `status` says what."""
 
     def __init__(self, status: int) -> None:
-        super().__init__(f"HTTP status {status} to a request for a range")
+        super().__init__(f"HTTP status {status}{' to a request for a range' if status == 200 else ''}")
         self.status = 501 if status == 200 else status
 
 
