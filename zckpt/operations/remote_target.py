@@ -108,22 +108,7 @@ def _proven(
     prove: Callable[[Path, Sequence[Path]], None] | None,
     prove_files: Callable[[Sequence[Path]], None] | None,
 ) -> dict[str, bytes]:
-    """Prove what has come, with the small files that have not; return further ones that the proof has written.
-
-    Parameters
-    ----------
-    uploads : Uploads
-    name : str
-        The target's.
-    names : sequence of str
-        All files of the plan.
-    small : mapping of str to bytes
-        Those that are sent last.
-    more : sequence of str
-        Files next to the target, if it is a file.
-    prove, prove_files : callable or None
-        As `write_target` takes them.
-    """
+    """Prove what has come, with the small files that have not; return further ones that the proof has written."""
     with mounted(uploads.url(), missing=True) as there:
         folder = there.path if uploads.is_folder else there.path.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,20 +126,7 @@ def _proven(
 
 
 class _Remains:
-    """What a run that was killed has left in a store, and what this one leaves if it fails.
-
-    Parameters
-    ----------
-    uploads : Uploads
-    journal : Journal or None
-        What the run is about, and whether it goes on with another; None: what is left is removed.
-    target : Path
-
-    Raises
-    ------
-    TargetError
-        Something is left, and is neither to be gone on with nor to be removed; or cannot be gone on with.
-    """
+    """What a run that was killed has left in a store, and what this one leaves if it fails."""
 
     def __init__(self, uploads: Uploads, journal: Journal | None, target: Path) -> None:
         self.resumes = False

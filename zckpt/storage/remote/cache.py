@@ -87,18 +87,7 @@ _HELD = _Held()
 
 
 class RemoteFile:
-    """A file of a store, of which ranges can be read.
-
-    Parameters
-    ----------
-    nbytes : int, bytes
-    fetch : callable
-        Returns `nbytes` bytes from `offset` on; called from several threads.
-    identity : str
-        What tells this version of it from another.
-    shown : str
-        Its URL, for messages.
-    """
+    """A file of a store, of which ranges can be read; `fetch` is called from several threads."""
 
     def __init__(self, nbytes: int, fetch: Fetch, identity: str, shown: str) -> None:
         self.nbytes = nbytes

@@ -36,13 +36,7 @@ def new_digest() -> Any:  # noqa: ANN401  # hashlib's class has no public name
 
 
 class Record:
-    """What is known of the files of one target.
-
-    Parameters
-    ----------
-    write : callable
-        Writes a file of the record by its number.
-    """
+    """What is known of the files of one target; `write` writes a file of the record by its number."""
 
     def __init__(self, write: Callable[[int, bytes], None]) -> None:
         self._write = write

@@ -254,19 +254,7 @@ class NamedUploads(Uploads):
 
 
 class FileSink:
-    """A file that is written from its beginning to its end.
-
-    Parameters
-    ----------
-    store : Store
-    key, shown : str
-    record : Record, optional
-        Of files that have come; this one is not sent again if it has the same bytes.
-    name : str
-        In the record.
-    came : callable, optional
-        Is told of it when it has.
-    """
+    """A file that is written from its beginning to its end, unless `record` has it; `came` is told."""
 
     def __init__(
         self,

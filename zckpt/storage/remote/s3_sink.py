@@ -42,15 +42,7 @@ def listed(
 
 
 class S3Sink:
-    """One upload in parts.
-
-    Parameters
-    ----------
-    store : S3Store
-    key, shown : str
-    upload : str, optional
-        The id of an upload that is gone on with.
-    """
+    """One upload in parts; `upload` is the id of one that is gone on with."""
 
     def __init__(self, store: S3Store, key: str, shown: str, upload: str | None = None) -> None:
         self._store = store
