@@ -39,7 +39,7 @@ SIGNALLED = 128
 
 SIGNALS = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
 
-LATER_SECONDS = 0.02
+LATER_SECONDS = 0.002
 
 COLLECTED_AFTER = (50_000, 20, 100)
 """New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
@@ -143,6 +143,8 @@ def _ending_in_order() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if came:  # and all was done before it could be raised
+            signal.setitimer(signal.ITIMER_REAL, 0)
         Interrupted.came = False
         for one, handler in before.items():
             if signal.getsignal(one) is ended:
