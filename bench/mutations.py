@@ -1,4 +1,4 @@
-"""Do the tests notice when the library is wrong? Single changes of it, each run against the tests that execute the line.
+"""Do the tests notice when the library is wrong? Single changes of it, each run against the tests that execute it.
 
     pip install pytest-cov
     python bench/mutations.py record --data cover.sqlite      # the whole suite once, with what each test executes

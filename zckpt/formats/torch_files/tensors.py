@@ -217,8 +217,10 @@ def describe(
     `like` is another file with the same tree and the same records, which need not be gone through again.
     """
     if like is not None:
-        own = {"path": file.path, "nbytes": file.nbytes, "archive": file.archive}
-        return replace(like, **own, dp_rank=dp_rank, mp_rank=mp_rank, rules=tuple(rules))
+        return replace(
+            like, path=file.path, nbytes=file.nbytes, archive=file.archive, dp_rank=dp_rank, mp_rank=mp_rank,
+            rules=tuple(rules),
+        )  # fmt: skip
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):
         if tensor.numel:
