@@ -103,6 +103,47 @@ def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path: P
         zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")
 
 
+def _list_anew(run: Path, orders: list[list[list[int]]]) -> None:
+    """Give each stage's optimizer its groups, and what they number, in another order, as a program may list them."""
+    for path, groups in zip(sorted((run / "global_step5").glob("mp_rank_*")), orders, strict=True):
+        content = load(path)
+        optimizer, number = content["optimizer"], 0
+        state, optimizer["state"] = optimizer["state"], {}
+        optimizer["param_groups"] = optimizer["param_groups"][: len(groups)]
+        for group, old in zip(optimizer["param_groups"], groups, strict=True):
+            group["params"] = list(range(number, number + len(old)))
+            optimizer["state"] |= dict(zip(group["params"], (state[one] for one in old), strict=True))
+            number += len(old)
+        torch.save(content, path)
+
+
+def moments(checkpoint: Any) -> dict[str, torch.Tensor]:
+    return {name: checkpoint.read(name, "exp_avg") for name in sorted(checkpoint.parameters)}
+
+
+def test_one_group_in_the_models_order_tells_its_names_tied_layers_too(tmp_path: Path) -> None:
+    """As of `module.parameters()`: shapes leave one way to read it, and the layers of each stage follow from that."""
+    run = Path(shutil.copytree(run_of("pp2_s0_fp32_dp2"), tmp_path / "run"))
+    _list_anew(run, [[[0, 2, 3, 4, 1, 5]], [[0, 1, 3, 2, 4, 5]]])
+    found = zckpt.open(run)
+    assert not found.warnings
+    assert same(moments(found), moments(zckpt.open(run_of("pp2_s0_fp32_dp2"), names=NUMBERED)))
+
+
+def test_two_groups_that_are_sorted_or_not_leave_files_that_nothing_tells_apart(tmp_path: Path) -> None:
+    """A norm's weight and bias, and another bias, have one shape: which is which is in the program only."""
+    run = Path(shutil.copytree(run_of("pp2_s0_fp32_dp2"), tmp_path / "run"))
+    _list_anew(run, [[[0, 1], [2, 5, 4, 3]], [[0, 1, 2], [3, 4, 5]]])
+    swapped = [*NUMBERED[:3], *NUMBERED[5:2:-1], *NUMBERED[6:]]
+    assert swapped[2:6] == sorted(swapped[2:6])
+    as_it_was = moments(zckpt.open(run_of("pp2_s0_fp32_dp2"), names=NUMBERED))
+    assert same(moments(zckpt.open(run, names=swapped)), as_it_was)
+    assert not same(moments(zckpt.open(run, names=NUMBERED)), as_it_was)
+    assert zckpt.verify(run, names=NUMBERED, deep=True).sound  # and so no evidence, but for whose names they are
+    for one in (run, run_of("pp2_s0_fp32_dp2")):
+        assert "is not certain" in zckpt.open(one).warnings[0]
+
+
 def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path: Path) -> None:
     """As of an optimizer made of `named_parameters()`; the target has them, too, and none is taken that cannot be."""
     run = tmp_path / "run"
