@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,5 +102,8 @@ def test_names_that_archives_have_for_themselves(tmp_path: Path) -> None:
     assert [(e.path, e.code, e.ranks) for e in files_twice(named("rank_0", "rank_0"))] == [
         ("/run/rank_1.pt", "ZC-113", (1,))
     ]
+    on_nodes = named("rank_0", "rank_0")
+    on_nodes.files[1] = replace(on_nodes.files[1], path="/node_1/run/rank_1.pt")
+    assert [e.path for e in files_twice(on_nodes)] == ["/node_1/run/rank_1.pt"]
     assert [(e.code, e.ranks) for e in files_twice(named("rank_1", "rank_0"))] == [("ZC-116", (0, 1))]
     assert [e.code for e in files_twice(named("rank_1", "rank_2", "rank_0"))] == ["ZC-116"] * 3

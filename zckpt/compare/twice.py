@@ -86,12 +86,12 @@ def _error(file: SourceFile, other: SourceFile, what: str, expected: str, code: 
 
 
 def _misnamed(files: Iterable[SourceFile]) -> Iterator[tuple[str, ShardError]]:
-    """Yield the files that were saved under the name of another that is beside them; of two that were swapped, one."""
+    """Yield the files that were saved under the name of another, in any of the roots; of two that were swapped, one."""
     torch_files = [file for file in files if file.archive and file.role != EXPERT]
-    folders = {(str(Path(file.path).parent), Path(file.path).stem): file for file in torch_files}
+    by_stem = {Path(file.path).stem: file for file in torch_files}  # of one name in many folders, none is misnamed
     swapped: set[str] = set()
-    for (folder, stem), file in folders.items():
-        other = folders.get((folder, file.archive))
+    for file in torch_files:
+        stem, other = Path(file.path).stem, by_stem.get(file.archive)
         if file.archive == stem or other is None or file.path in swapped:
             continue
         if other.archive == stem:
