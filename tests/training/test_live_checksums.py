@@ -22,7 +22,7 @@ from tests.training.test_load_failures import everything, same, step
 from tests.truth import Truth
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import Sum
-from zckpt.errors import DamagedFileError, ZckptError
+from zckpt.errors import DamagedFileError, ShardError, ZckptError
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import checksums
 from zckpt.optim import files
@@ -160,3 +160,23 @@ def test_state_that_is_damaged_changes_nothing_and_weights_that_are_leave_the_op
     family: str, tmp_path: Path
 ) -> None:
     run(one_by_one, 2, tmp_path, family)
+
+
+def load_of_another_rank(rank: int, world_size: int, path: Path, source: str) -> str:
+    """Load what has one rank's file under two names; return the refusal. Nothing is changed by it."""
+    _, model, optimizer, _ = build(source, "adamw")
+    before = everything(model, optimizer)
+    for load in (lambda: zckpt.load(path, model=model, optimizer=optimizer), lambda: files.load(optimizer, path)):
+        with pytest.raises(ShardError) as told:
+            load()
+    assert same(before, everything(model, optimizer))
+    zckpt.load(path, model=model, optimizer=optimizer, verify=False)
+    return str(told.value)
+
+
+def test_one_ranks_file_under_two_names_is_not_loaded(tmp_path: Path) -> None:
+    run_directory = Path(shutil.copytree(FIXTURES / "s3_bf16_dp3", tmp_path / "run"))
+    one, other = sorted((run_directory / "global_step5").glob("*_optim_states.pt"))[:2]
+    shutil.copyfile(one, other)
+    told = run(load_of_another_rank, 2, run_directory, "s3_bf16_dp3")
+    assert all(other.name in one and "verify=False" in one for one in told), told

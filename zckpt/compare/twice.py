@@ -79,7 +79,7 @@ def _error(file: SourceFile, other: SourceFile, what: str, expected: str, code: 
         path=file.path,
         expected=expected,
         found=Path(other.path).name,
-        advice="copy it again from where it came from; --no-weight-check takes the files as they are",
+        advice="copy it again from where it came from; --no-weight-check (in a load, verify=False) takes it as it is",
         code=code,
         ranks=[rank for rank in ranks[: 1 if code == TWICE else 2] if rank is not None],
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zckpt.compare.twice import check_files_apart
 from zckpt.deepspeed.engine import (
     ENGINE,
     check_goes_on,
@@ -162,6 +163,7 @@ def _opened(engine: Any, path: Path) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     if kind_that_keeps(engine) is None and not checkpoint.unnamed and not is_as_it_is(checkpoint, training_of(engine)):
         _check_nothing_lost(checkpoint)
+        check_files_apart(checkpoint)
     return checkpoint
 
 

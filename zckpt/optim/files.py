@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, watching
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.formats.floats import with_floats
@@ -120,6 +121,8 @@ def load(
         checkpoint = open_for(path, () if of_model is None else of_model.parameters, optimizers.order, names=names)
         if checks is not None:
             checks.find = checksums_by_path([checkpoint])
+        if verify and ranks.rank == 0:
+            check_files_apart(checkpoint)
         [restoring] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
         restoring.check()
         return restoring

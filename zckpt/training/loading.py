@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
@@ -136,8 +137,8 @@ def load(
     tp_rules : path-like or mapping, optional
         As for `save`: how this rank's slices are cut from the parameters of the checkpoint, at any degree.
     verify : bool
-        Hold what is read against the checksums in the files: the optimizer's state before anything is changed, weights
-        before the optimizer is. What ranks read in parts they put together.
+        Hold files of ranks against each other, and what is read against the checksums in them: the optimizer's state
+        before anything is changed, weights before the optimizer is. What ranks read in parts they put together.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world, as of slices.
 
@@ -180,6 +181,8 @@ def load(
                 path, live, everywhere, strict=strict, tag=tag, names=names, naming=naming, dequantize=dequantize,
                 checks=checks,
             )  # fmt: skip
+        if verify and ranks.rank == 0:
+            check_files_apart(loading.checkpoint)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
