@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zckpt.compare.twice import files_twice
-from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Span
 
 NUMEL = 40
 RANDOM, OTHER, LESS = (np.random.default_rng(seed).normal(size=NUMEL).astype(np.float32) for seed in (1, 2, 3))
@@ -87,6 +87,16 @@ def test_experts_that_begin_as_one_are_not_told_and_what_was_trained_is(tmp_path
     assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, ZEROS), of_expert(1, RANDOM, ZEROS)))
     assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, LESS)))
     assert pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, OTHER)))
+
+
+@pytest.mark.parametrize(("step", "rate", "told"), [(1, 0.1, False), (5, 0.0, False), (5, 0.1, True)])
+def test_masters_that_were_stepped_apart_are_not_alike(step: int, rate: float, told: bool, tmp_path: Path) -> None:
+    """Each slot in a file of its own, as universal checkpoints have them."""
+    files = [{place: values} for number, moments in ((0, OTHER), (1, LESS))
+             for place, values in of_expert(number, RANDOM, moments).items() if place[1] != "weight"]  # fmt: skip
+    found = checkpoint(tmp_path, *files)
+    found.step, found.param_groups = step, [ParamGroup({"lr": rate}, list(found.parameters))]
+    assert pairs(found) == ([("rank_2", "rank_0")] if told else [])
 
 
 def named(*archives: str, role: str = "model") -> Checkpoint:

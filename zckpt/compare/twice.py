@@ -4,12 +4,13 @@ names      torch calls an archive's folder as the file that it saves; of a copy 
 samples    two files that hold different elements begin every tensor of theirs that is looked at with the same bytes
 
 Zeros, ones, and whatever is one value over and over tell nothing. Nor do weights of different parameters: experts begin
-as one, and so do layers of a model that was made deeper. What an optimizer has come to for them differs.
+as one, and so do layers of a model that was made deeper. What an optimizer has come to for them differs; and where it
+does, so do the weights that it has stepped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -33,6 +34,9 @@ MOST_SPANS = 1 << 17
 
 FEWEST_WORDS = 4
 """Different words of four bytes in what two files have alike below which it may be chance."""
+
+STEPPED = 3
+"""Steps after which what was moved by different gradients is no longer equal: the rate of the first may be zero."""
 
 EXPERT = "expert"
 """Role of files that hold nothing but experts, one of which may have been made of another."""
@@ -107,10 +111,25 @@ def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     candidates: dict[tuple[str, str], None] = {}
     for alike in _alike(held):
         candidates |= dict.fromkeys(pairwise(alike))
+    states = _states(checkpoint, held) if candidates else {}
     for one, other in candidates:
         mine, its = held[one], held[other]
-        if _are_same(mine.by_offset, its.by_offset) or _are_same(mine.by_tensor, its.by_tensor):
+        if _are_same(mine.by_offset, its.by_offset, states) or _are_same(mine.by_tensor, its.by_tensor, states):
             yield one, other
+
+
+def _states(checkpoint: Checkpoint, held: Mapping[str, _Held]) -> dict[str, dict[str, bytes]]:
+    """Return by parameter what an optimizer has that has stepped float32 weights for a while; none where it may not."""
+    rates = [group.hyperparameters.get("lr") for group in checkpoint.param_groups]
+    coarse = any(one.slots[MASTER].dtype != "float32" for one in checkpoint.parameters.values() if MASTER in one.slots)
+    if coarse or (checkpoint.step or 0) < STEPPED or not all(isinstance(one, float) and one > 0 for one in rates):
+        return {}
+    found: dict[str, dict[str, bytes]] = {}
+    for one in held.values():
+        for key, name, data in one.by_tensor.values():
+            if key not in (WEIGHT, MASTER) and _words(data) > 1:
+                found.setdefault(name, {})[key] = data
+    return found
 
 
 def _sampled(checkpoint: Checkpoint) -> dict[str, _Held]:
@@ -158,7 +177,7 @@ def _alike(held: dict[str, _Held]) -> Iterator[list[str]]:
             yield [path for _, path in some]
 
 
-def _are_same(mine: Samples, its: Samples) -> bool:
+def _are_same(mine: Samples, its: Samples, states: Mapping[str, Mapping[str, bytes]]) -> bool:
     """Tell whether two files have the same in every place that both are sampled at, and in enough to tell."""
     words, weights, is_state = 0, set[str](), False
     for place in mine.keys() & its.keys():
@@ -167,7 +186,9 @@ def _are_same(mine: Samples, its: Samples) -> bool:
         if data[:nbytes] != found[:nbytes]:
             return False
         further = max(_words(data[:nbytes]) - 1, 0)
-        if key not in (WEIGHT, MASTER):
+        a, b = states.get(name, {}), states.get(other, {})
+        stepped_apart = key == MASTER and any(a[one] != b[one] for one in a.keys() & b.keys())
+        if key not in (WEIGHT, MASTER) or (name != other and stepped_apart):
             words, is_state = words + further, is_state or further > 0
         elif name == other:
             words += further
