@@ -455,3 +455,16 @@ def test_killed_at_random_times_and_gone_on_with(verb: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("verb", VERBS)
 def test_killed_a_hundred_times(verb: str, tmp_path: Path) -> None:
     assert forked(kill_and_resume, verb, 100, 2, tmp_path, timeout=600) == []
+
+
+@pytest.mark.usefixtures("small_tasks")
+@pytest.mark.parametrize("arguments", [[], ["--restart"]])
+def test_a_link_at_the_journals_name_is_named(arguments: list[str], source: Path, out: Path, tmp_path: Path) -> None:
+    if arguments:
+        failed_writing(source, out)
+        (out / f".{MODEL}.zckpt-journal").unlink()
+    (out / f".{MODEL}.zckpt-journal").symlink_to(tmp_path / "precious")
+    said = refused(4, "consolidate", source, out / MODEL, *arguments)
+    assert f".{MODEL}.zckpt-journal: cannot be created: found a symbolic link in its place; remove it" in said
+    assert names_in(out) == {f".{MODEL}.zckpt-journal"}
+    assert not (tmp_path / "precious").exists()

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,7 +262,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
         attempt(f"pickle {how}", here, tag="x", async_=async_, client_state=client_state)
         attempt(f"others {how}", here, tag="taken", async_=async_)
     for written in ("zckpt", "dcp"):
-        attempt(f"format {written}", here, tag="x", written=written, client_state={"path": Path("x")})
+        attempt(f"format {written}", here, tag="x", written=written, client_state={"a": Fraction(1, 2)})
     engine.checkpoint_engine = SimpleNamespace()
     attempt("own engine", here)
     return told
@@ -275,7 +276,7 @@ def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp
         for how in ("sync", "async"):
             assert "cannot pickle" in told[f"pickle {how}"]
             assert told[f"others {how}"].startswith(TargetExistsError.__name__)
-        assert "pathlib.PosixPath" in told["format zckpt"]
+        assert "fractions.Fraction" in told["format zckpt"]
         assert "unknown format dcp" in told["format dcp"]
         assert told["own engine"].startswith(UnsupportedError.__name__)
         assert "SimpleNamespace" in told["own engine"]

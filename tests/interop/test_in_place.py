@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,8 +16,11 @@ from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.gloo import run
 from tests.interop.test_reshard_pipeline import FEW, MANY, TWO, Case
 from tests.pairwise import pairwise
+from tests.test_safety import MODEL, called, named, poison, shell
+from tests.training.test_live_checksums import FLIPPED_NBYTES, flipped, records
 from tests.truth import Truth, assert_same
-from zckpt.errors import UnsupportedError, UsageError, ZckptError
+from zckpt.codes import CHECKSUM
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, ZckptError
 
 pytestmark = pytest.mark.interop
 
@@ -288,6 +292,43 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
     assert "zckpt reshard" in told["experts"]
     assert told["each rank's own"].startswith(UnsupportedError.__name__)
     assert "cannot be read: expected a directory" in told["file"]
+
+
+def trust_little(rank: int, world_size: int, source: Path, evil: Path, sentinel: Path) -> dict[str, str]:
+    """Load data in client state, objects that run something, and damage; return the client state, as text."""
+    engine = engine_of(SPECS["s2_bf16_dp2_client"].at(world_size))
+    with zckpt.deepspeed.any_world_size(engine):
+        _, client = engine.load_checkpoint(str(source))
+        with pytest.raises(UnsupportedError, match=r"found posix.system; .*unpickle_client_state=True"):
+            engine.load_checkpoint(str(evil), load_lr_scheduler_states=False)
+        assert not sentinel.exists()
+        sums = [one for one in records(source) if one.nbytes > FLIPPED_NBYTES]
+        assert len(sums) > 10
+        for one in (next(one for one in sums if kind in one.path) for kind in ("model_states", "pp_rank_1")):
+            with flipped(one, rank):
+                with pytest.raises(DamagedFileError, match="the engine is in part the checkpoint's") as told:
+                    engine.load_checkpoint(str(source))
+                with zckpt.deepspeed.any_world_size(engine, verify=False):
+                    engine.load_checkpoint(str(source))
+            assert told.value.code == CHECKSUM
+    with zckpt.deepspeed.any_world_size(engine, unpickle_client_state=True), zckpt.deepspeed.any_world_size(engine):
+        engine.load_checkpoint(str(evil), load_lr_scheduler_states=False)
+    assert sentinel.exists()
+    torch.distributed.barrier()
+    return {key: repr(value) for key, value in client.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])  # in place, and as it is
+def test_only_data_is_unpickled_unless_more_is_asked_for_and_damage_is_refused(world_size: int, tmp_path: Path) -> None:
+    source = shutil.copytree(FIXTURES / "s2_bf16_dp2_client", tmp_path / "client")
+    sentinel = tmp_path / "sentinel"
+    evil = shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "evil")
+    poison(evil / MODEL, called(named("posix:system"), shell(sentinel)))
+    [model] = source.rglob("mp_rank_00_model_states.pt")
+    expected = torch.load(model, weights_only=False)
+    for told in run(trust_little, world_size, source, evil, sentinel):
+        for key in SPECS["s2_bf16_dp2_client"].client_state:
+            assert told[key] == repr(expected[key])
 
 
 # --- programs that make the engine themselves

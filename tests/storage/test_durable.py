@@ -346,14 +346,21 @@ def test_what_a_killed_run_left_is_emptied_before_it_is_used(tmp_path):
         assert partial.read_bytes() == b""
 
 
-def test_everything_in_the_directory_of_a_killed_run_is_removed(tmp_path):
+def test_what_a_run_may_have_left_in_its_directory_is_removed_and_all_else_is_refused(tmp_path):
     partial = partial_name(tmp_path / "t")
     (partial / "below/it").mkdir(parents=True)
     (partial / "file").write_bytes(OLD)
+    (partial / ".other.zckpt-partial").write_bytes(OLD)
+    with pytest.raises(TargetError, match=r"holds files that no run has left there.* found file; move it away"):
+        write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=Owned(lambda name: name == "new"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/keep").write_bytes(OLD)
     (partial / "link").symlink_to(tmp_path / "elsewhere")
-    write_directory(copying(tmp_path, "new"), tmp_path / "t")
+    with pytest.raises(TargetError, match="found link; move it away"):
+        write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=ANYTHING)
+    assert listing(partial) == [".other.zckpt-partial", "below", "file", "link"]
+    (partial / "link").unlink()
+    write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=ANYTHING)
     assert listing(tmp_path / "t") == ["new"]
     assert listing(tmp_path / "elsewhere") == ["keep"]
 
@@ -589,3 +596,23 @@ def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
         assert listing(tmp_path) == [".d.zckpt-partial"]
     assert listing(tmp_path) == ["d"]
     assert (tmp_path / "d/file").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o440])
+def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode: int, tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(OLD)
+    (tmp_path / "t").chmod(mode)
+    with written_files([tmp_path / "t"], overwrite=True) as (partial,):
+        assert partial.stat().st_mode & 0o777 == mode | 0o600
+        partial.write_bytes(b"new")
+    assert (tmp_path / "t").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "t").read_bytes() == b"new"
+    (tmp_path / "d").mkdir(0o750)
+    (tmp_path / "d" / "kept").write_bytes(OLD)
+    (tmp_path / "d" / "kept").chmod(mode)
+    with written_directory(tmp_path / "d", overwrite=True, owned=ANYTHING) as partial:
+        assert partial.stat().st_mode & 0o777 == 0o750
+        (partial / "kept").write_bytes(b"new")
+    assert (tmp_path / "d").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "d" / "kept").stat().st_mode & 0o777 == mode
+    assert (tmp_path / "d" / "kept").read_bytes() == b"new"

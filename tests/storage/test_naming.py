@@ -147,7 +147,7 @@ def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path: 
         else:
             assert content_of(here / "t") in ("old", "new")
         was = content_of(here / "t")
-        recover(here / "t")
+        recover(here / "t", OURS)
         assert content_of(here / "t") == (was or "old")
         with pytest.raises(TargetExistsError), written_directory(here / "t", overwrite=False, owned=OURS):
             pass

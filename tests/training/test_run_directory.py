@@ -322,3 +322,25 @@ def test_save_does_not_follow_a_link_in_its_temporary_name(tmp_path: Path) -> No
     with pytest.raises(TargetError, match="a symbolic link in its place"):
         zckpt.save(tmp_path / "c", model=model_of(1))
     assert (tmp_path / "elsewhere" / "notes.txt").read_text() == "precious"
+
+
+def test_a_plain_directory_that_is_called_as_a_checkpoint_is_none(tmp_path: Path) -> None:
+    notes(tmp_path / "step-00000001")
+    assert resumed(tmp_path) is None
+    saved(tmp_path, 2)
+    assert resumed(tmp_path) == 2
+    assert (tmp_path / "step-00000001" / "notes.txt").is_file()
+
+
+def test_what_only_has_a_temporary_name_of_ours_stays_and_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 3)
+    every = [".step-00000002.zckpt-partial", ".step-00000003.zckpt-old", ".step-00000001.zckpt-removed"]
+    for name in every:
+        notes(tmp_path / name)
+    with pytest.raises(TargetError, match=r"-partial: holds files that no run has left there.* found notes\.txt"):
+        saved(tmp_path, 2)
+    with pytest.raises(TargetError, match=r"-old: holds files that no run has left there.* found notes\.txt"):
+        zckpt.save(tmp_path / "step-00000003", model=model_of(1), overwrite=True)
+    assert resumed(tmp_path) == 3
+    saved(tmp_path, 4)
+    assert all((tmp_path / name / "notes.txt").read_text() == "precious" for name in every)

@@ -3,19 +3,27 @@
 `load_checkpoint` is led to a folder of empty files with the names that the engine looks for, and a checkpoint engine
 that gives it, for each of those names, a file that is planned and never written (`zckpt.engine.virtual`): its own
 rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads its own.
+
+What it can load as it is it opens itself, through the same checkpoint engine: whatever is read is held against the
+checksums in the files, and nothing is unpickled but data.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
 import warnings
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PosixPath, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +40,8 @@ from zckpt.deepspeed.engine import (
     stages,
     training_of,
 )
+from zckpt.engine.checking import Checks, watching
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.engine.virtual import VirtualFile, check_readable
 from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, listed
@@ -39,11 +49,12 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
-from zckpt.formats.registry import find_format
+from zckpt.formats.survey import checksums_by_path
 from zckpt.optim.files import open_for
-from zckpt.optim.ranks import Ranks
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
+from zckpt.optim.ranks import Ranks, check_together
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot, Span
 from zckpt.state.inventory import FILE
+from zckpt.storage.files import is_file
 from zckpt.torchfile.torch_file import NUMPY
 
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
@@ -57,8 +68,20 @@ _OWN_CLASSES = (
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 )
-"""What files that are laid out for DeepSpeed mention, whatever they were laid out from."""
+"""What DeepSpeed's files mention, whoever wrote them."""
+
+_DATA_CLASSES = (
+    argparse.Namespace, SimpleNamespace, defaultdict, deque, PurePosixPath, PosixPath, date, datetime, timedelta,
+    bool, int, float, str, list, dict, tuple, frozenset,
+)  # fmt: skip
+"""What programs keep in client state of which making one runs nothing of theirs."""
+
+SPOILED = "the engine is in part the checkpoint's and must not be used: load a sound checkpoint, or make another engine"
+
+_UNPICKLING: ContextVar[bool] = ContextVar("unpickling", default=False)
+"""Whether a context around a load lets client state be unpickled; one within another need not say it again."""
 
 
 @dataclass(slots=True)
@@ -81,21 +104,28 @@ class Loading:
 
 
 @contextmanager
-def any_world_size(engine: Any = None) -> Iterator[Loading]:
+def any_world_size(
+    engine: Any = None, *, verify: bool = True, unpickle_client_state: bool = False
+) -> Iterator[Loading]:
     """Let `load_checkpoint` take any checkpoint that zckpt reads, as long as the context lasts.
 
     Another world size, another stage of ZeRO, another format: state is found by the names of the engine's parameters.
     Each rank reads the bytes of its own part, and of the model what DeepSpeed gives every rank. What the engine can
-    load as it is, it loads itself, without zckpt. All arguments of `load_checkpoint` mean what they mean; a directory
-    that is not there, or empty, is left to DeepSpeed.
+    load as it is, it loads from its files. All arguments of `load_checkpoint` mean what they mean; a directory
+    that is not there, or empty, is left to DeepSpeed, and so is a universal checkpoint that its configuration asks for.
 
-    Client state of DeepSpeed's own checkpoints is unpickled, as DeepSpeed does it. Of other formats nothing is but
-    plain data, tensors and DeepSpeed's own loss scalers: other objects are refused.
+    Nothing is unpickled but data: numbers, texts, containers, tensors, arrays, `argparse.Namespace`, times, paths and
+    DeepSpeed's own loss scalers. Other objects in client state are refused, unless they are asked for.
 
     Parameters
     ----------
     engine : DeepSpeedEngine, optional
         By default every engine: for programs that make theirs in the call that loads.
+    verify : bool
+        Hold what is read against the checksums in the files; what ranks read in parts they put together. The engine has
+        what was read by then: the error says that it must not be used.
+    unpickle_client_state : bool
+        Let torch unpickle files as DeepSpeed does by itself, which runs what their pickles name.
 
     Yields
     ------
@@ -110,17 +140,25 @@ def any_world_size(engine: Any = None) -> Iterator[Loading]:
         The engine is of a kind that only loads what one like it saved (experts, pipelines without ZeRO, NVMe), or the
         checkpoint holds what DeepSpeed's files cannot.
     SourceError
-        The checkpoint cannot be read.
+        The checkpoint cannot be read, or (UnsupportedError) holds objects that are not to be unpickled.
+    DamagedFileError
+        From `load_checkpoint`, on all ranks: bytes are not those that were written.
     MissingPackageError
         Without an engine: DeepSpeed is not installed.
     """
     loading = Loading()
-    with replaced_method(engine, "load_checkpoint", partial(_load, loading)):
-        yield loading
+    token = _UNPICKLING.set(unpickle_client_state or _UNPICKLING.get())
+    try:
+        with replaced_method(engine, "load_checkpoint", partial(_load, loading, verify)):
+            yield loading
+    finally:
+        _UNPICKLING.reset(token)
 
 
-def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _load(loading: Loading, verify: bool, engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Load a checkpoint into an engine as it is, or in place."""
+    if isinstance(engine.checkpoint_engine, _CheckpointEngine):  # another context has led it here
+        return call(**arguments)
     directory, tag = arguments["load_dir"], arguments["tag"]
     path = Path(directory) if tag is None else Path(directory, str(tag))
     ranks = Ranks()
@@ -131,24 +169,52 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
     wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
     checkpoint = ranks.of_first(lambda: _opened(engine, path))  # which costs more than to send it
     served = ranks.do(lambda: _served(engine, checkpoint, optimizer=wants_optimizer, scheduler=wants_scheduler))
+    checks = Checks() if verify else None
+    if checks is not None:
+        checks.find = checksums_by_path([checkpoint if served is None else served.target.checkpoint])
+    stand_in = _CheckpointEngine(engine.checkpoint_engine, served, str(path))
+    with watching(checks):
+        found = _called(loading, engine, call, arguments, stand_in, path)
+    check_together(checks, ranks, str(path), spoiled=SPOILED)
+    return found
+
+
+def _called(
+    loading: Loading, engine: Any, call: Callable[..., Any], arguments: dict[str, Any], stand_in: _CheckpointEngine,
+    path: Path,
+) -> Any:  # fmt: skip
+    """Let an engine load through another checkpoint engine."""
+    served, module_only = stand_in.served, arguments["load_module_only"]
     if served is None:
-        return call(**arguments)
+        with _standing_in(engine, stand_in):
+            return call(**arguments)
     loading.notes += served.notes
     loading.in_place.append(str(path))
-    if ranks.rank == 0:
+    if Ranks().rank == 0:
         for note in served.notes:
-            warnings.warn(f"{path}: {note}", stacklevel=4)
+            warnings.warn(f"{path}: {note}", stacklevel=5)
+    wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
     if module_only and served.training.stage == 3:
         arguments["load_optimizer_states"] = False  # else it takes weights from a file that has none
-    stand_in = _CheckpointEngine(engine.checkpoint_engine, served)
-    with _folder(engine, served) as (folder, name), _consolidating(served, loading, optimizer=wants_optimizer):
-        engine.checkpoint_engine = stand_in
+    with (
+        _folder(engine, served) as (folder, name),
+        _consolidating(served, loading, optimizer=wants_optimizer),
+        _standing_in(engine, stand_in),
+    ):
         try:
             found, client_state = call(**{**arguments, "load_dir": folder, "tag": name})
         finally:
-            engine.checkpoint_engine = stand_in.stock
             loading.read_nbytes += stand_in.read_nbytes
     return (None if found is None else str(path)), client_state
+
+
+@contextmanager
+def _standing_in(engine: Any, stand_in: _CheckpointEngine) -> Iterator[None]:
+    engine.checkpoint_engine = stand_in
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = stand_in.stock
 
 
 def _holds_something(path: Path) -> bool:
@@ -186,8 +252,10 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
         )
     training = training_of(engine)
-    if is_as_it_is(checkpoint, training) and not (optimizer and check_goes_on(engine, checkpoint)):
-        return None
+    if is_as_it_is(checkpoint, training):  # of ZeRO-3's weights alone, a script of DeepSpeed's would open the files
+        if not (check_goes_on(engine, checkpoint) if optimizer else training.stage == 3):
+            return None
+        _check_nothing_lost(checkpoint)
     if checkpoint.unnamed:  # its optimizer has numbers, which the engine's order gives names
         live = [name for names in training.names for name in names]
         checkpoint = open_for(path, live, [list(names) for names in training.numbered])
@@ -243,28 +311,42 @@ class _CheckpointEngine:
     """Stands in for an engine's checkpoint engine while it loads; all but loading is the other's.
 
     A model file is asked for twice, first for one number in it: it is made once.
+
+    Parameters
+    ----------
+    stock : object
+        The other.
+    served : Served or None
+        Whose files are given, which are not there; None: those that are there.
+    source : str
+        The checkpoint, for messages.
     """
 
-    def __init__(self, stock: Any, served: Served) -> None:
-        self.stock = stock
+    def __init__(self, stock: Any, served: Served | None, source: str) -> None:
+        self.stock, self.served = stock, served
         self.read_nbytes = 0
-        self._served = served
-        own = find_format(served.target.checkpoint.format)
-        self._trusted = own is not None and own.family == "deepspeed"
+        self._source = source
         self._kept: dict[str, Any] = {}
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of a file that is not there."""
+        """Return the content of a file."""
         if path in self._kept:
             return self._kept.pop(path)
         shard = classify(Path(path).name, path)
-        if shard is None:
+        if self.served is None:
+            if not is_file(path):  # it has files of its own
+                return self.stock.load(path, map_location=map_location)
+            file = VirtualFile(_whole(path), threads=False)
+        elif shard is None:
             raise UsageError("the engine asks for a file that is none of DeepSpeed's", path=path)
-        file = VirtualFile(self._served.file(shard), threads=has_cores())
-        if self._trusted:
+        else:
+            file = VirtualFile(self.served.file(shard), threads=has_cores())
+        if _UNPICKLING.get():
             content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
         else:
-            content = load_plain(file, map_location, source=self._served.target.checkpoint.source)
+            content = load_plain(file, map_location, source=self._source)
+        if shard is None or self.served is None:
+            return content
         self.read_nbytes += file.read_nbytes
         if shard.role == MODEL:
             self._kept[path] = content
@@ -274,31 +356,41 @@ class _CheckpointEngine:
         return getattr(self.stock, name)
 
 
+def _whole(path: str) -> TargetFile:
+    """Return a file that is there as one that is not."""
+    nbytes = Path(path).stat().st_size
+    extent = Extent.whole((nbytes,))
+    slot = Slot("file", "uint8", (nbytes,), (Span(extent, path, 0, "uint8"),))
+    return TargetFile(path, nbytes, holes=[Hole(0, path, slot, extent, "uint8")])
+
+
 def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> Any:
     """Return the content of a file, of which nothing is run; `source` is the checkpoint that it was laid out from.
 
     Raises
     ------
     UnsupportedError
-        It holds more than plain data, tensors, arrays and DeepSpeed's own loss scalers.
+        It holds more than data, tensors, arrays and DeepSpeed's own loss scalers.
     """
     try:
-        with torch.serialization.safe_globals(_own_classes() + _numpy_classes()):
+        with torch.serialization.safe_globals([*_own_classes(), *_numpy_classes(), *_DATA_CLASSES]):
             return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
     except Exception as error:  # which is pickle's
         if type(error).__name__ != "UnpicklingError":
             raise
         mentioned = _MENTIONED.search(str(error))
         raise UnsupportedError(
-            "holds objects besides tensors and plain data, which are loaded from DeepSpeed's own formats only",
+            "holds objects besides tensors and data, which only unpickling would make, and that runs what they name",
             path=source,
             found=None if mentioned is None else mentioned[1],
-            advice="`zckpt inspect --globals` names them; `zckpt convert --to deepspeed` carries them",
+            advice="`zckpt inspect --globals` names them; if you trust them, "
+            "any_world_size(unpickle_client_state=True) unpickles them as DeepSpeed does",
         ) from error
 
 
 def _own_classes() -> list[Any]:
-    return [getattr(__import__(module, fromlist=[name]), name) for module, name in _OWN_CLASSES]
+    modules = [(__import__(module, fromlist=[name]), name) for module, name in _OWN_CLASSES]
+    return [getattr(module, name) for module, name in modules if hasattr(module, name)]
 
 
 def _numpy_classes() -> list[Any]:

@@ -201,7 +201,7 @@ class _Reading:
         return laid
 
     def _check_loads(self, checkpoint: Checkpoint) -> None:
-        """Raise where client state holds what is loaded from DeepSpeed's own files only."""
+        """Raise where client state holds what only unpickling would make again."""
         tree = {**checkpoint.metadata, "optimizer": dict(checkpoint.optimizer_metadata)}
         load_plain(VirtualFile(lay_out("others.pt", tree), threads=False), source=str(self._path))
 

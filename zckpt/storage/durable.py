@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,8 +29,17 @@ from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import exchange, rename_new, sync, sync_all
-from zckpt.storage.journal import Journal, forget
-from zckpt.storage.ownership import Owned, check_replaceable, check_target, claimed, held, is_named, partial_name
+from zckpt.storage.journal import Journal, forget, journal_name
+from zckpt.storage.ownership import (
+    Owned,
+    check_replaceable,
+    check_target,
+    check_unfinished,
+    claimed,
+    held,
+    is_named,
+    partial_name,
+)
 
 LIST_NBYTES = 1 << 16
 """Of a list of files; a longer one is none."""
@@ -68,10 +78,13 @@ def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal 
                 claim = claimed(partial, directory=False, left=None if journal is None else journal.left)
                 held.append((stack.enter_context(claim), partial))
                 check_target(target, overwrite=overwrite)
+                _keep_mode(partial, target, besides=0o600)
             _begin(targets[-1], journal)
             yield partials
             _check_kept(held)
             _sync_all(partials, journal)
+            for target, partial in zip(targets, partials, strict=True):
+                _keep_mode(partial, target)
             _name_files(partials, targets, overwrite=overwrite)
         except BaseException as error:
             if interrupted(targets[-1]):
@@ -106,14 +119,20 @@ def written_directory(target: Path, *, overwrite: bool, owned: Owned, journal: J
         As for `written_files`.
     """
     partial = partial_name(target)
-    with claimed(partial, directory=True, left=None if journal is None else journal.left) as descriptor:
+    known = None if os.path.lexists(journal_name(target)) else owned
+    left = None if journal is None else journal.left
+    with claimed(partial, directory=True, left=left, owned=known) as descriptor:
         try:
-            _settle_directory(target)
+            _settle_directory(target, owned)
             check_target(target, overwrite=overwrite, owned=owned)
+            _keep_mode(partial, target, besides=0o700)
             _begin(target, journal)
             yield partial
             _check_kept([(descriptor, partial)])
-            _sync_all([*partial.rglob("*"), partial], journal)
+            every = [*partial.rglob("*"), partial]
+            _sync_all(every, journal)
+            for path in every:
+                _keep_mode(path, target / path.relative_to(partial))
             _name_directory(partial, target, overwrite=overwrite, owned=owned)
         except BaseException as error:
             kept = journal is not None and journal.keeps(error)
@@ -122,6 +141,17 @@ def written_directory(target: Path, *, overwrite: bool, owned: Owned, journal: J
             raise
         if journal is not None:
             journal.end()
+
+
+def _keep_mode(partial: Path, target: Path, *, besides: int = 0) -> None:
+    """Let who may read and write what is replaced, and no one else, do so with what replaces it.
+
+    `besides` is what the run itself needs until then.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        mode = target.lstat().st_mode
+        if not stat.S_ISLNK(mode):
+            partial.chmod(mode & 0o777 | besides)
 
 
 def _begin(target: Path, journal: Journal | None) -> None:
@@ -149,16 +179,16 @@ def _check_kept(held: Sequence[tuple[int, Path]]) -> None:
             raise TargetError("is gone, or something else has its name", path=partial, advice="write it again")
 
 
-def recover(target: Path) -> None:
-    """Put right what a killed run has left of a directory, unless another run is writing it.
+def recover(target: Path, owned: Owned) -> None:
+    """Put right what a killed run has left of a directory that `owned` tells, unless another run is writing it.
 
     One that was set aside gets its name back; what was not written to its end is removed.
     """
     partial = partial_name(target)
     if not os.path.lexists(partial) and not os.path.lexists(old_name(target)):
         return
-    with suppress(TargetError), claimed(partial, directory=True):
-        _settle_directory(target)
+    with suppress(TargetError), claimed(partial, directory=True, owned=owned):
+        _settle_directory(target, owned)
         forget(target)
         _remove(partial)
 
@@ -201,10 +231,11 @@ def interrupted(target: Path) -> str | None:
 # --- a directory
 
 
-def _settle_directory(target: Path) -> None:
+def _settle_directory(target: Path, owned: Owned) -> None:
     """Give a directory its name back that a killed run set aside; called by who has the temporary name."""
     old = old_name(target)
-    if os.path.lexists(target):
+    if os.path.lexists(target) and os.path.lexists(old):
+        check_unfinished(old, owned)
         _remove(old)  # that run had named its successor
     elif old.is_dir() and not old.is_symlink():
         rename_new(old, target)
@@ -232,7 +263,7 @@ def _name_directory(partial: Path, target: Path, *, overwrite: bool, owned: Owne
 
 def _replace(partial: Path, target: Path, owned: Owned) -> None:
     if not exchange(partial, target):
-        _replace_in_two_steps(partial, target)
+        _replace_in_two_steps(partial, target, owned)
         return
     try:
         check_replaceable(partial, owned)  # in the meantime, somebody may have put something there
@@ -243,9 +274,9 @@ def _replace(partial: Path, target: Path, owned: Owned) -> None:
     _remove(partial)
 
 
-def _replace_in_two_steps(partial: Path, target: Path) -> None:
+def _replace_in_two_steps(partial: Path, target: Path, owned: Owned) -> None:
     old = old_name(target)
-    _remove(old)
+    _settle_directory(target, owned)
     target.rename(old)
     try:
         rename_new(partial, target)

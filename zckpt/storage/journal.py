@@ -23,7 +23,7 @@ from threading import Lock
 
 from zckpt.errors import SourceError, TargetError
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.ownership import claimed, partial_name
+from zckpt.storage.ownership import claimed, kind_of, partial_name
 from zckpt.storage.purpose import Purpose, identity
 from zckpt.storage.room import Room
 
@@ -138,7 +138,12 @@ class Journal:
         return self.resumes
 
     def _look(self) -> None:
-        begun, found = _read(self._name)
+        try:
+            begun, found = _read(self._name)
+        except TargetError:
+            if not self.restart:
+                raise
+            begun, found = None, {}
         self._beside = begun.beside if begun is not None else []
         if self.restart or begun is None or not found:
             return
@@ -168,6 +173,11 @@ class Journal:
                     partial.unlink()
         if not self.resumes:
             forget(self._target)
+            if self.is_worth_it and os.path.lexists(self._name):
+                found = kind_of(self._name.lstat().st_mode)
+                raise TargetError(
+                    "cannot be created", path=self._name, found=f"{found} in its place", advice="remove it"
+                )
         self._begun = True
 
     def record(self, key: str, work: Work) -> None:

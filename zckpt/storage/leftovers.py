@@ -19,7 +19,7 @@ from pathlib import Path
 from zckpt.errors import TargetError
 from zckpt.storage.durable import recover
 from zckpt.storage.journal import journal_name
-from zckpt.storage.ownership import Owned, check_replaceable, is_abandoned, partial_name
+from zckpt.storage.ownership import Owned, check_unfinished, is_abandoned, partial_name
 
 QUIET_S = 3600.0
 """Longer than a save writes nothing, and than clocks of nodes and of a server of files differ."""
@@ -35,7 +35,6 @@ def remove_leftovers(directory: Path, owned: Owned) -> None:
     owned : Owned
         What tells a finished one; of one that is not, names do.
     """
-    unfinished = Owned(lambda name: owned.is_own(str(_target_of(Path(name)) or name)))
     with suppress(OSError, TargetError):
         for left in list(directory.iterdir()):
             target = _target_of(left)
@@ -44,8 +43,8 @@ def remove_leftovers(directory: Path, owned: Owned) -> None:
             with suppress(OSError, TargetError):
                 if not _is_quiet(left) or not is_abandoned(left):
                     continue
-                check_replaceable(left, unfinished)
-                recover(target)
+                check_unfinished(left, owned)
+                recover(target, owned)
 
 
 def _is_quiet(left: Path) -> bool:

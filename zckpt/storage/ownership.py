@@ -5,9 +5,10 @@ empty, or in which everything is what its format writes. Nothing else is ever re
 may mean what it points to; no device, FIFO or socket; no directory that holds something else, however little.
 
 Until it has its name, a target is `.NAME.zckpt-partial`, and the run that writes it holds a lock on that. What has such
-a name already was left by a run that was killed. It is removed, and not written into: it may be a link to something
-else by now, and another name of its file may be anybody's. Only a run that goes on with another's work writes into what
-that has left (`journal`), which then must be a file of one name.
+a name already was left by a run that was killed, if it is a file, or a directory beside which a journal is, or in which
+all files have names of the format's or temporary ones; another is refused. It is removed, and not written into: it may
+be a link to something else by now, and another name of its file may be anybody's. Only a run that goes on with
+another's work writes into what that has left (`journal`), which then must be a file of one name.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+_MARK = ".zckpt-"
+"""What temporary names have."""
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
@@ -148,6 +152,26 @@ def _check_owned(directory: Path, owned: Owned) -> None:
         )
 
 
+def check_unfinished(directory: Path, owned: Owned) -> None:
+    """Raise TargetError if what has a temporary name holds more than a run leaves of a directory that `owned` tells."""
+    mode = directory.lstat().st_mode
+    if not stat.S_ISDIR(mode):
+        raise TargetError("cannot be removed", path=directory, found=f"{kind_of(mode)} in its place", advice="move it")
+    others = [
+        name
+        for name, is_file in _below(directory)
+        if not name.endswith("/")
+        and not (is_file and (name == FINGERPRINT_NAME or _MARK in name or owned.is_own(name)))
+    ]
+    if others:
+        raise TargetError(
+            "holds files that no run has left there, and removing it would lose them",
+            path=directory,
+            found=", ".join(sorted(others)[:SHOWN_NAMES]) + (" ..." if len(others) > SHOWN_NAMES else ""),
+            advice="move it away",
+        )
+
+
 def _below(directory: Path) -> Iterator[tuple[str, bool]]:
     """Yield the name of everything below a directory, and whether it is a regular file; of directories, empty ones."""
     for at, folders, files in os.walk(directory, onerror=_raise):
@@ -172,17 +196,18 @@ def partial_name(target: Path) -> Path:
 
 
 @contextmanager
-def claimed(name: Path, *, directory: bool, left: Left | None = None) -> Iterator[int]:
+def claimed(name: Path, *, directory: bool, left: Left | None = None, owned: Owned | None = None) -> Iterator[int]:
     """Create an empty file or directory that no other run has, and hold a lock on it; yield its descriptor.
 
-    What a killed run left under the name is handed to `left` first, which may want it as it is.
+    What a killed run left under the name is handed to `left` first, which may want it as it is. With `owned`, only what
+    that tells is taken for such.
 
     Raises
     ------
     TargetError
         Another run has it, or it is what this user's runs do not leave.
     """
-    descriptor = _claim(name, directory=directory, left=left)
+    descriptor = _claim(name, directory=directory, left=left, owned=owned)
     try:
         yield descriptor
     finally:
@@ -231,7 +256,7 @@ def is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _claim(name: Path, *, directory: bool, left: Left | None) -> int:
+def _claim(name: Path, *, directory: bool, left: Left | None, owned: Owned | None) -> int:
     """Return a locked descriptor of what `name` stands for.
 
     Between opening and locking, another run may have renamed its file to the target or removed it; what was opened
@@ -255,6 +280,8 @@ def _claim(name: Path, *, directory: bool, left: Left | None) -> int:
                     return descriptor
                 if left is not None and left(descriptor):
                     return descriptor
+                if owned is not None:
+                    check_unfinished(name, owned)
                 _remove_left(name, directory=directory)
         except BaseException:
             os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError
@@ -15,7 +15,7 @@ from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.leftovers import remove_leftovers
-from zckpt.storage.ownership import check_replaceable
+from zckpt.storage.ownership import check_replaceable, check_unfinished
 from zckpt.training import run_record
 from zckpt.training.run_record import LATEST, NAME, RECORD, Record, Saved
 
@@ -65,21 +65,23 @@ class RunPlace:
 
     def settle(self, saving: Saved) -> None:
         """Put right what a save has left that was killed."""
-        recover(self.directory / saving.name)
+        recover(self.directory / saving.name, OWNED)
 
     def settle_all(self) -> None:
         """Give checkpoints their names back that a kill has left without, and remove what it has left unfinished."""
         for left in self.directory.iterdir():
             target = target_of_old(left)
             if target is not None and NAME.fullmatch(target.name):
-                recover(target)
+                recover(target, OWNED)
         remove_leftovers(self.directory, OWNED)
 
     def sweep(self) -> None:
         """Remove what a removal has left that was killed."""
         for left in self.directory.iterdir():
             if run_record.REMOVED.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True)  # which follows no link
+                with suppress(TargetError):
+                    check_unfinished(left, OWNED)
+                    shutil.rmtree(left, ignore_errors=True)  # which follows no link
 
     def remove(self, checkpoint: Saved) -> str | None:
         """Remove a checkpoint, unless something else is in its place or in it: then return what."""

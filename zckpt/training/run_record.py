@@ -216,7 +216,8 @@ def candidates(directory: Path) -> list[str]:
     """Return the names of what may be resumed from, the best first.
 
     That is what `latest` says; then what was saved before it, and after it, from the last on; then what no Checkpointer
-    wrote, from the highest step on. A save that was whole, but was killed before it could say so, goes before all.
+    wrote and is a checkpoint, whole or not, from the highest step on. A save that was whole, but was killed before it
+    could say so, goes before all.
     """
     try:
         record = read_record(directory)
@@ -228,6 +229,7 @@ def candidates(directory: Path) -> list[str]:
     found = [*([latest] if latest else []), *reversed(order[:at]), *reversed(order[at:])]
     if record.saving is not None and record.before == (latest or "") and record.saving.is_in(directory):
         found.insert(0, record.saving.name)
-    others = {path.name for path in (directory.iterdir() if directory.is_dir() else ()) if NAME.fullmatch(path.name)}
+    every = directory.iterdir() if directory.is_dir() else ()
+    others = {path.name for path in every if NAME.fullmatch(path.name) and is_native(path)}
     found += sorted(others, key=lambda name: int(name.removeprefix("step-")), reverse=True)
     return [name for name in dict.fromkeys(found) if name == latest or (directory / name).is_dir()]
