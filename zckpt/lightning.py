@@ -206,13 +206,7 @@ class _Sharded(_Removing):
             super().teardown()  # type: ignore[misc]  # Strategy's
 
     def _finish(self) -> None:
-        """Wait for a save that is going on, and remove what Lightning no longer wants beside it.
-
-        Raises
-        ------
-        ZckptError
-            It could not be written: on all ranks.
-        """
+        """Wait for a save that is going on, and remove what Lightning no longer wants beside it."""
         saving, self._saving = self._saving, None
         if saving is not None:
             waiting, self._to_remove = self._to_remove, []  # which stay, if what was to follow them is not there

@@ -183,13 +183,7 @@ def show(done: Written, *, as_json: bool, quiet: bool) -> None:
 
 
 def read_names(path: Path | None) -> list[str] | None:
-    """Return the names in a file, one a line.
-
-    Raises
-    ------
-    UsageError
-        The file cannot be read.
-    """
+    """Return the names in a file, one a line."""
     if path is None:
         return None
     try:

@@ -217,13 +217,7 @@ class _Reading:
                 self._held.files[name].take(known.literals)
 
     def _wants_more(self) -> bool:
-        """Tell whether bytes were asked for that are not here; then all of that size are to be sent.
-
-        Raises
-        ------
-        UnsupportedError
-            They are more than single values.
-        """
+        """Tell whether bytes were asked for that are not here; then all of that size are to be sent."""
         sizes = [
             nbytes
             for files in self._told

@@ -91,23 +91,7 @@ def open_checkpoint(
 
 
 def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[Format, Found]:
-    """Return the format that a source is of, and what it found.
-
-    Parameters
-    ----------
-    search : Search
-    misses : list, optional
-        Gets what formats see in the source that do not recognise it.
-
-    Raises
-    ------
-    UnknownFormatError, UnsupportedError
-        None recognises it.
-    UsageError
-        Something was given that has no meaning for it.
-    SourceError
-        As `Format.find`.
-    """
+    """Return the format that a source is of, and what it found."""
     misses = [] if misses is None else misses
     unsure: tuple[Format, Found] | None = None
     broken: list[BrokenPluginError] = []

@@ -223,12 +223,6 @@ def _original(parameter: Parameter, copy: Slot, *, widens: bool) -> Slot | None:
 
     `zero_to_fp32` writes masters, and what is frozen as float32 (before 0.16 integers, too); ZeRO-3 gathers 16-bit
     weights of which its ranks have masters only.
-
-    Parameters
-    ----------
-    widens : bool
-        Whether it may have more digits than what it was made of. Where there are no masters, it may be what is
-        left of them.
     """
     held = [slot for key in (MASTER, WEIGHT) if (slot := parameter.slots.get(key)) and slot.shape == copy.shape]
     alike = [slot for slot in held if slot.dtype == copy.dtype]

@@ -246,12 +246,6 @@ def box_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int
     """Return how many elements lie in boxes before this one, if the tensor is cut in a grid of such boxes.
 
     For a box that is one range of the flattened tensor this is its first element's flat index.
-
-    Parameters
-    ----------
-    offsets, sizes : tuple of int, elements
-        The box.
-    shape : tuple of int, elements
     """
     before = 1
     start = 0

@@ -239,13 +239,7 @@ def prove_rest(
     restated: Collection[str] | None,
     copied: Collection[str] = (),
 ) -> None:
-    """Hold what was written besides slots against the source: all of it can be read again, and no key is missing.
-
-    Raises
-    ------
-    LayoutError
-        Something did not arrive, or nothing reads it.
-    """
+    """Hold what was written besides slots against the source: all of it can be read again, and no key is missing."""
     _, lost, _ = take_inventory(written).without(drop)
     others = [item for item in lost if item.file not in copied]
     if others:
@@ -299,13 +293,7 @@ def verify_bytes(
     reporter: Reporter | None = None,
     direct: bool = False,
 ) -> int:
-    """Compare every byte of every slot that was written with the source; return how many bytes were compared.
-
-    Raises
-    ------
-    LayoutError
-        Some element is another one than the source's.
-    """
+    """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
     from zckpt.compare.slots import differences
 
     pairs = [

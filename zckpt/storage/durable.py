@@ -242,13 +242,7 @@ def _settle_directory(target: Path, owned: Owned) -> None:
 
 
 def _name_directory(partial: Path, target: Path, *, overwrite: bool, owned: Owned) -> None:
-    """Give a directory its name, and remove what had it.
-
-    Raises
-    ------
-    TargetExistsError
-        Something else has the name by now.
-    """
+    """Give a directory its name, and remove what had it."""
     check_target(target, overwrite=overwrite, owned=owned)
     try:
         rename_new(partial, target)
@@ -302,13 +296,7 @@ def _remove(path: Path) -> None:
 
 
 def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite: bool) -> None:
-    """Give files of one directory their names; `interrupted` tells of it until all have theirs.
-
-    Raises
-    ------
-    TargetExistsError
-        Something else has a name by now.
-    """
+    """Give files of one directory their names; `interrupted` tells of it until all have theirs."""
     for target in targets:
         check_target(target, overwrite=overwrite)
     last = targets[-1]
@@ -324,13 +312,7 @@ def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite:
 
 
 def _settle_files(target: Path) -> None:
-    """Name the files that a killed run was naming together with `target`.
-
-    Raises
-    ------
-    TargetError
-        Another run is naming them now.
-    """
+    """Name the files that a killed run was naming together with `target`."""
     if os.path.lexists(_naming_name(target)):
         with claimed(_naming_name(target), directory=False, left=lambda found: _go_on(found, target.parent)):
             _naming_name(target).unlink()

@@ -251,13 +251,7 @@ def zip64_sizes(source: FileRange, name: str, extra: bytes, fields: tuple[int, i
 
 
 def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]:
-    """Return where each record's data begins, from the start of the range.
-
-    Raises
-    ------
-    DamagedFileError
-        A local header disagrees with the central directory, or two records overlap.
-    """
+    """Return where each record's data begins, from the start of the range."""
     order = sorted(range(len(entries)), key=lambda index: entries[index].header)
     offsets = [0] * len(entries)
     window, window_start = b"", 0

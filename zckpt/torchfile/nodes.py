@@ -483,15 +483,7 @@ class NumpyArray:
 
 
 def decode(dtype: str, data: bytes) -> object:
-    """Return one element of a numpy dtype as a Python value, or `data` where Python has no such type.
-
-    Parameters
-    ----------
-    dtype : str
-        With byte order: `<f4`.
-    data : bytes
-        Exactly one element.
-    """
+    """Return one element of a numpy dtype as a Python value, or `data` where Python has no such type."""
     order, kind = dtype[:1], dtype[1:2]
     size = len(data)
     sign = ">" if order == ">" else "<"

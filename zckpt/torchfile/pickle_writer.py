@@ -133,11 +133,6 @@ def scalar(writer: Writer, node: NumpyScalar) -> Parts:
 def dtype_of(text: str) -> NumpyDType:
     """Return the dtype of a scalar, with the state that numpy gives it.
 
-    Raises
-    ------
-    UnsupportedError
-        Its size is not known.
-
     Notes
     -----
     Source: `dtype.__reduce__` of numpy 1.24 to 2.4: (version, order, subarray, names, fields, itemsize, alignment,

@@ -252,15 +252,7 @@ def is_legacy(source: FileRange) -> bool:
 
 
 def read_legacy(source: FileRange) -> TorchFile:
-    """Return the object tree and storages of a legacy file.
-
-    Raises
-    ------
-    PickleError
-        One of its pickles is malformed or hostile.
-    DamagedFileError
-        The storages do not fill the rest of the file.
-    """
+    """Return the object tree and storages of a legacy file."""
     size = min(source.nbytes, PREFIX)
     while True:
         try:
@@ -317,13 +309,7 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
 
 
 def locate_storages(source: FileRange, keys: object, position: int, storages: dict[str, Storage]) -> dict[str, int]:
-    """Return the offset of each storage's data, walking from one to the next.
-
-    Raises
-    ------
-    DamagedFileError
-        A storage has another size than the object says, or the file does not end with the last.
-    """
+    """Return the offset of each storage's data, walking from one to the next."""
     if type(keys) is not list or any(type(key) is not str for key in keys) or len(set(keys)) != len(keys):
         raise PickleError("pickle 5", path=source.path, expected="a list of distinct storage keys")
     offsets: dict[str, int] = {}

@@ -100,13 +100,7 @@ class Guard:
 
 
 def measure(key: object, nodes: int, depth: int) -> int:
-    """Return what is left of a budget of `nodes` after walking a nested key.
-
-    Raises
-    ------
-    PickleError
-        The key is too large, too deep, or holds something that cannot be hashed.
-    """
+    """Return what is left of a budget of `nodes` after walking a nested key."""
     kind = type(key)
     if kind not in NESTS:
         if kind not in SAFE and kind not in NUMBERS:

@@ -51,15 +51,7 @@ class StorageTable:
         self._by_id: dict[tuple[str, str, str], Storage] = {}
 
     def __call__(self, pid: object) -> object:
-        """Return the storage of one persistent id.
-
-        Raises
-        ------
-        PickleError
-            The id is malformed, or disagrees with an earlier one or with the file.
-        UnsupportedError
-            The storage is of an unknown class.
-        """
+        """Return the storage of one persistent id."""
         if self.legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
             return pid[1]  # a class that was saved with its source
         if not isinstance(pid, tuple) or len(pid) != 5 + self.legacy or pid[0] != "storage":
@@ -120,13 +112,7 @@ class StorageTable:
 
 
 def element_type(cls: Global) -> str:
-    """Return the dtype of a storage class, `torch.FloatStorage`; an untyped one holds bytes.
-
-    Raises
-    ------
-    UnsupportedError
-        torch has no such storage class.
-    """
+    """Return the dtype of a storage class, `torch.FloatStorage`; an untyped one holds bytes."""
     dtype = "uint8" if cls.name in UNTYPED else FROM_STORAGE.get(cls.name)
     if dtype is None:
         raise PickleError("unknown storage class", found=f"{cls.qualified:.100}")

@@ -369,11 +369,6 @@ def read_and_broadcast(reads: Sequence[TensorRead], ranks: Ranks) -> None:
     """Read what all ranks need, each rank some of it, and send it around.
 
     All ranks must need the same tensors in the same order.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read: on all ranks, if on one.
     """
     for turn in _rounds(reads, ranks.world_size):
         mine = [one for reader, one in turn if reader == ranks.rank]

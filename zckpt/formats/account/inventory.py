@@ -161,14 +161,7 @@ FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb
 
 
 def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
-    """Yield an item for each file that no tree of is looked through.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    read : dict of str to str
-        Real paths of those that are, and their names.
-    """
+    """Yield an item for each file that no tree of is looked through."""
     root = Path(checkpoint.opened or checkpoint.source)
     if not root.is_dir():
         return

@@ -138,13 +138,7 @@ def _within(part: OptimizerPart, steps: Keys, names: frozenset[str]) -> tuple[st
 
 
 def _dropped(slots: _Slots, metadata: Metadata, request: Request, *, masters: bool) -> Dropped:
-    """Return the items that go.
-
-    Parameters
-    ----------
-    masters : bool
-        Whether some parameter has no weight but its master.
-    """
+    """Return the items that go."""
     tensors = metadata.tensors
     shaped = {slot for its in slots.values() for slot, keys in its.items() if any(_has_shape(k, tensors) for k in keys)}
     found: Dropped = {}

@@ -101,29 +101,7 @@ def is_trainers_own(name: str) -> bool:
 def trainer_files(
     source: Path, tag_directory: Path, *, processes: int, roots: Sequence[Path] = ()
 ) -> tuple[list[TargetFile], list[str]]:
-    """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes.
-
-    Parameters
-    ----------
-    source : Path
-        The Trainer's directory, `checkpoint-N`.
-    tag_directory : Path
-        DeepSpeed's checkpoint in it, which is left out, and so is `latest`.
-    processes : int
-        That will load it.
-    roots : sequence of Path
-        The same directory on other nodes, for the random states of their ranks.
-
-    Returns
-    -------
-    (list of TargetFile, list of str)
-        And what became of random states.
-
-    Raises
-    ------
-    SourceError
-        Something cannot be read.
-    """
+    """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
     found, left_out = other_files(source, tag_directory)
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     own = f"{tag_directory.relative_to(source).as_posix()}/"

@@ -290,13 +290,7 @@ def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup
 
 
 def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | None]) -> list[str]:
-    """Return the parameters of a group, stage by stage; of experts, expert rank by expert rank, as in one stage.
-
-    Parameters
-    ----------
-    degrees : mapping of int to int or None
-        Expert ranks by the identity of a group; None for a dense one.
-    """
+    """Return the parameters of a group, stage by stage; of experts, expert rank by expert rank, as in one stage."""
     known = {degrees.get(id(group)) or 1 for group in groups}
     count = known.pop() if len(known) == 1 else 1
     cuts = [[len(group.parameters) * rank // count for rank in range(count + 1)] for group in groups]

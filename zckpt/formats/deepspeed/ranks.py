@@ -110,17 +110,7 @@ def problems(
     mp_rank: int,
     present: Collection[int] = (),
 ) -> Iterator[ShardError | DamagedFileError]:
-    """Yield what is wrong with the optimizer files of one model-parallel rank, taken together.
-
-    Parameters
-    ----------
-    models : sequence of ModelShard
-        At least one.
-    shards : sequence of OptimizerShard
-        Those that can be read.
-    present : collection of int
-        Ranks of which a file is there that cannot be read.
-    """
+    """Yield what is wrong with the optimizer files of one model-parallel rank, taken together."""
     size = data_parallel_size(models, shards)
     by_rank = {shard.rank: shard for shard in shards}
     if size < 1:

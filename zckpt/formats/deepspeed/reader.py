@@ -139,13 +139,7 @@ def _attach_without_zero(
     *,
     by_rank: bool,
 ) -> None:
-    """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one already.
-
-    Parameters
-    ----------
-    by_rank : bool
-        Whether stages and slices have been looked at, each with the optimizer of its rank.
-    """
+    """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one already."""
     content = models[0].content.get("optimizer")
     if by_rank and checkpoint.param_groups and isinstance(content, dict):
         keep_other_state(checkpoint, content, models[0].file)

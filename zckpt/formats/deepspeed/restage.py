@@ -160,15 +160,6 @@ def _dealt(
     """Return the state of each stage of the target, of one tensor-parallel rank.
 
     A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
-
-    Parameters
-    ----------
-    orders : sequence of sequence of sequence of str, or None
-        As `known_orders` returns them, of a source of another format.
-    by_groups : bool
-        Whether DeepSpeed adds up the gradients' norms group by group, as ZeRO-1 does.
-    elsewhere : bool
-        Whether the source is of another format, which has a group of all stages' experts, however large.
     """
     count = len(stages.bounds) - 1
     found = [RankState(0, lanes=source[0].lanes, whole=frozenset().union(*(s.whole for s in source)))
@@ -281,15 +272,7 @@ def _in_order(
 
 
 def check_order(checkpoint: Checkpoint, orders: Sequence[object] = ()) -> None:
-    """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them.
-
-    Raises
-    ------
-    LayoutError
-        A name is of no layer.
-    UnsupportedError
-        A group in another order than that of modules; experts are put in order by themselves.
-    """
+    """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them."""
     for name in (*checkpoint.parameters, *checkpoint.buffers):
         if tied_key(name) is None:
             layer_of(name)

@@ -99,13 +99,7 @@ def _is_idle(files: RankFiles) -> bool:
 def layer_numbers(
     names: Sequence[str] | None, files: RankFiles, path: str
 ) -> tuple[Sequence[str] | None, dict[int, str]]:
-    """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys.
-
-    Raises
-    ------
-    UsageError
-        Which layer a key is of is not known.
-    """
+    """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys."""
     rests: dict[str, set[str]] = {}
     for name in names or ():
         if name.startswith(TIED):
@@ -136,16 +130,6 @@ def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[st
 
     Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
     none of them gets an optimizer.
-
-    Returns
-    -------
-    list of str
-        Why they have none; empty where they have one.
-
-    Raises
-    ------
-    DamagedFileError
-        One is none that DeepSpeed writes.
     """
     found: list[Checkpoint] = []
     for files in ranks:
@@ -169,29 +153,7 @@ def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[st
 
 
 def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Sequence[str] | None) -> list[str]:
-    """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage.
-
-    Parameters
-    ----------
-    ranks : sequence of RankFiles
-        Those of the first stage have the parameters of all layers. They are changed, unless no name is certain.
-    tp : int
-        Tensor-parallel ranks.
-    names : sequence of str, optional
-        Those of a tensor-parallel rank, stage by stage, in the order of each optimizer's numbers.
-
-    Returns
-    -------
-    list of str
-        Why none has an optimizer; empty where all have.
-
-    Raises
-    ------
-    UsageError
-        `names` are not as many as the optimizers number.
-    DamagedFileError
-        One is none that DeepSpeed writes.
-    """
+    """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage."""
     missing = [
         one.models[0].shard.path for one in ranks if not isinstance(one.models[0].content.get("optimizer"), dict)
     ]
@@ -319,18 +281,7 @@ _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
 def name_tied_layers(
     ranks: Sequence[RankFiles], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int, path: str
 ) -> None:
-    """Give tied layers the names that files of ZeRO have for them, where their keys are known.
-
-    Parameters
-    ----------
-    keys : mapping of int to str
-        By the number of the layer, as a user gave them. Else the rules for slices may mention one.
-
-    Raises
-    ------
-    UnsupportedError
-        Rules speak of tied layers, there are slices, and which layers those are is not known.
-    """
+    """Give tied layers the names that files of ZeRO have for them, where their keys are known."""
     mentioned = set() if info is None else set(_TIED_KEY.findall(json.dumps(info, default=str)))
     layers = {layer_of(name) for files in ranks for name in files.state.tied}
     if not keys and len(mentioned) == len(layers) == 1:

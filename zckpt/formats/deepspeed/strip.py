@@ -272,13 +272,7 @@ def optimizer_content(file: TorchFile) -> dict[object, object]:
 
 
 def drop_padding(file: TorchFile, layout: LeanLayout, slots: Sequence[str], edited: Edited) -> None:
-    """Take the padding off the tensors of a file, and note which storages have it behind them.
-
-    Parameters
-    ----------
-    slots : sequence of str
-        Keys that have one value per element.
-    """
+    """Take the padding off the tensors of a file, and note which storages have it behind them."""
     z = optimizer_content(file)
     masters = z["single_partition_of_fp32_groups"]
     if isinstance(masters, (list, tuple)):

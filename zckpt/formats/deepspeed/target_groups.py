@@ -104,11 +104,6 @@ def _bundles(groups: Sequence[_Group], *, apart: bool) -> Iterator[list[_Group]]
     """Yield the groups that may have been one: a dense one, or those of experts that differ in parameters and degree.
 
     Groups of one degree follow each other. A degree that comes again belongs to another group of the user's.
-
-    Parameters
-    ----------
-    apart : bool
-        Whether groups of different degrees stay apart.
     """
     bundle: list[_Group] = []
     for group in groups:

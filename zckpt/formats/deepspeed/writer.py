@@ -177,15 +177,7 @@ def recut(job: Job) -> TargetFiles:
 
 
 def _one_model(job: Job, *, run_directory: bool) -> TargetFiles:
-    """Return the files of a pipeline as those of one model, whose names it has now.
-
-    Raises
-    ------
-    UsageError
-        Options are about stages.
-    UnsupportedError
-        Some names are still a pipeline's, or it is to be sliced.
-    """
+    """Return the files of a pipeline as those of one model, whose names it has now."""
     checkpoint, options = job.checkpoint, job.options
     asked = [one.name for one in fields(options) if one.name in OF_STAGES and getattr(options, one.name) is not None]
     if [one for one in asked if one != OF_STAGES[0]] or options.pipeline_parallel_size not in (None, 1):

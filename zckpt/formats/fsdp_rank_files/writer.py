@@ -133,13 +133,7 @@ def _version(job: Job) -> int:
 
 
 def _units(job: Job, target: Target) -> list[str]:
-    """Return the names of the modules that FSDP1 wraps, in their order.
-
-    Raises
-    ------
-    UsageError
-        The units are not known.
-    """
+    """Return the names of the modules that FSDP1 wraps, in their order."""
     checkpoint = job.checkpoint
     if target.fsdp_size != target.world_size:
         raise UsageError("fsdp-size is for FSDP2", expected="--fsdp-version 2")

@@ -145,13 +145,7 @@ def folders(directory: Path) -> dict[str, Path]:
 
 
 def _of_rank(path: Path) -> Place | None:
-    """Return the checkpoint of which a path is the only rank's directory, or a file in it; None for another path.
-
-    Raises
-    ------
-    ShardError
-        There are other ranks.
-    """
+    """Return the checkpoint of which a path is the only rank's directory, or a file in it; None for another path."""
     folder = path.parent if path.is_file() else path
     is_own = path is folder or path.name in (FILE, OPTIMIZER_FILE)
     if not FOLDER.fullmatch(folder.name) or not is_own or not is_file(folder / FILE):

@@ -62,21 +62,7 @@ class Found:
 
 
 def attach_flat(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object, object]) -> None:
-    """Give a checkpoint's parameters what flat buffers have of them.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Has its weights.
-    buffers : Buffers
-    arguments : mapping
-        The program's.
-
-    Raises
-    ------
-    UnprovenError
-        Which parameter is where is not certain; nothing has been given then.
-    """
+    """Give a checkpoint's parameters what flat buffers have of them."""
     why = "a name of the model is not known"
     proven: list[Found] = []
     for guess in guesses(checkpoint, buffers, arguments):

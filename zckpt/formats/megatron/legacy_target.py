@@ -157,13 +157,7 @@ def _is_engine(checkpoint: Checkpoint, said: str | None, arguments: Mapping[obje
 
 
 def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[object, object], *, engine: bool) -> str:
-    """Return how the module has experts: as in SOURCE's legacy files, or as its program's arguments say.
-
-    Raises
-    ------
-    UnsupportedError
-        They are grouped, by Transformer Engine's module or by Megatron-Core's own.
-    """
+    """Return how the module has experts: as in SOURCE's legacy files, or as its program's arguments say."""
     if checkpoint.format_version == "legacy":
         return str(checkpoint.details.get(EXPERTS, APART))
     if arguments.get("moe_grouped_gemm") is not True or not any(map(ONE.fullmatch, names)):

@@ -128,16 +128,7 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
 def optimizers(
     node: object, steps: Steps, outer: tuple[Mapping[object, object], Steps] | None = None
 ) -> Iterator[Held]:
-    """Yield the optimizers of a value: itself, or those of a list or a chain of several.
-
-    Parameters
-    ----------
-    node : object
-    steps : tuple of str
-        That lead to it.
-    outer : (mapping, tuple of str), optional
-        The dict around it, if there is one.
-    """
+    """Yield the optimizers of a value: itself, or those of a list or a chain of several."""
     if isinstance(node, list):
         for number, one in enumerate(node):
             yield from optimizers(one, (*steps, str(number)))
@@ -197,13 +188,7 @@ def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) ->
 def _given(
     checkpoint: Checkpoint, groups: Sequence[Group], members: Sequence[Sequence[str]], common: Common
 ) -> list[list[str]]:
-    """Return the names of each group's parameters as they are given.
-
-    Raises
-    ------
-    DamagedFileError
-        There are other groups, or other parameters.
-    """
+    """Return the names of each group's parameters as they are given."""
     names = [name for its in members for name in its]
     if len(members) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
         expected = f"{len(members)} groups, whose parameters the model has"

@@ -107,13 +107,7 @@ def _items(checkpoint: Checkpoint, place: Place) -> tuple[dict[str, TensorItem],
 
 
 def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
-    """Return what each tensor is.
-
-    Raises
-    ------
-    LayoutError
-        Two optimizers have one slot of a tensor.
-    """
+    """Return what each tensor is."""
     found = Keys()
     for key, item in tensors.items():
         slot = _SLOT.fullmatch(key)
@@ -130,26 +124,7 @@ def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
 
 
 def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[str, str]) -> None:
-    """Give a checkpoint its parameters and buffers with all of their slots.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    keys : Keys
-    path : str
-        For messages.
-    given : mapping of str to str
-        Names of tensors that the files have under others.
-
-    Raises
-    ------
-    LayoutError
-        What the optimizer has of a tensor is of another shape, or it lacks some of it.
-    DamagedFileError
-        Two tensors have one name.
-    UnsupportedError
-        The optimizer has state of what is no tensor of the model.
-    """
+    """Give a checkpoint its parameters and buffers with all of their slots."""
     if not keys.model:
         raise UnsupportedError(
             "holds no model", path=path, found=listed(list(keys.flat) or list(keys.slots)) or "nothing"

@@ -244,13 +244,7 @@ def _check_numpy(dtype: str, data: bytes, count: int) -> None:
 
 
 def parts(found: Mapping[str, Json], *names: str) -> list[Json]:
-    """Return the members of an object that has these and its kind, and no others.
-
-    Raises
-    ------
-    DamagedFileError
-        It has others.
-    """
+    """Return the members of an object that has these and its kind, and no others."""
     if found.keys() - {TAG} != set(names):
         raise wrong(str(found.get(TAG)), f"members {', '.join(names)}", sorted(found))
     return [found[name] for name in names]
@@ -262,13 +256,7 @@ def only_part(found: Mapping[str, Json], name: str) -> Json:
 
 
 def read_bytes(found: object, what: str) -> bytes:
-    """Return bytes from base64.
-
-    Raises
-    ------
-    DamagedFileError
-        It is something else.
-    """
+    """Return bytes from base64."""
     try:
         return b64decode(found, validate=True)  # type: ignore[arg-type]  # TypeError is caught
     except (binascii.Error, ValueError, TypeError):

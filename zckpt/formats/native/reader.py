@@ -242,13 +242,7 @@ class Reading:
         ]
 
     def _order(self) -> Order | Table | None:
-        """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists.
-
-        Raises
-        ------
-        ShardError, DamagedFileError
-            Files are others; only where ranks share the work: each by itself would do something else about it.
-        """
+        """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists."""
         if self.version == 1:
             return None
         order = order_of(self.listed, self.identity, self.cuts, is_as_written=self.document.has("crc32"))
@@ -330,13 +324,7 @@ def _topology(found: Json) -> Topology:
 
 
 def _check(checkpoint: Checkpoint) -> None:
-    """Hold param groups, tied names and sections against each other.
-
-    Raises
-    ------
-    DamagedFileError
-        They disagree.
-    """
+    """Hold param groups, tied names and sections against each other."""
     members = [set(group.parameters) for group in checkpoint.param_groups]
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
         group, owner = parameter.group, parameter.tied_to

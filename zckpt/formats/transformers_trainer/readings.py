@@ -224,12 +224,7 @@ def model_order(weights: Weights) -> list[str]:
 
 
 def only_order(candidates: Iterable[str], weights: Weights) -> list[str] | None:
-    """Return the order of some of a model's parameters if what is known leaves only one.
-
-    Raises
-    ------
-    TooManyOrdersError
-    """
+    """Return the order of some of a model's parameters if what is known leaves only one."""
     if weights.is_ordered:
         return list(candidates)
     longer = {shortened(name): name for name in candidates}

@@ -207,13 +207,7 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
-    """Return the content of a model file: with whole weights, or under ZeRO-3 without any.
-
-    Raises
-    ------
-    UnsupportedError
-        A parameter whose values no file holds.
-    """
+    """Return the content of a model file: with whole weights, or under ZeRO-3 without any."""
     parameters = checkpoint.parameters.values()
     module = _module(checkpoint, parameterwise=parameterwise)
     frozen = [p for p in parameters if p.frozen and p.tied_to is None]
