@@ -3,7 +3,7 @@
 A copy is the file itself, or what was saved again under the other's name (`torch.load` and `torch.save`, a program that
 writes through a buffer), which the archive's own name does not tell from what belongs there. Of that, nothing tells a
 file from which no parameter is read: what a rank has there is what all have, or random states, of which one is as good
-as another. What is written is right.
+as another. What is written is right. Nor does it tell a file from which one parameter's weight is read and no more.
 """
 
 from __future__ import annotations
@@ -72,9 +72,14 @@ def saved_again(source: Path, target: Path) -> bool:
 
 
 def files_of_parameters(directory: Path) -> set[Path]:
-    found = zckpt.open(directory)
-    slots = [slot for one in [*found.parameters.values(), *found.unnamed.values()] for slot in one.slots.values()]
-    return {Path(span.path) for slot in slots for span in slot.spans if span.extent.numel}
+    """Files with the optimizer's state, or with weights of several parameters: one alone may repeat itself."""
+    found, held = zckpt.open(directory), dict[Path, set[tuple[str, str]]]()
+    for one in [*found.parameters.values(), *found.unnamed.values()]:
+        for key, span in [(key, span) for key, slot in one.slots.items() for span in slot.spans if span.extent.numel]:
+            held.setdefault(Path(span.path), set()).add((one.name, key))
+    return {
+        path for path, its in held.items() if len({name for name, _ in its}) > 1 or "exp_avg" in {key for _, key in its}
+    }
 
 
 def missed(directory: Path, target: Path) -> list[str]:
