@@ -23,15 +23,16 @@ import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.boxes import SpanIndexes
-from zckpt.engine.cast import Array, numpy_dtype
+from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import pieces
 from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
+from zckpt.engine.together import Cut, is_fine, read_together
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import CutSpans, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import PAGE_NBYTES, Sources
@@ -44,6 +45,9 @@ BUFFERS_PER_WORKER = 8
 
 BUFFERS_OF_GIVEN = 4
 """The same, of one slot that is read in blocks of a given number of elements."""
+
+BUFFERS_OF_CUTS = 4
+"""What is read together, the table that it is read into, and as much as a block may need besides."""
 
 BUFFERS_OF_DIRECT = 1
 """And what is read into past the page cache, before it is put together."""
@@ -100,8 +104,9 @@ class SlotSet:
 ByteRange = tuple[str, int, int]
 """Path, offset and number of bytes."""
 
-Source = Slot | tuple[ByteRange, ...]
-"""Where the elements of a block lie: ranges that are read one after the other, or a slot that a plan is made for."""
+Source = Slot | CutSpans | tuple[ByteRange, ...]
+"""Where the elements of a block lie: ranges that are read one after the other, a slot that a plan is made for, or a
+rule that cuts them so finely that they are read together with those of other blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +193,7 @@ def scan(
             spare: list[list[Array]] = []
             batches = batched(blocks, attrgetter("nbytes"))
             portions = Portions(total, _batch_nbytes, _reads)
-            run = partial(look_at_batch, look, spare, most if direct else 0)
+            run = partial(look_at_batch, look, spare, most if direct else 0, memory // share.at_once // BUFFERS_OF_CUTS)
             with closing(workers.run(run, batches, portions)) as results:
                 for batch, found in results:
                     progress.advance(_batch_nbytes(batch))
@@ -207,6 +212,9 @@ def _reads(batch: Sequence[Block]) -> Iterator[str]:
         for source in block.sources:
             if isinstance(source, Slot):
                 yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
+            elif isinstance(source, CutSpans):
+                first, end = source.files_of(block.start, block.start + block.numel)
+                yield from source.files.paths[first:end]
             else:
                 yield from (path for path, _, _ in source)
 
@@ -216,7 +224,7 @@ def _blocks(
 ) -> Iterator[Block]:
     widest = one.widest
     step = numel or max(most // widest, 1)
-    held = [flat_spans(slot, dtype) or slot for slot, dtype in zip(one.slots, one.dtypes, strict=True)]
+    held = [_held(slot, dtype, min(step, one.numel)) for slot, dtype in zip(one.slots, one.dtypes, strict=True)]
     indexes = SpanIndexes()
     for start in range(0, one.numel, step):
         if goes_on is not None and not goes_on(index):
@@ -226,7 +234,16 @@ def _blocks(
         yield Block(index, one.label, one.shape, one.dtypes, sources, start, count, count * widest)
 
 
-def _within(held: FlatSpans | Slot, indexes: SpanIndexes, start: int, numel: int) -> Source:
+def _held(slot: Slot, dtype: str, step: int) -> FlatSpans | CutSpans | Slot:
+    rule = slot.spans if isinstance(slot.spans, CutSpans) and not slot.replicas else None
+    if rule is not None and rule.shape == slot.shape and is_fine(rule, 0, step):
+        return rule
+    return flat_spans(slot, dtype) or slot
+
+
+def _within(held: FlatSpans | CutSpans | Slot, indexes: SpanIndexes, start: int, numel: int) -> Source:
+    if isinstance(held, CutSpans):
+        return held
     if isinstance(held, FlatSpans):
         return held.byte_ranges(start, numel)
     if numel == held.numel:
@@ -235,31 +252,70 @@ def _within(held: FlatSpans | Slot, indexes: SpanIndexes, start: int, numel: int
 
 
 def look_at_batch(
-    look: Look[Result], spare: list[list[Array]], direct: int, batch: Sequence[Block]
+    look: Look[Result], spare: list[list[Array]], direct: int, most: int, batch: Sequence[Block]
 ) -> list[tuple[int, Result]]:
     """Look at blocks; return what was found, by index of the set. May run in another process.
 
-    `spare` has the buffers that no batch of the scan uses at the moment; `direct` is as for `Sources`.
+    `spare` has the buffers that no batch of the scan uses at the moment; `direct` is as for `Sources`; `most` bytes are
+    read together.
     """
     buffers: list[Array] = []
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
     with Sources(direct) as sources, ahead(_ranges(batch)):
-        for block in batch:
-            arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
-            found = look(block.index, block.start, arrays)
-            if found is not None:
-                results.append((block.index, found))
+        for some in _together(batch, most):
+            cut = _read_cuts(some, sources, most)
+            for block in some:
+                arrays = [
+                    cut.pop() if isinstance(source, CutSpans) else _read(block, number, buffers, sources)
+                    for number, source in enumerate(block.sources)
+                ]
+                found = look(block.index, block.start, arrays)
+                if found is not None:
+                    results.append((block.index, found))
     spare.append(buffers)
     return results
+
+
+def _together(batch: Sequence[Block], most: int) -> Iterator[list[Block]]:
+    """Yield blocks, as many together as have `most` bytes that are read together."""
+    some: list[Block] = []
+    nbytes = 0
+    for block in batch:
+        size = block.nbytes * sum(isinstance(source, CutSpans) for source in block.sources)
+        if some and nbytes + size > most:
+            yield some
+            some, nbytes = [], 0
+        some.append(block)
+        nbytes += size
+    yield some
+
+
+def _read_cuts(batch: Sequence[Block], sources: Sources, most: int) -> list[Array]:
+    """Return the elements of what rules cut finely, those of the last block and slot first."""
+    cuts: list[Cut] = []
+    dtypes: list[str] = []
+    for block in batch:
+        for source, dtype in zip(block.sources, block.dtypes, strict=True):
+            if isinstance(source, CutSpans):
+                cuts.append(Cut(source, block.start, block.numel, cuts[-1].end if cuts else 0))
+                dtypes.append(dtype)
+    memory = np.empty(cuts[-1].end if cuts else 0, np.uint8)
+    read_together(cuts, memory.data, sources, most)
+    found = []
+    for one, dtype in zip(cuts, dtypes, strict=True):
+        stored = one.spans.files.dtype
+        array = memory[one.position : one.end].view(numpy_dtype(stored))
+        found.append(array if stored == dtype else cast(array, dtype))
+    return found[::-1]
 
 
 def _ranges(batch: Sequence[Block]) -> Iterator[Range]:
     """Yield what a batch reads of slots that lie flat; of others each piece says so itself."""
     for block in batch:
         for source in block.sources:
-            if not isinstance(source, Slot):
+            if isinstance(source, tuple):
                 yield from source
 
 

@@ -249,11 +249,12 @@ class CutSpans(Spans):
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that have some of elements [low, high) of the flattened tensor."""
+        return tuple(map(self._span, range(*self.files_of(low, high))))
+
+    def files_of(self, low: int, high: int) -> tuple[int, int]:
+        """Return the first file that has some of elements [low, high) of the tensor, and the one after the last."""
         low, high = max(low, 0), min(high, self.numel)
-        if low >= high:
-            return ()
-        first, end = (self.origin + low) // self.width, -(-(self.origin + high) // self.width)
-        return tuple(self._span(file) for file in range(first, end))
+        return ((self.origin + low) // self.width, -(-(self.origin + high) // self.width)) if low < high else (0, 0)
 
     def within(self, paths: Collection[str]) -> tuple[Span, ...]:
         """Return those that lie in some files."""

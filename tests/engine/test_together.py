@@ -1,0 +1,116 @@
+"""Parameters that are cut over many files, read together: the same elements as by themselves, each file read once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.engine.read import read_extent
+from zckpt.engine.scan import SlotSet, scan
+from zckpt.engine.together import Cut, is_fine, read_together
+from zckpt.state import CutFiles, CutSpans, Extent, Slot
+from zckpt.state.dtypes import itemsize
+from zckpt.state.partition import shard_numel
+from zckpt.storage.files import Sources
+
+
+class Counting(Sources):
+    """Sources that count what is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read(self, path: str, offset: int, buffer: memoryview) -> None:
+        self.reads.append((path, offset, len(buffer)))
+        super().read(path, offset, buffer)
+
+
+def shards(folder: Path, numels: list[int], ranks: int, dtype: str = "float32", gap: int = 0) -> list[Slot]:
+    """Write a file for each rank, with its shard of each parameter, and return the parameters' slots."""
+    rng = np.random.default_rng(0)
+    starts = np.cumsum([0, *(shard_numel(numel, ranks) + gap for numel in numels)]).tolist()
+    paths = tuple(str(folder / f"{dtype}_{rank}") for rank in range(ranks))
+    for rank, path in enumerate(paths):
+        Path(path).write_bytes(bytes(rank % 7) + rng.bytes(starts[-1] * itemsize(dtype)))
+    files = CutFiles(paths, tuple(rank % 7 for rank in range(ranks)), dtype)
+    return [
+        Slot("master", dtype, (numel,), CutSpans(files, (numel,), 0, shard_numel(numel, ranks), at))
+        for numel, at in zip(numels, starts, strict=False)
+    ]
+
+
+@given(data=st.data())
+def test_elements_are_those_that_are_read_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("together")
+    ranks = data.draw(st.integers(1, 9))
+    numels = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
+    dtype = data.draw(st.sampled_from(["uint8", "bfloat16", "float32", "float64", "complex128"]))
+    slots = shards(folder, numels, ranks, dtype, data.draw(st.sampled_from([0, 0, 1, 5000])))
+    cuts, end = [], 0
+    for slot in data.draw(st.permutations(slots)):
+        start = data.draw(st.integers(0, slot.numel - 1))
+        cuts.append(Cut(slot.spans, start, data.draw(st.integers(1, slot.numel - start)), end))  # type: ignore[arg-type]
+        end = cuts[-1].end
+    memory = bytearray(end)
+    with Sources() as sources:
+        read_together(cuts, memoryview(memory), sources, data.draw(st.sampled_from([1, 100, 1 << 20])))
+        for one in cuts:
+            slot = next(slot for slot in slots if slot.spans is one.spans)
+            alone = read_extent(slot, Extent.flat(slot.shape, one.start, one.numel), sources)
+            assert bytes(memory[one.position : one.end]) == alone.tobytes()
+
+
+def test_a_line_that_parameters_share_is_read_alike(tmp_path: Path) -> None:
+    paths = tuple(str(tmp_path / str(rank)) for rank in range(12))
+    for path in paths:
+        Path(path).write_bytes(np.random.default_rng(len(path)).bytes(10 * 4))
+    files, origin, cuts = CutFiles(paths, (0,) * 12, "float32"), 0, []
+    for shape in ((7, 5), (61,), (2, 3, 4)):
+        spans = CutSpans(files, shape, origin, 10)
+        cuts.append(Cut(spans, 0, math.prod(shape), origin * 4))
+        origin += math.prod(shape)
+    memory = bytearray(cuts[-1].end)
+    with Sources() as sources:
+        read_together(cuts, memoryview(memory), sources, 1 << 20)
+    assert bytes(memory) == b"".join(Path(path).read_bytes() for path in paths)[: len(memory)]
+
+
+def test_each_file_is_read_once(tmp_path: Path) -> None:
+    slots = [*shards(tmp_path, [300] * 50, 100), *shards(tmp_path, [300] * 50, 100, "bfloat16")]
+    cuts, end = [], 0
+    for slot in slots:
+        assert is_fine(slot.spans, 0, slot.numel)  # type: ignore[arg-type]
+        cuts.append(Cut(slot.spans, 0, slot.numel, end))  # type: ignore[arg-type]
+        end = cuts[-1].end
+    with Counting() as sources:
+        read_together(cuts, memoryview(bytearray(end)), sources, 1 << 20)
+        assert len(sources.reads) == len({path for path, _, _ in sources.reads}) == 200
+        assert sum(nbytes for _, _, nbytes in sources.reads) == end
+
+
+def test_a_scan_reads_what_is_cut_finely_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = shards(tmp_path, [4000, 3, 129] * 20, 128)
+    count = 0
+
+    def counted(sources: Sources, path: str, offset: int, buffer: memoryview) -> None:
+        nonlocal count
+        count += 1
+        plain(sources, path, offset, buffer)
+
+    plain = Sources.read
+    monkeypatch.setattr(Sources, "read", counted)
+    sets = [SlotSet(str(number), (slot,), ("float32",)) for number, slot in enumerate(slots)]
+    found = dict(scan(sets, lambda index, start, arrays: arrays[0].copy()))
+    assert count < 500  # of 20 * (125 + 3 + 65) spans
+    monkeypatch.undo()
+    with Sources() as sources:
+        for index, slot in enumerate(slots):
+            assert found[index].tobytes() == read_extent(slot, Extent.whole(slot.shape), sources).tobytes()

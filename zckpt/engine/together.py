@@ -1,0 +1,172 @@
+"""Parameters that a rule cuts over many files, a few elements in each: read together, each file with one read.
+
+    file 0   | a a | b | c c c |      file 1   | a a | b | c . . |      what lies end to end is read at once
+    memory   | a a . . a a . . | b . b | c c c . . . c |                a parameter is a column of what was read
+
+One parameter by itself would take as many reads as it has files, and thousands of them as many times as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from zckpt.engine.packs import GAP_NBYTES
+from zckpt.state import CutFiles, CutSpans
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import Range, ahead
+from zckpt.storage.files import Sources
+
+FEWEST_FILES = 4
+"""What is in fewer files is read by itself."""
+
+MOST_NBYTES = 1 << 14
+"""Of what a file has: more is read by itself, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
+
+    spans: CutSpans
+    start: int
+    numel: int
+    position: int
+
+    @property
+    def end(self) -> int:
+        """The byte of that memory behind them."""
+        return self.position + self.numel * itemsize(self.spans.files.dtype)
+
+
+def is_fine(spans: CutSpans, start: int, numel: int) -> bool:
+    """Tell whether elements are cut so that reading them with others is worth while."""
+    if spans.files.byteorder != "little":
+        return False
+    first, end = spans.files_of(start, start + numel)
+    return end - first >= FEWEST_FILES and spans.width * itemsize(spans.files.dtype) <= MOST_NBYTES
+
+
+def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most: int) -> None:
+    """Read elements of many parameters, of which a file has its own end to end.
+
+    Parameters
+    ----------
+    cuts : sequence of Cut
+    into : memoryview
+    sources : Sources
+    most : int, bytes
+        Held at once besides; of a parameter that is larger, as much as it takes.
+
+    Raises
+    ------
+    DamagedFileError
+        A file ends too early.
+    SourceError
+        A file cannot be read.
+    """
+    by_files: dict[int, list[Cut]] = {}
+    for one in cuts:
+        by_files.setdefault(id(one.spans.files), []).append(one)
+    tables: list[_Table] = []
+    nbytes = 0
+    for some in by_files.values():
+        for near in _near(sorted(some, key=lambda one: (one.spans.at, one.start)), most):
+            table = _Table(near)
+            if tables and nbytes + table.nbytes > most:
+                _read(tables, into, sources)
+                tables, nbytes = [], 0
+            tables.append(table)
+            nbytes += table.nbytes
+    _read(tables, into, sources)
+
+
+def _read(tables: Sequence[_Table], into: memoryview, sources: Sources) -> None:
+    """Read tables, of all of them what is in one file before what is in another."""
+    windows = sorted((*window, number) for number, table in enumerate(tables) for window in table.windows())
+    with ahead(window for window, _, _ in windows):
+        for window, file, number in windows:
+            tables[number].read(sources, window, file)
+    for table in tables:
+        table.put(into)
+
+
+def _near(cuts: Sequence[Cut], most: int) -> Iterator[list[Cut]]:
+    """Yield parameters that lie near each other in each file, in tables of at most `most` bytes if of several."""
+    near: list[Cut] = []
+    first = end = columns = reach = 0
+    for one in cuts:
+        low, high = one.spans.files_of(one.start, one.start + one.numel)
+        size, width = itemsize(one.spans.files.dtype), one.spans.width
+        rows = max(high, end) - min(low, first)
+        gap = one.spans.at - reach
+        if near and (not 0 <= gap * size <= GAP_NBYTES or rows * (columns + width) * size > most):
+            yield near
+            near = []
+        if not near:
+            first, end, columns = low, high, 0
+        near.append(one)
+        first, end, columns, reach = min(low, first), max(high, end), columns + width, one.spans.at + width
+    yield near
+
+
+class _Table:
+    """What files have of some parameters: a row for each file, columns for each parameter."""
+
+    def __init__(self, cuts: Sequence[Cut]) -> None:
+        self._cuts = cuts
+        self._files: CutFiles = cuts[0].spans.files
+        self._size = itemsize(self._files.dtype)
+        self._at, self._width, low, numel = np.array(
+            [(one.spans.at, one.spans.width, one.spans.origin + one.start, one.numel) for one in cuts], np.int64
+        ).T
+        self._low, self._high = low, low + numel
+        self._first, self._end = low // self._width, -(-self._high // self._width)
+        self._ends = np.cumsum(self._width)
+        self._begin, self._top = int(self._at.min()), int(self._first.min())
+        self._columns = np.arange(self._ends[-1]) + np.repeat(self._at - self._ends + self._width, self._width)
+        self._columns -= self._begin
+        self._row = np.empty((int(self._columns.max()) + 1) * self._size, np.uint8)
+        self._is_dense = bool((np.diff(self._columns) == 1).all())
+        self._rows = np.empty((int(self._end.max()) - self._top, len(self._columns) * self._size), np.uint8)
+        self._kind = np.dtype(f"V{self._size}" if self._size not in (1, 2, 4, 8) else f"u{self._size}")
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._rows.nbytes
+
+    def windows(self) -> Iterator[tuple[Range, int]]:
+        """Yield what is read, of which file: between two where a parameter begins or ends, of each file the same."""
+        ends = np.unique(np.concatenate((self._first, self._first + 1, self._end - 1, self._end)))
+        for top, bottom in pairwise(ends.tolist()):
+            some = (self._first <= top) & (top < self._end)
+            if some.any():
+                line, shift = top * self._width[some], self._at[some]
+                begin = int((np.maximum(self._low[some] - line, 0) + shift).min()) * self._size
+                end = int((np.minimum(self._high[some] - line, self._width[some]) + shift).max()) * self._size
+                for file in range(top, bottom):
+                    yield (self._files.paths[file], self._files.offsets[file] + begin, end - begin), file
+
+    def read(self, sources: Sources, window: Range, file: int) -> None:
+        """Read one of the windows."""
+        path, offset, nbytes = window
+        row = self._rows[file - self._top]
+        at = offset - self._files.offsets[file] - self._begin * self._size
+        sources.read(path, offset, (row if self._is_dense else self._row)[at : at + nbytes].data)
+        if not self._is_dense:
+            row.view(self._kind)[:] = self._row.view(self._kind)[self._columns]
+
+    def put(self, into: memoryview) -> None:
+        """Put each parameter where it is to be."""
+        rows = self._rows.view(self._kind)
+        begins, ends = (self._ends - self._width).tolist(), self._ends.tolist()
+        for one, begin, end, top, bottom in zip(
+            self._cuts, begins, ends, self._first.tolist(), self._end.tolist(), strict=True
+        ):
+            skipped = one.spans.origin + one.start - top * one.spans.width
+            found = rows[top - self._top : bottom - self._top, begin:end].reshape(-1)[skipped : skipped + one.numel]
+            np.frombuffer(into, self._kind, one.numel, one.position)[:] = found
