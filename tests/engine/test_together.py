@@ -10,12 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zckpt.engine.packs import PackedSlot
+from zckpt.engine.plan import plan
 from zckpt.engine.read import read_extent
 from zckpt.engine.scan import SlotSet, scan
+from zckpt.engine.targets import Checksum, Hole, TargetFile
 from zckpt.engine.together import Cut, is_fine, read_together
+from zckpt.engine.write import write
 from zckpt.state import CutFiles, CutSpans, Extent, Slot
+from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
-from zckpt.state.partition import shard_numel
+from zckpt.state.partition import flat_starts, shard_numel
 from zckpt.storage.files import Sources
 
 
@@ -96,21 +101,72 @@ def test_each_file_is_read_once(tmp_path: Path) -> None:
         assert sum(nbytes for _, _, nbytes in sources.reads) == end
 
 
-def test_a_scan_reads_what_is_cut_finely_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_reads_what_is_cut_finely_together(tmp_path: Path, reads: list[str]) -> None:
     slots = shards(tmp_path, [4000, 3, 129] * 20, 128)
-    count = 0
-
-    def counted(sources: Sources, path: str, offset: int, buffer: memoryview) -> None:
-        nonlocal count
-        count += 1
-        plain(sources, path, offset, buffer)
-
-    plain = Sources.read
-    monkeypatch.setattr(Sources, "read", counted)
     sets = [SlotSet(str(number), (slot,), ("float32",)) for number, slot in enumerate(slots)]
     found = dict(scan(sets, lambda index, start, arrays: arrays[0].copy()))
-    assert count < 500  # of 20 * (125 + 3 + 65) spans
-    monkeypatch.undo()
+    assert len(reads) < 500  # of 20 * (125 + 3 + 65) spans
     with Sources() as sources:
         for index, slot in enumerate(slots):
             assert found[index].tobytes() == read_extent(slot, Extent.whole(slot.shape), sources).tobytes()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what gets the path of each read."""
+    found: list[str] = []
+    plain = Sources.read
+
+    def noted(sources: Sources, path: str, offset: int, buffer: memoryview) -> None:
+        found.append(path)
+        plain(sources, path, offset, buffer)
+
+    monkeypatch.setattr(Sources, "read", noted)
+    return found
+
+
+@pytest.mark.parametrize("files", [1, 30])
+def test_targets_of_what_is_cut_finely_are_read_together(tmp_path: Path, reads: list[str], files: int) -> None:
+    slots = shards(tmp_path, [4000, 3, 129] * 20, 128)
+    targets, expected = [], []
+    for number in range(files):
+        mine = slots[number * len(slots) // files : (number + 1) * len(slots) // files]
+        holes, at = [], 0
+        for slot, dtype in zip(mine, ["float32", "float64"] * len(mine), strict=False):
+            holes.append(Hole(at, slot.name, slot, Extent.whole(slot.shape), dtype))
+            at += holes[-1].nbytes
+        targets.append(TargetFile(str(number), at, holes=holes, checksums=[Checksum(0, at, ())]))
+        expected.append(mine)
+    planned = plan(targets)
+    assert planned.read_nbytes == 4 * sum(slot.numel for slot in slots)
+    assert planned.sources == {path for slot in slots for path in [span.path for span in slot.spans]}
+    paths = [tmp_path / f"target{number}" for number in range(files)]
+    write(planned, paths)
+    assert len(reads) < 1000  # of 20 * (125 + 3 + 65) spans
+    with Sources() as sources:
+        for path, mine in zip(paths, expected, strict=True):
+            values = [read_extent(slot, Extent.whole(slot.shape), sources) for slot in mine]
+            with np.errstate(invalid="ignore"):
+                wanted = [one if i % 2 == 0 else one.astype(np.float64) for i, one in enumerate(values)]
+            assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)
+
+
+def test_shares_of_many_ranks_are_read_once_for_all(tmp_path: Path, reads: list[str]) -> None:
+    numels, ranks = [4000, 3, 129] * 20, 64
+    slots = shards(tmp_path, numels, 128)
+    held = [shard_numel(numel, ranks) for numel in numels]
+    rules = [slot.spans for slot in slots]
+    files = rules[0].files  # type: ignore[attr-defined]
+    row = PackedSlot("master", files, Cuts(rules), flat_starts(held)[:-1], held)  # type: ignore[arg-type]
+    targets = [TargetFile(str(rank), 4 * sum(held), packs=[row.share(rank)]) for rank in range(ranks)]
+    paths = [tmp_path / f"target{rank}" for rank in range(ranks)]
+    write(plan(targets), paths)
+    assert len(reads) < 1000  # 64 times as many, if each rank's are read by themselves
+    with Sources() as sources:
+        values = [read_extent(slot, Extent.whole(slot.shape), sources) for slot in slots]
+    for rank, path in enumerate(paths):
+        wanted = []
+        for value, share in zip(values, held, strict=True):
+            one = value[rank * share : (rank + 1) * share]
+            wanted.append(np.pad(one, (0, share - len(one))))
+        assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from zckpt.engine.copy import ComputedPiece
 from zckpt.engine.low_rank import Kept
-from zckpt.engine.packs import Pack, PackPiece
+from zckpt.engine.packs import Pack, PackedSlot, PackPiece, SharePiece
 from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
+from zckpt.engine.together import CutPiece
 from zckpt.errors import shown
-from zckpt.state import Slot
+from zckpt.state import CutFiles, Slot
 
 if TYPE_CHECKING:
     from zckpt.engine.computed import Function
-    from zckpt.engine.copy import Piece
-    from zckpt.engine.write import Batch
+    from zckpt.engine.write import AnyPiece, Batch
 
 KEY_NBYTES = 16
 """Of a digest: no two of the batches of any number of runs share one."""
@@ -58,13 +58,21 @@ class _UnknownError(Exception):
     """A function has a value of which nobody knows what it means."""
 
 
-def _of(piece: Piece | PackPiece | Literal) -> Iterator[object]:
+def _of(piece: AnyPiece) -> Iterator[object]:
     if isinstance(piece, Literal):
         yield "literal", piece.offset
         yield memoryview(piece.data)
     elif isinstance(piece, PackPiece):
         yield "pack", piece.low, piece.high
         yield _of_pack(piece.pack)
+    elif isinstance(piece, SharePiece):
+        yield "share", piece.rank, piece.start, piece.low, piece.high
+        yield _of_row(piece.row)
+    elif isinstance(piece, CutPiece):
+        rule = piece.cut.spans
+        yield "cut", piece.offset, piece.dtype, piece.cut.start, piece.cut.numel
+        yield rule.shape, rule.origin, rule.width, rule.at
+        yield _of_files(rule.files)
     elif isinstance(piece, ComputedPiece):
         block = piece.block
         yield "computed", piece.offset, piece.nbytes, piece.dtype, block.start, block.numel, block.skipped, block.kept
@@ -112,14 +120,25 @@ def _of_function(function: Function) -> tuple[object, ...]:
 def _of_pack(pack: Pack) -> bytes:
     """Return a digest of a pack, whose pieces come one after the other."""
     digest = blake2b(digest_size=KEY_NBYTES)
-    files, cuts = pack.files, pack.cuts
-    paths = [whole(path) for path in files.paths]
-    numbers = pack.offset, pack.numel, paths, files.offsets, files.dtype, files.byteorder
-    digest.update(repr(numbers).encode("utf-8", "surrogatepass"))
+    cuts = pack.cuts
+    digest.update(repr((pack.offset, pack.numel)).encode())
+    digest.update(_of_files(pack.files))
     for column in (pack.start, pack.count, pack.position, cuts.origin, cuts.width, cuts.at, cuts.numel):
         digest.update(len(column).to_bytes(8, "little"))
         digest.update(column.tobytes())
     return digest.digest()
+
+
+@lru_cache(maxsize=16)
+def _of_row(row: PackedSlot) -> bytes:
+    """Return a digest of a row of packs: of its first one, and of how large the shares are."""
+    return _of_pack(row.share(0)) + _of_pack(row.share(1))
+
+
+@lru_cache(maxsize=16)
+def _of_files(files: CutFiles) -> bytes:
+    numbers = [whole(path) for path in files.paths], files.offsets, files.dtype, files.byteorder
+    return blake2b(repr(numbers).encode("utf-8", "surrogatepass"), digest_size=KEY_NBYTES).digest()
 
 
 @lru_cache(maxsize=1 << 14)

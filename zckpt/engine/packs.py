@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from zckpt.engine.together import GAP_NBYTES, MOST_NBYTES, Cut, read_together
 from zckpt.errors import LayoutError
-from zckpt.state import CutFiles
+from zckpt.state import CutFiles, CutSpans
 from zckpt.state.cuts import Column, Cuts
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
@@ -30,9 +33,6 @@ ELEMENT_NBYTES = 64
 
 LEAST_NUMEL = 1 << 8
 """Of a piece, where memory is bounded by next to nothing."""
-
-GAP_NBYTES = 1 << 14
-"""Bytes between two spans of a file below which one read is cheaper than two."""
 
 LONG_NUMEL = 1 << 9
 """Elements from which on they are moved one share after the other: there are few enough."""
@@ -119,21 +119,25 @@ class Pack:
         first, last = (line // width).min(), ((line + self.count[some] - 1) // width).max()
         return set(self.files.paths[int(first) : int(last) + 1])
 
-    def pieces(self, most: int = PIECE_NUMEL * ELEMENT_NBYTES, *, long: bool = False) -> Iterator[PackPiece]:
+    def pieces(
+        self, most: int = PIECE_NUMEL * ELEMENT_NBYTES, low: int = 0, high: int | None = None, *, long: bool = False
+    ) -> Iterator[PackPiece]:
         """Yield the hole in pieces, each of which takes about `most` bytes of memory, or less.
 
         Parameters
         ----------
         most : int, bytes
+        low, high : int, elements
+            Which of the hole; by default all.
         long : bool
             Whether pieces of long shares may be larger than others: they need no columns for each element.
         """
         step = min(max(most // ELEMENT_NBYTES, LEAST_NUMEL), PIECE_NUMEL)
         longest = max(most // (3 * self.itemsize), step) if long else step  # itself, what is read, some columns
-        low = 0
-        while low < self.numel:
-            far = min(low + longest, self.numel)
-            high = far if far - low > step and self._is_long(low, far) else min(low + step, self.numel)
+        end = self.numel if high is None else high
+        while low < end:
+            far = min(low + longest, end)
+            high = far if far - low > step and self._is_long(low, far) else min(low + step, end)
             yield PackPiece(self, low, high)
             low = high
 
@@ -183,6 +187,103 @@ class PackedSlot:
         count = np.minimum(self._share, self._cuts.numel - start)
         numel = int((self._position + self._share).max(initial=0))
         return Pack(0, self._label, self._files, self._cuts, start, count, self._position, numel, (self, rank))
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether shares are so small that those of many ranks are to be read at once."""
+        dense = np.array_equal(self._position[1:], (self._position + self._share)[:-1])
+        return dense and len(self._share) > 0 and int(self._share.mean()) * self.itemsize <= MOST_NBYTES
+
+    def blocks(self, most: int) -> Iterator[tuple[int, int, bool]]:
+        """Yield parameters [low, high) that have at most `most` bytes, and whether it is so: one may have more."""
+        ends = np.cumsum(self._cuts.numel) * self.itemsize
+        low = done = 0
+        while low < len(ends):
+            high = max(int(np.searchsorted(ends, done + most, "right")), low + 1)
+            yield low, high, bool(ends[high - 1] - done <= most)
+            low, done = high, int(ends[high - 1])
+
+    def shares(self, low: int, high: int, ranks: Sequence[int], sources: Sources, most: int) -> npt.NDArray[np.uint8]:
+        """Return what some ranks have of parameters [low, high): a row for each; what no share fills is zero."""
+        size, cuts = self.itemsize, self._cuts
+        numels = cuts.numel[low:high].tolist()
+        read = []
+        for i, n in enumerate(numels, low):
+            spans = CutSpans(self._files, (n,), int(cuts.origin[i]), int(cuts.width[i]), int(cuts.at[i]))
+            read.append(Cut(spans, 0, n, read[-1].end if read else 0))
+        kind = np.dtype(f"V{size}" if size not in (1, 2, 4, 8) else f"u{size}")
+        memory = np.empty(sum(numels), kind)
+        read_together(read, memory.view(np.uint8).data, sources, most)
+        first, last = min(ranks), max(ranks)
+        begin, widths = 0, self._share[low:high].tolist()
+        found = np.zeros((last + 1 - first, sum(widths)), kind)
+        for one, width in zip(read, widths, strict=True):
+            at = one.position // size
+            values = memory[at + min(first * width, one.numel) : at + min((last + 1) * width, one.numel)]
+            rows = len(values) // width
+            found[:rows, begin : begin + width] = values[: rows * width].reshape(rows, width)
+            found[rows : rows + 1, begin : begin + len(values) % width] = values[rows * width :]
+            begin += width
+        return found.view(np.uint8)[[rank - first for rank in ranks]]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return itemsize(self._files.dtype)
+
+    def place(self, number: int) -> int:
+        """Return where in the hole of each rank a parameter begins, or where the last one ends, in elements."""
+        return int(self._position[number] if number < len(self._share) else self._position[-1] + self._share[-1])
+
+    def count(self, rank: int, low: int, high: int) -> int:
+        """Return how many elements one rank has of parameters [low, high)."""
+        share, numel = self._share[low:high], self._cuts.numel[low:high]
+        return int(np.clip(numel - rank * share, 0, share).sum())
+
+    @lru_cache(maxsize=4)  # noqa: B019  # a few, of one target
+    def paths(self, low: int, high: int) -> set[str]:
+        """Return the files of parameters [low, high), and perhaps some between them."""
+        origin, width, numel = (one[low:high] for one in (self._cuts.origin, self._cuts.width, self._cuts.numel))
+        return set(self._files.paths[int((origin // width).min()) : int((-(-(origin + numel) // width)).max())])
+
+
+@dataclass(frozen=True, slots=True)
+class SharePiece:
+    """What one rank has of parameters [low, high) of a row: made together with what others have of them.
+
+    Parameters
+    ----------
+    row : PackedSlot
+    rank : int
+    start : int, bytes
+        Where its pack begins in the target.
+    low, high : int
+    """
+
+    row: PackedSlot
+    rank: int
+    start: int
+    low: int
+    high: int
+
+    @property
+    def offset(self) -> int:
+        """Where it is in the target, in bytes."""
+        return self.start + self.row.place(self.low) * self.row.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return (self.row.place(self.high) - self.row.place(self.low)) * self.row.itemsize
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of its elements: those that are some parameter's."""
+        return self.row.count(self.rank, self.low, self.high) * self.row.itemsize
+
+    def paths(self) -> set[str]:
+        """Return the files that it comes from, and perhaps some between them."""
+        return self.row.paths(self.low, self.high)
 
 
 def _share_at(slot: PackedSlot, rank: int, offset: int) -> Pack:
@@ -275,20 +376,16 @@ class PackPiece:
 
     def _windows(self) -> Iterator[tuple[_Copies, tuple[str, int, int]]]:
         """Yield copies from one file, with small gaps between them, and the byte range that has them all."""
-        pack, copies = self.pack, self.pack._copies(self.low, self.high)
-        for file in np.unique(copies.file).tolist():
-            mine = np.flatnonzero(copies.file == file)
-            mine = mine[np.argsort(copies.source[mine], kind="stable")]
-            source, target, numel = copies.source[mine], copies.target[mine], copies.numel[mine]
-            gaps = source[1:] - (source + numel)[:-1]
-            ends = [*(np.flatnonzero(gaps * pack.itemsize > GAP_NBYTES) + 1).tolist(), len(mine)]
-            begin = 0
-            for end in ends:
-                low, high = int(source[begin]), int((source + numel)[end - 1])
-                offset = pack.files.offsets[file] + low * pack.itemsize
-                some = _Copies(copies.file[mine][begin:end], source[begin:end], target[begin:end], numel[begin:end])
-                yield some, (pack.files.paths[file], offset, (high - low) * pack.itemsize)
-                begin = end
+        pack, found = self.pack, self.pack._copies(self.low, self.high)
+        order = np.lexsort((found.source, found.file))
+        file, source, target, numel = (one[order] for one in (found.file, found.source, found.target, found.numel))
+        gaps = (source[1:] - (source + numel)[:-1]) * pack.itemsize
+        ends = np.flatnonzero((file[1:] != file[:-1]) | (gaps > GAP_NBYTES)) + 1
+        for begin, end in pairwise([0, *ends.tolist(), len(file)] if len(file) else []):
+            low, high, number = int(source[begin]), int(source[end - 1] + numel[end - 1]), int(file[begin])
+            some = _Copies(file[begin:end], source[begin:end], target[begin:end], numel[begin:end])
+            offset = pack.files.offsets[number] + low * pack.itemsize
+            yield some, (pack.files.paths[number], offset, (high - low) * pack.itemsize)
 
 
 def _scatter(

@@ -27,6 +27,7 @@ from zckpt.engine.boxes import (
 )
 from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.targets import Hole, Lazily, TargetFile
+from zckpt.engine.together import Cut, fine_cut
 from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, CutSpans, Extent, Span
 from zckpt.state.dtypes import itemsize
@@ -130,10 +131,20 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A hole and the copies that fill it, every element exactly once; or those that what computes it needs."""
+    """A hole and the copies that fill it, every element exactly once; or those that what computes it needs.
+
+    Those of what a rule cuts finely are listed again whenever they are asked for; whoever can, reads by the rule.
+    """
 
     hole: Hole
-    copies: tuple[Copy, ...]
+    copies: tuple[Copy, ...] | Lazily[Copy]
+
+    @property
+    def cut(self) -> Cut | None:
+        """The elements by their rule, if that cuts them finely."""
+        if isinstance(self.copies, tuple) or not isinstance(self.hole.slot.spans, CutSpans):
+            return None
+        return Cut(self.hole.slot.spans, self.hole.extent.start, self.hole.extent.numel, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +220,18 @@ def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
     for file in files:
         for pack in file.packs:
             pack.check()
-        yield FilePlan(file, tuple(Fill(hole, tuple(_fill(hole, indexes))) for hole in file.holes))
+        yield FilePlan(file, tuple(_fill(hole, indexes) for hole in file.holes))
 
 
-def _fill(hole: Hole, indexes: SpanIndexes) -> list[Copy]:
-    return fill(replace(hole, slot=indexes.reaching(hole.slot, hole.extent)))
+def _fill(hole: Hole, indexes: SpanIndexes) -> Fill:
+    def copies() -> Iterator[Copy]:
+        return iter(fill(replace(hole, slot=indexes.reaching(hole.slot, hole.extent))))
+
+    rule = fine_cut(hole.slot, hole.extent)
+    if rule is None:
+        return Fill(hole, tuple(copies()))
+    first, end = rule.files_of(hole.extent.start, hole.extent.start + hole.extent.numel)
+    return Fill(hole, Lazily(copies, end - first))
 
 
 def _summed(files: Collection[FilePlan]) -> Plan:
@@ -223,6 +241,11 @@ def _summed(files: Collection[FilePlan]) -> Plan:
         written += one.file.nbytes
         for each in one.fills:
             copied += each.hole.nbytes
+            cut = each.cut
+            if cut is not None:
+                read += cut.end
+                sources.update(cut.paths())
+                continue
             for copy in each.copies:
                 if copy.sources[0].path != ZEROS:
                     read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)

@@ -29,7 +29,7 @@ from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.together import Cut, is_fine, read_together
+from zckpt.engine.together import Cut, fine_cut, read_together
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
 from zckpt.state import CutSpans, Extent, Slot, Span
@@ -213,8 +213,7 @@ def _reads(batch: Sequence[Block]) -> Iterator[str]:
             if isinstance(source, Slot):
                 yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
             elif isinstance(source, CutSpans):
-                first, end = source.files_of(block.start, block.start + block.numel)
-                yield from source.files.paths[first:end]
+                yield from Cut(source, block.start, block.numel, 0).paths()
             else:
                 yield from (path for path, _, _ in source)
 
@@ -235,10 +234,7 @@ def _blocks(
 
 
 def _held(slot: Slot, dtype: str, step: int) -> FlatSpans | CutSpans | Slot:
-    rule = slot.spans if isinstance(slot.spans, CutSpans) and not slot.replicas else None
-    if rule is not None and rule.shape == slot.shape and is_fine(rule, 0, step):
-        return rule
-    return flat_spans(slot, dtype) or slot
+    return fine_cut(slot, Extent.flat(slot.shape, 0, step)) or flat_spans(slot, dtype) or slot
 
 
 def _within(held: FlatSpans | CutSpans | Slot, indexes: SpanIndexes, start: int, numel: int) -> Source:

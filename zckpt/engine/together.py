@@ -14,11 +14,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from zckpt.engine.packs import GAP_NBYTES
-from zckpt.state import CutFiles, CutSpans
+from zckpt.state import CutFiles, CutSpans, Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources
+
+GAP_NBYTES = 1 << 14
+"""Bytes between two spans of a file below which one read is cheaper than two."""
 
 FEWEST_FILES = 4
 """What is in fewer files is read by itself."""
@@ -41,13 +43,65 @@ class Cut:
         """The byte of that memory behind them."""
         return self.position + self.numel * itemsize(self.spans.files.dtype)
 
+    def paths(self) -> tuple[str, ...]:
+        """Return the files that have them."""
+        first, end = self.spans.files_of(self.start, self.start + self.numel)
+        return self.spans.files.paths[first:end]
+
 
 def is_fine(spans: CutSpans, start: int, numel: int) -> bool:
     """Tell whether elements are cut so that reading them with others is worth while."""
-    if spans.files.byteorder != "little":
-        return False
     first, end = spans.files_of(start, start + numel)
     return end - first >= FEWEST_FILES and spans.width * itemsize(spans.files.dtype) <= MOST_NBYTES
+
+
+def fine_cut(slot: Slot, extent: Extent) -> CutSpans | None:
+    """Return the rule by which an extent of a slot is cut, if that is so and nothing else is to be done to it."""
+    rule = slot.spans
+    if (
+        isinstance(rule, CutSpans)
+        and type(slot) is Slot
+        and not slot.replicas
+        and rule.shape == slot.shape == extent.sizes
+        and rule.files.byteorder == "little"
+        and is_fine(rule, extent.start, extent.numel)
+    ):
+        return rule
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class CutPiece:
+    """Bytes of a target that a rule cuts finely: read together with others, of other targets too.
+
+    Parameters
+    ----------
+    offset : int, bytes
+        In the target.
+    label : str
+    cut : Cut
+    dtype : str
+        In the target.
+    """
+
+    offset: int
+    label: str
+    cut: Cut
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.cut.numel * itemsize(self.dtype)
+
+
+def cut_pieces(offset: int, label: str, cut: Cut, dtype: str, most: int) -> Iterator[CutPiece]:
+    """Yield pieces of at most `most` bytes on both sides for elements that begin at byte `offset` of a target."""
+    size = itemsize(dtype)
+    step = max(most // max(size, itemsize(cut.spans.files.dtype)), 1)
+    for at in range(0, cut.numel, step):
+        some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at), 0)
+        yield CutPiece(offset + at * size, label, some, dtype)
 
 
 def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most: int) -> None:
@@ -69,8 +123,11 @@ def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most:
         A file cannot be read.
     """
     by_files: dict[int, list[Cut]] = {}
+    long: list[Cut] = []
     for one in cuts:
-        by_files.setdefault(id(one.spans.files), []).append(one)
+        fine = is_fine(one.spans, one.start, one.numel)
+        (by_files.setdefault(id(one.spans.files), []) if fine else long).append(one)
+    _read_long(long, into, sources)
     tables: list[_Table] = []
     nbytes = 0
     for some in by_files.values():
@@ -92,6 +149,32 @@ def _read(tables: Sequence[_Table], into: memoryview, sources: Sources) -> None:
             tables[number].read(sources, window, file)
     for table in tables:
         table.put(into)
+
+
+def _read_long(cuts: Sequence[Cut], into: memoryview, sources: Sources) -> None:
+    """Read what is in few files straight to where it is to be, neighbours on both sides at once."""
+    found: list[tuple[str, int, int, int]] = []
+    for one in cuts:
+        size = itemsize(one.spans.files.dtype)
+        for span in one.spans.reaching(one.start, one.start + one.numel):
+            low, high = (
+                max(span.extent.start, one.start),
+                min(span.extent.start + span.extent.numel, one.start + one.numel),
+            )
+            offset = span.offset + (low - span.extent.start) * size
+            found.append((span.path, offset, one.position + (low - one.start) * size, (high - low) * size))
+    found.sort()
+    joined: list[tuple[Range, int]] = []
+    for path, offset, position, nbytes in found:
+        if joined:
+            (before, begin, length), at = joined[-1]
+            if (before, begin + length, at + length) == (path, offset, position):
+                joined[-1] = (before, begin, length + nbytes), at
+                continue
+        joined.append(((path, offset, nbytes), position))
+    with ahead(window for window, _ in joined):
+        for (path, offset, nbytes), position in joined:
+            sources.read(path, offset, into[position : position + nbytes])
 
 
 def _near(cuts: Sequence[Cut], most: int) -> Iterator[list[Cut]]:

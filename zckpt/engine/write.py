@@ -13,20 +13,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine.cast import cast, is_finite, numpy_dtype
 from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
-from zckpt.engine.packs import PackPiece
-from zckpt.engine.plan import FilePlan, Plan
-from zckpt.engine.targets import Literal
+from zckpt.engine.packs import Pack, PackedSlot, PackPiece, SharePiece
+from zckpt.engine.plan import FilePlan, Fill, Plan
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, budget
+from zckpt.engine.together import Cut, CutPiece, cut_pieces, read_together
+from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
 from zckpt.state import ZEROS
+from zckpt.state.dtypes import is_floating
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import Range, ahead
@@ -49,6 +55,9 @@ BUFFERS_OF_DIRECT = 2
 """And what is read into past the page cache, and written from."""
 
 
+AnyPiece = Piece | PackPiece | CutPiece | SharePiece | Literal
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Pieces of one file that one worker writes in order, and the size of its buffer.
@@ -58,7 +67,7 @@ class Batch:
     """
 
     path: str
-    pieces: tuple[Piece | PackPiece | Literal, ...]
+    pieces: tuple[AnyPiece, ...]
     checksummed: bool
     buffer_nbytes: int
     watched: frozenset[str] = frozenset()
@@ -66,18 +75,26 @@ class Batch:
     direct: bool = False
 
 
+Ranges = tuple[list[Seen], list[Seen]]
+"""What was written, and read."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A batch, its key in the journal, and what an earlier run wrote and read of it."""
+    """Batches of some files that one worker runs together: what they read together, each file is opened once for.
 
-    batch: Batch
-    key: str | None
-    done: tuple[list[Seen], list[Seen]] | None = None
+    Of each its key in the journal, and what an earlier run wrote and read of it. `most` bytes are read together.
+    """
+
+    batches: tuple[Batch, ...]
+    keys: tuple[str | None, ...]
+    done: tuple[Ranges | None, ...]
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What was written and read; and whether it was now."""
+    """What was written and read of a batch; and whether it was now."""
 
     written: list[Seen]
     read: list[Seen]
@@ -130,18 +147,20 @@ def write(
         with Workers(WRITERS, at_once=share.at_once) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
-            batches = (
-                (one.file.name, replace(batch, recorded=journal is not None, direct=direct))
-                for path, one in files
-                for batch in _batches(path, one, share.nbytes, large, checks, direct=direct)
+            together = memory // share.at_once // held
+            found = _together(files, share.nbytes, large, checks, together, direct=direct)
+            bundles = (
+                [(name, replace(batch, recorded=journal is not None, direct=direct)) for name, batch in bundle]
+                for bundle in found
             )
-            recording = _Recording(journal, plan.sources)
+            recording = _Recording(journal, plan.sources, together)
             portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
             run = recording.worker(here=workers.are_here)
-            for task, done in workers.run(run, map(recording.task, batches), portions):
+            for task, done in workers.run(run, map(recording.task, bundles), portions):
                 recording.note(task, done)
-                checks.add(done.read)
-                files.note(task.batch, done.written)
+                for batch, one in zip(task.batches, done, strict=True):
+                    checks.add(one.read)
+                    files.note(batch, one.written)
                 progress.advance(_task_nbytes(task))
             files.finish()
             return checks.finish(workers.map)
@@ -152,63 +171,112 @@ def write(
 class _Recording:
     """Makes tasks of batches, and records those that are done: in the thread that did, or when another process has."""
 
-    def __init__(self, journal: Journal | None, sources: frozenset[str]) -> None:
+    def __init__(self, journal: Journal | None, sources: frozenset[str], most: int) -> None:
         self._journal = journal
         self._names = {} if journal is None else names_of(sources)
         self._here = False
+        self._most = most
 
-    def task(self, batch_of: tuple[str, Batch]) -> _Task:
-        """Return a batch of a file with what is known of it."""
-        name, batch = batch_of
+    def task(self, batches: Sequence[tuple[str, Batch]]) -> _Task:
+        """Return batches of files with what is known of them."""
+        known = [self._known(name, batch) for name, batch in batches]
+        keys, done = tuple(key for key, _ in known), tuple(found for _, found in known)
+        return _Task(tuple(batch for _, batch in batches), keys, done, self._most)
+
+    def _known(self, name: str, batch: Batch) -> tuple[str | None, Ranges | None]:
         if self._journal is None:
-            return _Task(batch, None)
+            return None, None
         key = key_of(batch, name)
         work = None if key is None else self._journal.found.get(key)
         if work is None or not work.read.keys() <= self._names.keys():
-            return _Task(batch, key)
+            return key, None
         written = [Seen(batch.path, *one) for one in work.written]
-        return _Task(
-            batch, key, (written, [Seen(self._names[path], *r) for path, some in work.read.items() for r in some])
-        )
+        return key, (written, [Seen(self._names[path], *r) for path, some in work.read.items() for r in some])
 
-    def worker(self, *, here: bool) -> Callable[[_Task], _Done]:
+    def worker(self, *, here: bool) -> Callable[[_Task], list[_Done]]:
         """Return what runs a task."""
         self._here = here
         return self._run if here else partial(run_task, write_batch)
 
-    def _run(self, task: _Task) -> _Done:
+    def _run(self, task: _Task) -> list[_Done]:
         done = run_task(write_batch, task)
         self._record(task, done)
         return done
 
-    def note(self, task: _Task, done: _Done) -> None:
+    def note(self, task: _Task, done: Sequence[_Done]) -> None:
         """Note what has come from another process."""
         if not self._here:
             self._record(task, done)
 
-    def _record(self, task: _Task, done: _Done) -> None:
-        if self._journal is None or task.key is None or not done.is_new:
-            return
-        if any(isinstance(one, Overflowed) for one in done.read):
+    def _record(self, task: _Task, done: Sequence[_Done]) -> None:
+        if any(isinstance(each, Overflowed) for one in done for each in one.read):
             return  # it is done again, and counted again
-        read: dict[str, list[Seen]] = {}
-        for one in done.read:
-            read.setdefault(whole(one.path), []).append(one)
-        work = Work(_summed(done.written), {path: _summed(some) for path, some in read.items()})
-        self._journal.record(task.key, work)
+        for key, one in zip(task.keys, done, strict=True):
+            if self._journal is not None and key is not None and one.is_new:
+                read: dict[str, list[Seen]] = {}
+                for each in one.read:
+                    read.setdefault(whole(each.path), []).append(each)
+                work = Work(_summed(one.written), {path: _summed(some) for path, some in read.items()})
+                self._journal.record(key, work)
 
 
 def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
     return tuple((one.offset, one.nbytes, one.crc32) for one in seen)
 
 
-def run_task(work: Callable[[Batch], tuple[list[Seen], list[Seen]]], task: _Task) -> _Done:
-    """Write a batch with `work`, unless what an earlier run wrote of it is there. May run in another process."""
-    if task.done is not None:
-        written, read = task.done
-        if _is_there(task.batch.path, written):
-            return _Done(written, read, is_new=False)
-    return _Done(*work(task.batch))
+def run_task(work: Callable[[Batch], Ranges], task: _Task) -> list[_Done]:
+    """Write batches with `work`, but for what an earlier run wrote and is there. May run in another process."""
+    found: list[_Done | None] = []
+    for batch, done in zip(task.batches, task.done, strict=True):
+        is_there = done is not None and _is_there(batch.path, done[0])
+        found.append(_Done(*done, is_new=False) if done is not None and is_there else None)
+    left, read = _gathered([b for b, one in zip(task.batches, found, strict=True) if one is None], task.most)
+    made: list[_Done] = []
+    for batch in left:
+        written, also = work(batch)
+        made.append(_Done(written, [*also, *read]))
+        read = []
+    remaining = iter(made)
+    return [one or next(remaining) for one in found]
+
+
+def _gathered(batches: Sequence[Batch], most: int) -> tuple[list[Batch], list[Seen]]:
+    """Return batches with the bytes of what is read together, and what was read for that."""
+    cuts: list[tuple[CutPiece, Cut]] = []
+    shares: dict[tuple[int, int, int], list[SharePiece]] = {}
+    for piece in (piece for batch in batches for piece in batch.pieces):
+        if isinstance(piece, CutPiece):
+            cuts.append((piece, replace(piece.cut, position=cuts[-1][1].end if cuts else 0)))
+        elif isinstance(piece, SharePiece):
+            shares.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
+    if not cuts and not shares:
+        return list(batches), []
+    data: dict[int, memoryview] = {}
+    with WatchedSources(frozenset().union(*(batch.watched for batch in batches))) as sources:
+        memory = np.empty(cuts[-1][1].end if cuts else 0, np.uint8)
+        read_together([cut for _, cut in cuts], memory.data, sources, most)
+        for piece, cut in cuts:
+            stored = cut.spans.files.dtype
+            values = memory[cut.position : cut.end]
+            if stored != piece.dtype:
+                given = values.view(numpy_dtype(stored))
+                made = cast(given, piece.dtype)
+                if is_floating(piece.dtype) and not is_finite(made):
+                    count = int((~np.isfinite(made) & np.isfinite(given)).sum())
+                    sources.seen += (
+                        [Overflowed(piece.label, piece.offset, 0, None, count, piece.dtype)] if count else []
+                    )
+                values = made.view(np.uint8)
+            data[id(piece)] = values.data
+        for some in shares.values():
+            first = some[0]
+            rows = first.row.shares(first.low, first.high, [one.rank for one in some], sources, most)
+            data |= {id(one): row.data for one, row in zip(some, rows, strict=True)}
+        filled = [
+            replace(batch, pieces=tuple(Literal(p.offset, data[id(p)]) if id(p) in data else p for p in batch.pieces))
+            for batch in batches
+        ]
+        return filled, sources.seen
 
 
 def _is_there(path: str, written: Sequence[Seen]) -> bool:
@@ -220,32 +288,35 @@ def _is_there(path: str, written: Sequence[Seen]) -> bool:
 
 
 class _Files:
-    """Makes the files as they are come to, and states their checksums once all of a file is written.
-
-    Batches come back in the order in which they were given out: when one of a file does, those before it are written.
-    """
+    """Makes the files as they are come to, and states the checksums of each once all of it is written."""
 
     def __init__(self, files: Iterable[tuple[Path, FilePlan]], large: int, *, resumes: bool) -> None:
         self._files = files
         self._large = large
         self._resumes = resumes
         self._known: set[tuple[int, int]] = set()
-        self._open: dict[str, tuple[Path, FilePlan, list[Seen]]] = {}
+        self._open: dict[str, tuple[FilePlan, list[Seen]]] = {}
+        self._left: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[tuple[Path, FilePlan]]:
         for path, one in self._files:
             seen = _write_literals(path, one, self._large, self._known, resumes=self._resumes)
             if one.file.checksums:
-                self._open[str(path)] = path, one, seen
+                kept = TargetFile(one.file.name, one.file.nbytes, checksums=one.file.checksums)
+                self._open[str(path)] = FilePlan(kept, ()), seen
+                parts = (*one.file.holes, *one.file.packs)
+                large = (len(literal.data) for literal in one.file.literals if len(literal.data) >= self._large)
+                self._left[str(path)] = sum(part.nbytes for part in parts) + sum(large)
             yield path, one
 
     def note(self, batch: Batch, seen: Iterable[Seen]) -> None:
         """Note what was written."""
-        if batch.path not in self._open:
-            return
-        while (first := next(iter(self._open))) != batch.path:
-            self._patch(first)
-        self._open[batch.path][2].extend(seen)
+        if batch.path in self._open:
+            some = list(seen)
+            self._open[batch.path][1].extend(some)
+            self._left[batch.path] -= sum(one.nbytes for one in some)
+            if not self._left[batch.path]:
+                self._patch(batch.path)
 
     def finish(self) -> None:
         """State the checksums of what is left."""
@@ -253,30 +324,40 @@ class _Files:
             self._patch(path)
 
     def _patch(self, name: str) -> None:
-        path, one, seen = self._open.pop(name)
-        patch_checksums(path, one, seen)
+        patch_checksums(Path(name), *self._open.pop(name))
 
 
-def _moved(piece: Piece | PackPiece | Literal) -> int:
+def _moved(piece: AnyPiece) -> int:
     """Return the bytes of tensors in a piece."""
-    return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
+    if isinstance(piece, Literal):
+        return 0
+    return piece.moved_nbytes if isinstance(piece, (PackPiece, SharePiece)) else piece.nbytes
 
 
 def _task_nbytes(task: _Task) -> int:
-    return sum(_moved(piece) for piece in task.batch.pieces)
+    return sum(_moved(piece) for batch in task.batches for piece in batch.pieces)
 
 
 def _reads(task: _Task) -> Iterator[str]:
     """Yield the files that a task reads; of a pack, those that the format lists from the first to the last."""
-    for piece in task.batch.pieces:
-        if isinstance(piece, PackPiece):
-            yield from piece.pack.paths(piece.low, piece.high)
-        elif isinstance(piece, Piece):
-            yield from (source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS)
+    for piece in (piece for batch in task.batches for piece in batch.pieces):
+        yield from _paths(piece)
 
 
-def _writes(task: _Task) -> tuple[str]:
-    return (task.batch.path,)
+def _paths(piece: AnyPiece) -> Iterable[str]:
+    if isinstance(piece, PackPiece):
+        return piece.pack.paths(piece.low, piece.high)
+    if isinstance(piece, SharePiece):
+        return piece.paths()
+    if isinstance(piece, CutPiece):
+        return piece.cut.paths()
+    if isinstance(piece, Literal):
+        return ()
+    return [source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS]
+
+
+def _writes(task: _Task) -> Iterator[str]:
+    yield from (batch.path for batch in task.batches)
 
 
 def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]], *, resumes: bool) -> list[Seen]:
@@ -300,6 +381,69 @@ def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int,
     return [Seen(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
 
 
+Bundle = list[tuple[str, Batch]]
+"""Batches that are run together, each with the name of its file."""
+
+
+def _together(
+    files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, together: int, *, direct: bool
+) -> Iterator[Bundle]:
+    """Yield the batches of files: those that read together, of `together` bytes, as one bundle."""
+    bundle: Bundle = []
+    sharing: list[tuple[Path, str, tuple[tuple[PackedSlot, int, int], ...]]] = []
+    nbytes = 0
+    for path, one in files:
+        for batch in _batches(path, one, most, large, checks, direct=direct):
+            if not any(isinstance(piece, CutPiece) for piece in batch.pieces):
+                yield [(one.file.name, batch)]
+                continue
+            bundle.append((one.file.name, batch))
+            nbytes += sum(map(_moved, batch.pieces))
+            if nbytes >= together or len(bundle) == BATCH_ITEMS:
+                yield bundle
+                bundle, nbytes = [], 0
+        shared = tuple((*pack.share, pack.offset) for pack in one.file.packs if pack.share and pack.share[0].is_fine)
+        if sharing and [row for row, _, _ in shared] != [row for row, _, _ in sharing[0][2]]:
+            yield from _shared(sharing, most, checks, together, direct=direct)
+            sharing = []
+        if shared:
+            sharing.append((path, one.file.name, shared))
+    if bundle:
+        yield bundle
+    if sharing:
+        yield from _shared(sharing, most, checks, together, direct=direct)
+
+
+def _shared(
+    sharing: Sequence[tuple[Path, str, tuple[tuple[PackedSlot, int, int], ...]]],
+    most: int,
+    checks: Checks,
+    together: int,
+    *,
+    direct: bool,
+) -> Iterator[Bundle]:
+    """Yield the batches of files that have shares of the same rows: of some parameters at a time, what all have."""
+    buffer = min(most, DIRECT_NBYTES if direct else BUFFER_NBYTES)
+    for number, (row, _, _) in enumerate(sharing[0][2]):
+        for low, high, fits in row.blocks(together):
+            if fits:
+                watched = checks.watched.intersection(row.paths(low, high))
+                pieces = ((path, name, SharePiece(*rows[number], low, high)) for path, name, rows in sharing)
+                yield [(name, Batch(str(path), (piece,), True, buffer, watched)) for path, name, piece in pieces]
+                continue
+            for path, name, rows in sharing:
+                _, rank, offset = rows[number]
+                pack, begin, end = replace(row.share(rank), offset=offset), row.place(low), row.place(high)
+                for batch in _of_pack(path, pack, begin, end, most, checks, buffer):
+                    yield [(name, batch)]
+
+
+def _of_pack(path: Path, pack: Pack, low: int, high: int, most: int, checks: Checks, buffer: int) -> Iterator[Batch]:
+    """Yield the batches of elements [low, high) of a pack."""
+    for packed in batched(pack.pieces(most * BUFFERS_PER_WORKER, low, high), lambda piece: piece.nbytes):
+        yield Batch(str(path), packed, True, buffer, _watched(packed, checks))
+
+
 def _batches(
     path: Path, one: FilePlan, most: int, large: int, checks: Checks, *, direct: bool = False
 ) -> Iterator[Batch]:
@@ -309,14 +453,22 @@ def _batches(
         for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
             block = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
             yield Batch(str(path), (block,), checksummed, buffer)
-    found = (piece for fill in one.fills for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
+    found = (piece for fill in one.fills for piece in _pieces(fill, most, checks))
     for batch in batched(found, lambda piece: piece.nbytes):
-        read = (s.path for piece in batch for copy in piece.copies for s in copy.sources) if checks.watched else ()
-        yield Batch(str(path), batch, checksummed, buffer, checks.watched.intersection(read))
+        yield Batch(str(path), batch, checksummed, buffer, _watched(batch, checks))
     for pack in one.file.packs:
-        for packed in batched(pack.pieces(most * BUFFERS_PER_WORKER), lambda piece: piece.nbytes):
-            watched = checks.watched.intersection(pack.paths(packed[0].low, packed[-1].high))
-            yield Batch(str(path), packed, checksummed, buffer, watched)
+        if pack.share is None or not pack.share[0].is_fine:
+            yield from _of_pack(path, pack, 0, pack.numel, most, checks, buffer)
+
+
+def _pieces(fill: Fill, most: int, checks: Checks) -> Iterator[Piece | CutPiece]:
+    if fill.cut is None:
+        return checks.cut(pieces(fill, most, BATCH_NBYTES))
+    return cut_pieces(fill.hole.offset, fill.hole.label, fill.cut, fill.hole.dtype, most)
+
+
+def _watched(some: Iterable[AnyPiece], checks: Checks) -> frozenset[str]:
+    return checks.watched and checks.watched.intersection(chain.from_iterable(map(_paths, some)))
 
 
 def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:

@@ -7,6 +7,8 @@ same places, only that is found out, and the file gets the other's tree:
     central directory   the same but for the archive's own name, which each record's begins with, and the checksums
     local headers       each names its record, and its data begins where the other's does
     data.pkl            byte for byte the same
+
+Small ones are compared as they are, byte for byte, but for the archive's name, the checksums, and the records' data.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
+from zckpt.storage.files import read_into
 from zckpt.torchfile import Record, TorchFile, find_directory, open_range, read_source
 
 if TYPE_CHECKING:
@@ -29,6 +32,12 @@ ENOUGH_RECORDS = 1 << 13
 MOST_PATTERNS = 32
 """Trees that are kept: ranks of a node name their devices, and there are 8 or 16 of those."""
 
+WHOLE_NBYTES = 1 << 22
+"""A file of at most this is kept with its tree, and others are held against all of it at once."""
+
+MOST_WHOLE = 8
+"""Files that are kept."""
+
 
 class AlikeReader:
     """Reads files one after the other; those that are alike share a tree."""
@@ -36,6 +45,7 @@ class AlikeReader:
     def __init__(self) -> None:
         self._patterns: list[Pattern] = []
         self._count = 0
+        self._buffer = bytearray()
 
     def read(self, path: str | os.PathLike[str]) -> TorchFile:
         """Read the structure of a torch file; parameters, result and errors are those of `read_torchfile`.
@@ -46,6 +56,15 @@ class AlikeReader:
             head = source.read(0, min(source.nbytes, 4))
             if head != b"PK\3\4":
                 return read_source(source)
+            alike = [one for one in self._patterns if len(one.whole) == source.nbytes]
+            if alike:
+                if len(self._buffer) != source.nbytes:
+                    self._buffer = bytearray(source.nbytes)
+                read_into(source.descriptor, source.base, memoryview(self._buffer), path=source.path)
+            for pattern in alike:
+                found = pattern.match_whole(source, self._buffer)
+                if found is not None:
+                    return found
             count, start, size = find_directory(source)
             self._count += count
             if count < FEWEST_RECORDS or self._count < ENOUGH_RECORDS:
@@ -53,14 +72,19 @@ class AlikeReader:
             from zckpt.formats.alike_patterns import Pattern
 
             directory = source.read(start, size) if size < 1 << 28 else b""
+            found = None
             for pattern in self._patterns:
                 found = pattern.match(source, count, start, directory)
-                if found is not None:
+                if found is not None and (alike or source.nbytes > WHOLE_NBYTES):
                     return found
-            file = read_source(source)
+                if found is not None:
+                    break
+            file = found or read_source(source)
             made = Pattern.of(source, file, start, directory)
             if made is not None:
                 self._patterns = [*self._patterns[1 - MOST_PATTERNS :], made]
+                for one in self._patterns[:-MOST_WHOLE]:
+                    one.forget()
             return file
 
 
@@ -71,6 +95,8 @@ class AlikeRecords(Sequence[Record]):
     ----------
     records : sequence of Record
         The other's.
+    filled : sequence of int
+        Which are not empty.
     skip : int
         Characters of the archive's name there.
     archive : str
@@ -78,10 +104,19 @@ class AlikeRecords(Sequence[Record]):
         CRC-32 of those that have another.
     """
 
-    __slots__ = ("_archive", "_changed", "_records", "_skip")
+    __slots__ = ("_archive", "_changed", "_filled", "_records", "_skip")
 
-    def __init__(self, records: Sequence[Record], skip: int, archive: str, changed: dict[int, int]) -> None:
-        self._records, self._skip, self._archive, self._changed = records, skip, archive, changed
+    def __init__(
+        self, records: Sequence[Record], filled: Sequence[int], skip: int, archive: str, changed: dict[int, int]
+    ) -> None:
+        self._records, self._filled, self._skip = records, filled, skip
+        self._archive, self._changed = archive, changed
+
+    def filled(self) -> Iterator[tuple[str, int, int, int]]:
+        """Yield name, offset, bytes and CRC-32 of those that are not empty, or are said not to be."""
+        for index in sorted({*self._filled, *self._changed}):
+            one = self[index]
+            yield one.name, one.offset, one.nbytes, one.crc32
 
     def __len__(self) -> int:
         """Return how many there are."""

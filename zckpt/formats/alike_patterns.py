@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from zckpt.formats.alike_files import AlikeRecords
+from zckpt.formats.alike_files import WHOLE_NBYTES, AlikeRecords
 from zckpt.storage.crc32 import crc32
 from zckpt.torchfile import CENTRAL, LOCAL, FileRange, TorchFile
 
@@ -36,8 +36,10 @@ class Pattern:
         self.headers = _field(self.directory, entries, 42, 4)
         self.offsets = np.array([one.offset for one in file.records], np.int64)
         self.crcs = _field(self.directory, entries, 16, 4)
+        self.filled = [index for index, one in enumerate(file.records) if one.nbytes or one.crc32]
         self.variable = (entries[:, None] + np.array([16, 17, 18, 19, 28, 29])).ravel()
         self.windows, self.places = _windows(self.headers, int(self.names.max()))
+        self.forget()
 
     @classmethod
     def of(cls, source: FileRange, file: TorchFile, start: int, directory: bytes) -> Pattern | None:
@@ -59,7 +61,46 @@ class Pattern:
             or directory.count(root) != len(entries)
         ):
             return None
-        return cls(file, start, directory, np.array(entries, np.int64), source.read(pickle.offset, pickle.nbytes))
+        made = cls(file, start, directory, np.array(entries, np.int64), source.read(pickle.offset, pickle.nbytes))
+        if source.nbytes <= WHOLE_NBYTES:
+            made.keep(source.read(0, source.nbytes))
+        return made
+
+    def keep(self, data: bytes) -> None:
+        """Keep all of the file, if the archive's name is nowhere in it but where records are named."""
+        between = np.array([len(one) for one in data.split(self.root)])
+        if len(between) != 2 * len(self.entries) + 1:
+            return
+        self.whole, self.name, self.free = bytearray(data), self.root, np.zeros(len(data), bool)
+        self.named = np.cumsum(between[:-1] + len(self.root)) - len(self.root)
+        crcs = np.concatenate((self.start + self.entries + 16, self.headers + 14))
+        self.free[crcs[:, None] + np.arange(4)] = True
+        for index, one in enumerate(self.file.records):
+            self.free[one.offset : one.offset + one.nbytes] = index not in (self.pickle_index, self.order_index)
+        self.free[self.start + self.entries[self.pickle_index] + 16 + np.arange(4)] = False
+
+    def forget(self) -> None:
+        """Keep the file no longer."""
+        self.whole, self.name, self.free, self.named = bytearray(), b"", np.zeros(0, bool), np.zeros(0, np.int64)
+
+    def match_whole(self, source: FileRange, data: bytearray) -> TorchFile | None:
+        """Return a file with this one's tree if all bytes are the same but for names, CRC-32s, and data of records."""
+        name, expected = bytes(data[LOCAL.size : LOCAL.size + len(self.root)]), np.frombuffer(self.whole, np.uint8)
+        if name[-1:] != b"/" or name.count(b"/") > 1 or not name.isascii():
+            return None
+        for at, (before, after) in enumerate(zip(self.name, name, strict=True)):
+            if before != after:
+                expected[self.named + at] = after
+        self.name, changed = name, dict[int, int]()
+        if data != self.whole:
+            found = np.frombuffer(data, np.uint8)
+            if not self.free[found != expected].all():
+                return None
+            crcs = _field(found, self.start + self.entries, 16, 4)
+            changed = {int(i): int(crcs[i]) for i in np.flatnonzero(crcs != self.crcs)}
+        return self._file(
+            source, AlikeRecords(self.file.records, self.filled, len(self.root) - 1, name[:-1].decode(), changed), name
+        )
 
     def match(self, source: FileRange, count: int, start: int, directory: bytes) -> TorchFile | None:
         """Return a file with this one's tree if it is alike in all that a reader looks at."""
@@ -71,11 +112,14 @@ class Pattern:
         found = np.frombuffer(directory, np.uint8)
         crcs = _field(found, entries, 16, 4)
         changed = {int(i): int(crcs[i]) for i in np.flatnonzero(crcs != self.crcs)}
-        records = AlikeRecords(self.file.records, len(self.root) - 1, root[:-1].decode("ascii"), changed)
+        records = AlikeRecords(self.file.records, self.filled, len(self.root) - 1, root[:-1].decode("ascii"), changed)
         if not self._heads_fit(source, found, entries, names) or not self._contents_fit(
             source, records, summed=bool(crcs.any())
         ):
             return None
+        return self._file(source, records, root)
+
+    def _file(self, source: FileRange, records: AlikeRecords, root: bytes) -> TorchFile:
         file = self.file
         return TorchFile(source.path, source.nbytes, "zip", file.byteorder, file.root, file.storages, file.globals,
                          file.protocol, records, file.archive if root == self.root else root[:-1].decode("ascii"),

@@ -143,6 +143,9 @@ def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
 
 def archive_sums(file: SourceFile) -> Iterator[Sum]:
     """Yield the checksum of each record of the torch archives in a file, or that it is."""
+    if any(crc for *_, crc in file.stated):
+        yield from (Sum(name, file.path, offset, nbytes, crc) for name, offset, nbytes, crc in file.stated)
+        return
     for offset, nbytes in file.archives or _whole(file):
         with open_range(file.path, offset, nbytes) as source:
             records = list(read_archive(source).values())

@@ -218,6 +218,8 @@ class SourceFile:
         Size of each record of an archive, by name.
     rules : tuple of Rule
         What the adapter knows of the values in the tree.
+    stated : tuple of (str, int, int, int), optional
+        Name, byte offset, bytes and CRC-32 of each record that is not empty, where that is known without reading more.
     header : (int, int), bytes and CRC-32, or None
         What the file has to begin with for its tensors to be where they are said to be, if not all of it was read.
     archive : str
@@ -236,6 +238,7 @@ class SourceFile:
     tree: object = field(default=None, repr=False, compare=False)
     records: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)
+    stated: tuple[tuple[str, int, int, int], ...] = field(default=(), repr=False, compare=False)
     header: tuple[int, int] | None = field(default=None, repr=False, compare=False)
     archive: str = ""
 

@@ -119,8 +119,6 @@ def alike(target: Target, mp: TargetRank, rank: int) -> object:
     source = carried_from(mp, rank)
     if auto_layers(source):  # each rank says which experts it has
         return None
-    if any(one.numel for one in source.module.values()) or source.frozen_fragments:
-        return None
     return id(source.file.root), mp.mp_rank == 0 and rank == 0, source is mp.model
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.formats.alike_files import AlikeRecords
 from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
@@ -217,9 +218,10 @@ def describe(
     `like` is another file with the same tree and the same records, which need not be gone through again.
     """
     if like is not None:
+        stated = tuple(file.records.filled()) if isinstance(file.records, AlikeRecords) else ()
         return replace(
             like, path=file.path, nbytes=file.nbytes, archive=file.archive, dp_rank=dp_rank, mp_rank=mp_rank,
-            rules=tuple(rules),
+            rules=tuple(rules), stated=stated,
         )  # fmt: skip
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):

@@ -257,6 +257,8 @@ class Stencil:
                     places.append(literal.offset + at)
         self._size = len(stem)
         self._places = np.array(places)[:, None] + np.arange(len(stem))
+        between = self._data.tobytes().split(stem)
+        self._between = between if len(between) == len(places) + 1 else None
 
     @staticmethod
     def fits(file: TargetFile) -> bool:
@@ -270,6 +272,8 @@ class Stencil:
         stem = _stem(name).encode()
         if len(stem) != self._size:
             return None
+        if self._between is not None:  # it is nowhere else
+            return TargetFile(name, len(self._data), [Literal(0, stem.join(self._between))])
         data = self._data.copy()
         data[self._places] = np.frombuffer(stem, np.uint8)
         return TargetFile(name, len(data), [Literal(0, data.data)])
