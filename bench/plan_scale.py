@@ -1,15 +1,18 @@
-"""Measure what opening, inspecting, planning and verifying cost as the number of ranks grows.
+"""Measure what opening, inspecting, planning, verifying and copying cost as the number of ranks grows.
 
     python bench/plan_scale.py [--kinds zero2,zero3] [--ranks 8,64,256] [--parameters N] [--verbs open,inspect] [--keep]
+    python bench/plan_scale.py --kinds zero2,zero3 --ranks 1024 --verbs ends --work DIR --keep   # verbs to their end
 
 Every checkpoint has the same small parameters (10,000 of about 3,000 elements), cut for so many ranks. The files are
 genuine: a fixture that DeepSpeed wrote, its tensors, shapes and mappings replaced, saved by torch; ranks whose files
 say the same are copies of one of them, under their own names. Our own format and DCP are converted from ZeRO-2, and
-`reshard` converts them to themselves. Each verb is a child process; its CPU time is that of all its threads, and its
-memory the most it had resident. `floor` reads the structure of each file and keeps none, of DCP and our own that of the
-one file which lists all, and `start` starts the program and does nothing. The exponent is that of CPU time, less
-`start`, in the number of ranks, between one row and the one above. `--keep` leaves the checkpoints in bench/cache for
-the next time.
+`reshard` converts them to themselves. `ends` are verbs that read or write all elements: `restage` writes ZeRO-2 as
+ZeRO-3 and the other way round, for as many ranks, and `diff` compares a checkpoint with that. Each verb is a child
+process; its CPU time is that of all its threads, and its memory the most that it had resident, and of that the most
+that is no file's (`anon`: sampled, of Linux). `floor` reads the structure of each file and keeps none, of DCP and our
+own that of the one file which lists all, and `start` starts the program and does nothing. The exponent is that of CPU
+time, less `start`, in the number of ranks, between one row and the one above. `--keep` leaves the checkpoints in
+bench/cache for the next time.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,8 @@ KINDS = ("zero1", "zero2", "zero3", "own", "dcp")
 CONVERTED = {"own": "zckpt", "dcp": "dcp"}
 CONVERTED_FROM = 8
 VERBS = ("start", "floor", "open", "inspect", "reshard", "verify")
+ENDS = ("inspect", "consolidate", "fingerprint", "restage", "diff", "universal", "deep")
+SAMPLED_S = 0.02
 WEIGHT_DECAY = 0.1
 
 START = "import zckpt.cli"
@@ -52,6 +59,10 @@ for path in root.glob("checkpoint.json"):
 """
 OPEN = "import sys, zckpt.cli, zckpt; zckpt.open(sys.argv[1])"
 COMMAND = "import sys; from zckpt.cli import main; sys.exit(main())"
+
+
+Measured = tuple[float, float, float, int]
+"""CPU time in seconds, peak of all memory and of what is no file's in MB, exit status."""
 
 
 def shapes(count: int) -> dict[str, tuple[int, int]]:
@@ -195,19 +206,29 @@ def same(content: object, folder: Path, name: str, ranks: int) -> None:
             (folder / name.format(rank)).write_bytes(data.replace(old, new))
 
 
-def measured(code: str, *arguments: str) -> tuple[float, float, int]:
-    """Run a child; return its CPU time in seconds, its peak memory in MB, and its exit status."""
+def measured(code: str, *arguments: str) -> Measured:
+    """Run a child; return its CPU time in seconds, its peak memory in MB, all and anonymous, and its exit status."""
     child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, cwd=HERE / "cache")
-    _, status, usage = os.wait4(child.pid, 0)
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6, os.waitstatus_to_exitcode(status)
+    anonymous = 0
+    while True:
+        pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+        if pid:
+            break
+        with suppress(OSError):  # no Linux, or it has ended
+            lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+            anonymous = max(anonymous, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+        time.sleep(SAMPLED_S)
+    peaks = usage.ru_maxrss * 1024 / 1e6, anonymous * 1024 / 1e6
+    return usage.ru_utime + usage.ru_stime, *peaks, os.waitstatus_to_exitcode(status)
 
 
-def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], tuple[float, float, int]]]:
+def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured]]:
     """Return how each verb is run."""
     path = str(source)
     world = str(max(ranks * 3 // 4, 1))
     verb = ("convert", "--to", CONVERTED[kind]) if kind in CONVERTED else ("reshard",)
     dry = (*verb, path, f"{path}-to-{world}", "--world-size", world, "--dry-run", "--quiet", "--json")
+    restaged, restage = f"{path}.out/restaged", ("--world-size", str(ranks), "--stage", "2" if kind == "zero3" else "3")
     return {
         "start": lambda: measured(START),
         "floor": lambda: measured(FLOOR, path),
@@ -215,12 +236,19 @@ def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], tuple[fl
         "inspect": lambda: measured(COMMAND, "inspect", path, "--json"),
         "reshard": lambda: measured(COMMAND, *dry),
         "verify": lambda: measured(COMMAND, "verify", path, "--quiet", "--json"),
+        "deep": lambda: measured(COMMAND, "verify", path, "--deep", "--quiet", "--json"),
+        "consolidate": lambda: measured(COMMAND, "consolidate", path, f"{path}.out/m.safetensors", "--quiet"),
+        "fingerprint": lambda: measured(COMMAND, "fingerprint", path, "--quiet"),
+        "restage": lambda: measured(COMMAND, "reshard", path, restaged, *restage, "--quiet"),
+        "diff": lambda: measured(COMMAND, "diff", path, restaged, "--quiet", "--json"),
+        "universal": lambda: measured(COMMAND, "convert", path, f"{path}.out/u", "--to", "universal", "--quiet"),
     }
 
 
 def rows(options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"{'kind':<8}{'ranks':>6}  {'verb':<8}{'CPU s':>9}{'peak MB':>9}{'x floor':>9}{'exponent':>10}{'exit':>6}"
+    heads = f"{'CPU s':>9}{'peak MB':>9}{'anon':>7}{'x floor':>9}{'exponent':>10}{'exit':>5}"
+    yield f"{'kind':<8}{'ranks':>6}  {'verb':<12}{heads}"
     start = measured(START)[0]
     for kind in options.kinds.split(","):
         before: dict[str, tuple[int, float]] = {}
@@ -240,8 +268,11 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
                 part.rename(source)
             verbs = runs(kind, source, ranks)
             floor = 0.0
-            for verb in options.verbs.split(","):
-                cpu, peak, code = verbs[verb]()
+            out = source.with_name(f"{source.name}.out")
+            shutil.rmtree(out, ignore_errors=True)
+            out.mkdir()
+            for verb in ENDS if options.verbs == "ends" else options.verbs.split(","):
+                cpu, peak, anonymous, code = verbs[verb]()
                 floor = cpu - start if verb == "floor" else floor
                 share = f"{(cpu - start) / floor:.2f}" if floor > 0 else ""
                 exponent = ""
@@ -249,7 +280,9 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
                     others, other = before[verb]
                     exponent = f"{math.log((cpu - start) / other) / math.log(ranks / others):.2f}"
                 before[verb] = (ranks, max(cpu - start, 1e-3))
-                yield f"{kind:<8}{ranks:>6}  {verb:<8}{cpu:>9.2f}{peak:>9.0f}{share:>9}{exponent:>10}{code:>6}"
+                figures = f"{cpu:>9.2f}{peak:>9.0f}{anonymous:>7.0f}{share:>9}{exponent:>10}{code:>5}"
+                yield f"{kind:<8}{ranks:>6}  {verb:<12}{figures}"
+            shutil.rmtree(out)
             if not options.keep:
                 shutil.rmtree(source)
 
@@ -268,7 +301,9 @@ def main() -> None:
     if options.make is not None:
         make(options.kinds, int(options.ranks), options.parameters, options.make)
         return
-    options.work.mkdir(parents=True, exist_ok=True)
+    options.work = options.work.resolve()  # verbs run in the cache
+    for folder in (options.work, HERE / "cache"):
+        folder.mkdir(parents=True, exist_ok=True)
     for row in rows(options):
         print(row, flush=True)
 

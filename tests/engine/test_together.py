@@ -17,6 +17,7 @@ from zckpt.engine.scan import SlotSet, scan
 from zckpt.engine.targets import Checksum, Hole, TargetFile
 from zckpt.engine.together import Cut, is_fine, read_together
 from zckpt.engine.write import write
+from zckpt.errors import ZckptError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot
 from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
@@ -170,3 +171,12 @@ def test_shares_of_many_ranks_are_read_once_for_all(tmp_path: Path, reads: list[
             one = value[rank * share : (rank + 1) * share]
             wanted.append(np.pad(one, (0, share - len(one))))
         assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)
+
+
+def test_values_that_overflow_a_cast_are_counted(tmp_path: Path) -> None:
+    (slot,) = shards(tmp_path, [640], 64)
+    for rank, span in enumerate(slot.spans):
+        Path(span.path).write_bytes(bytes(rank % 7) + np.full(10, 1e9 if rank == 5 else 1, np.float32).tobytes())
+    hole = Hole(0, "weight/a", slot, Extent.whole(slot.shape), "float16")
+    with pytest.raises(ZckptError, match="10 values of weight/a overflow float16"):
+        write(plan([TargetFile("t", hole.nbytes, holes=[hole])]), [tmp_path / "t"])

@@ -95,26 +95,26 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     most_bytewise : int, bytes
         Largest piece that is moved as it is.
     """
-    hole = one.hole
+    hole, copies = one.hole, tuple(one.copies)
     if isinstance(hole.slot, Computed):
         yield from _computed(one, hole.slot, most)
         return
-    if len(one.copies) == 1 and hole.nbytes <= most_bytewise and one.copies[0].is_bytewise:
+    if len(copies) == 1 and hole.nbytes <= most_bytewise and copies[0].is_bytewise:
         yield Piece(hole.offset, hole.nbytes, one.copies, label=hole.label)
         return
-    if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in one.copies):
-        for copy in (part for whole in one.copies for part in _dense(whole)):
+    if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in copies):
+        for copy in (part for whole in copies for part in _dense(whole)):
             for cut in _cut_bytes(copy, most_bytewise) if copy.is_bytewise else _cut(copy, most):
                 yield Piece(cut.offset, cut.nbytes, (cut,), label=hole.label)
         return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
-    for piece in _interleaved(one.copies, origin, hole.offset, hole.offset + hole.nbytes, most):
+    for piece in _interleaved(copies, origin, hole.offset, hole.offset + hole.nbytes, most):
         yield replace(piece, label=hole.label)
 
 
 def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
     """Yield the pieces of a hole for a computed slot, with only those spans of its inputs that each needs."""
-    hole, indexes = one.hole, SpanIndexes()
+    hole, copies, indexes = one.hole, tuple(one.copies), SpanIndexes()
     size = itemsize(hole.dtype)
     extent = flattened(slot, hole.extent)
     for block in blocks(slot, extent, most):

@@ -17,9 +17,10 @@ from typing import Protocol
 
 from zckpt.engine.checking import Seen, WatchedSources, seen_of
 from zckpt.engine.copy import Piece, converted, elements, is_endless, overflowed
-from zckpt.engine.packs import GAP_NBYTES, PackPiece
+from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
+from zckpt.engine.together import GAP_NBYTES
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found

@@ -207,7 +207,7 @@ class PackedSlot:
         """Return what some ranks have of parameters [low, high): a row for each; what no share fills is zero."""
         size, cuts = self.itemsize, self._cuts
         numels = cuts.numel[low:high].tolist()
-        read = []
+        read: list[Cut] = []
         for i, n in enumerate(numels, low):
             spans = CutSpans(self._files, (n,), int(cuts.origin[i]), int(cuts.width[i]), int(cuts.at[i]))
             read.append(Cut(spans, 0, n, read[-1].end if read else 0))

@@ -264,7 +264,7 @@ def look_at_batch(
             cut = _read_cuts(some, sources, most)
             for block in some:
                 arrays = [
-                    cut.pop() if isinstance(source, CutSpans) else _read(block, number, buffers, sources)
+                    cut.pop() if isinstance(source, CutSpans) else _read(block, number, source, buffers, sources)
                     for number, source in enumerate(block.sources)
                 ]
                 found = look(block.index, block.start, arrays)
@@ -315,9 +315,11 @@ def _ranges(batch: Sequence[Block]) -> Iterator[Range]:
                 yield from source
 
 
-def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> Array:
+def _read(
+    block: Block, number: int, source: Slot | tuple[ByteRange, ...], buffers: list[Array], sources: Sources
+) -> Array:
     """Read a block of one slot of its set into the buffer that such slots have."""
-    dtype, source = block.dtypes[number], block.sources[number]
+    dtype = block.dtypes[number]
     nbytes = block.numel * itemsize(dtype)
     while len(buffers) <= number:
         buffers.append(np.empty(0, np.uint8))

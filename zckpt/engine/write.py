@@ -304,9 +304,9 @@ class _Files:
             if one.file.checksums:
                 kept = TargetFile(one.file.name, one.file.nbytes, checksums=one.file.checksums)
                 self._open[str(path)] = FilePlan(kept, ()), seen
-                parts = (*one.file.holes, *one.file.packs)
                 large = (len(literal.data) for literal in one.file.literals if len(literal.data) >= self._large)
-                self._left[str(path)] = sum(part.nbytes for part in parts) + sum(large)
+                filled = sum(hole.nbytes for hole in one.file.holes) + sum(pack.nbytes for pack in one.file.packs)
+                self._left[str(path)] = filled + sum(large)
             yield path, one
 
     def note(self, batch: Batch, seen: Iterable[Seen]) -> None:
@@ -482,7 +482,8 @@ def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
             _target(batch, descriptor) as target,
             ahead(_ranges(batch)),
         ):
-            seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, **sums)
+            pieces = batch.pieces  # what is read together is literals by now
+            seen = write_pieces(pieces, target, sources, buffer, path=batch.path, **sums)  # type: ignore[arg-type]
         first = min(one.offset for one in seen)
         start_writeback(descriptor, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen

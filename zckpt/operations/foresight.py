@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.engine.packs import GAP_NBYTES
 from zckpt.engine.plan import Copy, FilePlan, Plan
+from zckpt.engine.together import GAP_NBYTES
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize

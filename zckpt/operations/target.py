@@ -221,7 +221,8 @@ def write_from(
     origins = sources or [checkpoint]
     left = [item for one in origins for item in take_inventory(one).left_out] if dropped else []
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
-    laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
+    if damaged:  # files that come lazily are not kept
+        laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
     planned = plan(laid.files)
     for origin in origins:
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
