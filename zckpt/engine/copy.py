@@ -100,7 +100,7 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
         yield from _computed(one, hole.slot, most)
         return
     if len(copies) == 1 and hole.nbytes <= most_bytewise and copies[0].is_bytewise:
-        yield Piece(hole.offset, hole.nbytes, one.copies, label=hole.label)
+        yield Piece(hole.offset, hole.nbytes, copies, label=hole.label)
         return
     if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in copies):
         for copy in (part for whole in copies for part in _dense(whole)):
@@ -121,9 +121,7 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
         inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
         offset = hole.offset + (block.start + block.skipped - extent.start) * size
         reaching = replace(block, inputs=inputs)
-        yield ComputedPiece(
-            offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype, label=hole.label
-        )
+        yield ComputedPiece(offset, block.kept * size, copies, slot.function, reaching, hole.dtype, label=hole.label)
 
 
 def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
