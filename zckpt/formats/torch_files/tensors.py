@@ -219,7 +219,6 @@ def describe(
     """
     if like is not None:
         stated = tuple(file.records.filled()) if isinstance(file.records, AlikeRecords) else ()
-        stated = tuple(file.records.filled()) if isinstance(file.records, AlikeRecords) else ()
         return replace(
             like, path=file.path, nbytes=file.nbytes, archive=file.archive, dp_rank=dp_rank, mp_rank=mp_rank,
             rules=tuple(rules), stated=stated,
