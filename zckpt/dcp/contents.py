@@ -95,7 +95,7 @@ def contents(source: str, found: Found, paths: Paths) -> Contents:
         for name, slot in parameter.slots.items()
     }
     if checkpoint.step is None:
-        checkpoint.step = _step(checkpoint)
+        checkpoint.step = most_steps(one.state.get("step") for one in checkpoint.parameters.values())
     return Contents(checkpoint, slots, lost)
 
 
@@ -125,12 +125,6 @@ def _item(key: str, value: object) -> TensorItem | ObjectItem:
         return ObjectItem(key, _MEMORY, value)
     span = Span(Extent.whole(value.shape), key, 0, value.dtype)
     return TensorItem(key, value.dtype, value.shape, (span,), value.node, IN_MEMORY)
-
-
-def _step(checkpoint: Checkpoint) -> int | None:
-    """Return the most steps that any parameter has seen."""
-    counted = [parameter.state.get("step") for parameter in checkpoint.parameters.values()]
-    return most_steps(counted)
 
 
 def may_be_tied(held: Held) -> bool:

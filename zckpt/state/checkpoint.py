@@ -364,6 +364,11 @@ class Checkpoint:
         return parameter if parameter.tied_to is None else self.parameters[parameter.tied_to]
 
     @property
+    def most_steps(self) -> int | None:
+        """The most steps that an optimizer has taken with a param group; None: none counts them."""
+        return most_steps(group.state.get("step") for group in self.param_groups)
+
+    @property
     def is_bare(self) -> bool:
         """Whether there is an optimizer without hyperparameters, as DeepSpeed's elastic form has it."""
         return bool(self.param_groups) and not any(group.hyperparameters for group in self.param_groups)

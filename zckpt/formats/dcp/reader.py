@@ -32,7 +32,7 @@ from zckpt.formats.dcp.tree import (
 )
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
-from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -349,8 +349,7 @@ def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | 
         found = _whole_number(clock)
         if found is not None:
             return found
-    steps = [group.state.get("step") for group in checkpoint.param_groups]
-    return most_steps(steps)
+    return checkpoint.most_steps
 
 
 def _whole_number(node: Node) -> int | None:

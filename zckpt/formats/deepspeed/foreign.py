@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShar
 from zckpt.formats.group_values import group_values, numbers_in_slots, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology, most_steps
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology
 from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
@@ -194,9 +194,7 @@ def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object]) -> Ori
 
 def _steps(checkpoint: Checkpoint) -> int:
     """Return the steps of the run: as the source says, else as many as its optimizer has taken."""
-    if checkpoint.step is not None:
-        return checkpoint.step
-    return most_steps(group.state.get("step") for group in checkpoint.param_groups) or 0
+    return checkpoint.step if checkpoint.step is not None else checkpoint.most_steps or 0
 
 
 def _file(root: object) -> TorchFile:

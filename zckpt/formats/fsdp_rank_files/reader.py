@@ -18,7 +18,7 @@ from zckpt.formats.fsdp_rank_files.ties import tie_as_configured
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.remainder import restore
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
-from zckpt.state import Checkpoint, Topology, most_steps
+from zckpt.state import Checkpoint, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, brief, read_torchfile
@@ -142,5 +142,4 @@ def _step(checkpoint: Checkpoint) -> int | None:
     found = checkpoint.metadata.get("global_step")
     if type(found) is int:
         return found
-    steps = [group.state.get("step") for group in checkpoint.param_groups]
-    return most_steps(steps)
+    return checkpoint.most_steps

@@ -17,7 +17,7 @@ from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.torch_files.content import content_of, is_running_statistic, is_trainable
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.torchfile import Object, Tensor, oddity, read_torchfile
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
@@ -122,5 +122,4 @@ def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:
         clock = clock.get(key) if isinstance(clock, Mapping) else None
     if type(clock) is int:
         return clock
-    steps = [group.state.get("step") for group in checkpoint.param_groups]
-    return most_steps(steps)
+    return checkpoint.most_steps

@@ -15,7 +15,7 @@ from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, STATE_NAME, Directory
 from zckpt.formats.transformers_trainer.model import read_json, read_model
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
-from zckpt.state import Checkpoint, most_steps
+from zckpt.state import Checkpoint
 from zckpt.state.order import put_in_order, tells_order
 from zckpt.torchfile import TorchFile, read_torchfile
 
@@ -183,8 +183,7 @@ def _recorded(state: OptimizerState, model: Weights | None, prefix: str) -> list
 
 def _read_state(checkpoint: Checkpoint, directory: Directory, own: TorchFile | None) -> None:
     """Read the step, and what zckpt has written besides."""
-    steps = [group.state.get("step") for group in checkpoint.param_groups]
-    checkpoint.step = most_steps(steps)
+    checkpoint.step = checkpoint.most_steps
     said = (read_json(directory.path / STATE_NAME) or {}).get("global_step")
     if type(said) is int:
         checkpoint.step = said

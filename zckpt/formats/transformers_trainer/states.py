@@ -47,8 +47,8 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
                 return value
             break
     last = found.get("last_epoch", checkpoint.step)
-    rates = [_number(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
-    bases = [_number(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
+    rates = [as_float(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
+    bases = [as_float(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
     notes.append(
         f"{name} was written by rule: a LambdaLR after {last} steps"
         + ("" if None not in bases else ", whose base rates are those that it is made with")
@@ -65,10 +65,6 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
 
 def _length(value: object) -> int | None:
     return len(value) if isinstance(value, (list, tuple)) else None
-
-
-def _number(value: object) -> float | None:
-    return as_float(value)
 
 
 def random_states(checkpoint: Checkpoint) -> dict[str, object]:

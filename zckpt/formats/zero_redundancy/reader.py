@@ -26,7 +26,7 @@ from zckpt.formats.zero_redundancy.ranks import (
     order_by_names,
     read_ranks,
 )
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
@@ -172,7 +172,7 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
         )
     attach_ranks(checkpoint, ranks, order)
     _carry(checkpoint, ranks)
-    checkpoint.step = checkpoint.step if checkpoint.step is not None else _step(checkpoint)
+    checkpoint.step = checkpoint.step if checkpoint.step is not None else checkpoint.most_steps
     return checkpoint
 
 
@@ -283,8 +283,3 @@ def _carry(checkpoint: Checkpoint, ranks: Sequence[RankFile]) -> None:
             model = isinstance(value, dict) and value.keys() >= checkpoint.parameters.keys()
             if key not in (rank.key, "rank", "world_size") and not model:
                 checkpoint.metadata[f"{Path(rank.file.path).stem}.{key}"] = carried(rank.file, value)
-
-
-def _step(checkpoint: Checkpoint) -> int | None:
-    steps = [group.state.get("step") for group in checkpoint.param_groups]
-    return most_steps(steps)
