@@ -31,7 +31,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import is_file, read_whole
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(
@@ -76,17 +76,15 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
         if os.path.realpath(path) in known:
             continue
         if CARRIED.fullmatch(entry.name):
-            _carry(checkpoint, path)
+            with suppress(SourceError):
+                carry(checkpoint, path)
         elif entry.name == TRAINER_STATE:
             _carry_json(checkpoint, path)
         elif COPIED.fullmatch(entry.name):
             models.append(path)
         elif ADAPTER.fullmatch(entry.name):
-            note_copies(checkpoint, [path], _without_adapter(checkpoint))
-    if note_copies(checkpoint, models):
-        checkpoint.claims |= {
-            entry.path: Claim(IMPLIED, "which file each tensor is in") for entry in entries if entry.name in INDEXES
-        }
+            note_adapter(checkpoint, path)
+    note_models(checkpoint, models, directory)
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
     _note_gaps(checkpoint, [entry.name for entry in entries])
@@ -106,11 +104,9 @@ def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         checkpoint.warnings.append("a scheduler's state is there, and no optimizer's: is it lost?")
 
 
-def _carry(checkpoint: Checkpoint, path: Path) -> None:
-    try:
-        file = read_torchfile(path)
-    except SourceError:
-        return
+def carry(checkpoint: Checkpoint, path: Path) -> None:
+    """Keep what a torch file holds. Raises SourceError: it cannot be read."""
+    file = read_torchfile(path)
     checkpoint.files.append(describe(file, METADATA_ROLE))
     key = path.stem if path.stem not in checkpoint.metadata else path.name
     checkpoint.metadata.setdefault(key, carried(file, file.root))
@@ -127,15 +123,22 @@ def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
         checkpoint.claims[str(path)] = Claim(CARRIED_AS_IS, path.stem)
 
 
-def _without_adapter(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return names by what PEFT's `save_pretrained` makes of them, which leaves out how the adapter is called."""
+def note_models(checkpoint: Checkpoint, paths: Iterable[Path], directory: Path) -> None:
+    """Note what files of a model in a directory hold of it as copies; indexes say which of them, and no more."""
+    if _note_copies(checkpoint, paths):
+        indexes = [str(directory / name) for name in INDEXES if is_file(directory / name)]
+        checkpoint.claims |= dict.fromkeys(indexes, Claim(IMPLIED, "which file each tensor is in"))
+
+
+def note_adapter(checkpoint: Checkpoint, path: Path) -> None:
+    """Note what PEFT's `save_pretrained` has written as copies: its names leave out how the adapter is called."""
     found: dict[str, str] = {}
     for name in [*checkpoint.parameters, *checkpoint.buffers]:
         for called in (".modules_to_save.default.", ".default."):
             if called in name:
                 found.setdefault(name.replace(called, "."), name)
         found.setdefault(name.removesuffix(".default"), name)
-    return found
+    _note_copies(checkpoint, [path], found)
 
 
 def _tensors(path: Path) -> tuple[SourceFile, dict[str, Slot]] | None:
@@ -159,18 +162,12 @@ def _tensors(path: Path) -> tuple[SourceFile, dict[str, Slot]] | None:
         return None
 
 
-def note_copies(checkpoint: Checkpoint, paths: Iterable[Path], names: Mapping[str, str] = MappingProxyType({})) -> bool:
-    """Note what files hold of the model as copies; tell whether they are any of it.
+def _note_copies(
+    checkpoint: Checkpoint, paths: Iterable[Path], names: Mapping[str, str] = MappingProxyType({})
+) -> bool:
+    """Note what files hold of the model, whose names for theirs are given; tell whether they are any of it.
 
-    Of tensors of other names than the model's some elements are read. A file that cannot be read is no copy.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    paths : iterable of Path
-        Those with the same suffix together are the model once more.
-    names : mapping of str to str
-        The checkpoint's name for one of the files, where it is another.
+    Those with the same suffix together are the model once more; one that cannot be read is no copy.
     """
     found: dict[str, list[tuple[SourceFile, dict[str, Slot]]]] = {}
     for path in paths:

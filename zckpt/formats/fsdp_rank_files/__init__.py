@@ -1,7 +1,9 @@
 """One torch file for each rank of FSDP: verl, SkyRL, OpenRLHF and slime, and Accelerate where it is kept from DCP.
 
 DIR/{model,optim,extra_state}_world_size_W_rank_R.pt      every rank's share of the model, its optimizer, all else
-DIR/fsdp_config.json, huggingface/                        which FSDP it was; the model's configuration and tokenizer
+DIR/fsdp_config.json, huggingface/                        which FSDP it was; the model's configuration and tokenizer,
+                                                          and as verl can be told, the model once more
+DIR/lora_adapter/adapter_model.safetensors                LoRA's parameters once more
 
 What ranks have of a tensor is a DTensor, a ShardedTensor, or the whole of it; the optimizer's state may also be that of
 flat parameters, in which FSDP1 keeps the parameters of a layer. No file names what is in those: see `readings`.
@@ -10,8 +12,7 @@ directory   which files those are            held, mesh    what one rank's file 
 model       names, buffers, ties             cut           what all ranks have, as spans
 optimizer   values by number                 units         which parameters FSDP1 has wrapped together
 readings    whose state each number is       attach        that state, given to its parameters
-extra       each rank's other state          copies        the model once more, beside the files
-writer      the files for other ranks        dtensors, flat, groups, own
+extra       each rank's other state          writer        the files for other ranks; dtensors, flat, groups, own
 """
 
 from __future__ import annotations

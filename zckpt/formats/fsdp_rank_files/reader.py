@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
 from zckpt.formats.fsdp_rank_files.attach import attach
-from zckpt.formats.fsdp_rank_files.copies import read_copies
-from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, LORA_NAME, OWN_NAME, Directory
+from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, HUGGINGFACE, LORA_NAME, OWN_NAME, Directory
 from zckpt.formats.fsdp_rank_files.extra import KEYS, OF_ITS_RANK
 from zckpt.formats.fsdp_rank_files.model import Model, read_models
 from zckpt.formats.fsdp_rank_files.optimizer import read_optimizers
@@ -22,6 +22,9 @@ from zckpt.state import Checkpoint, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, brief, read_torchfile
+
+ADAPTER = "lora_adapter/adapter_model.safetensors"
+"""LoRA's parameters, under PEFT's names."""
 
 
 def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -51,9 +54,10 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
         attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
     if own is None:
         tie_as_configured(checkpoint, model, directory.path)
-    read_copies(checkpoint, directory.path)
+    _read_copies(checkpoint, directory.path)
     _read_extras(checkpoint, directory)
-    _read_beside(checkpoint, directory)
+    for path in directory.beside:
+        carry(checkpoint, path)
     _claim(checkpoint, directory)
     checkpoint.step = directory.step if directory.step is not None else _step(checkpoint)
     if own is not None:
@@ -110,15 +114,13 @@ def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
         checkpoint.files.append(describe(one, "metadata", rank, rules=(*about, *own, *rules.get(one.path, ()))))
 
 
-def _read_beside(checkpoint: Checkpoint, directory: Directory) -> None:
-    for path in directory.beside:
-        file = read_torchfile(path)
-        checkpoint.files.append(describe(file, "metadata"))
-        checkpoint.metadata.setdefault(_key(checkpoint, path), carried(file, file.root))
-
-
-def _key(checkpoint: Checkpoint, path: Path) -> str:
-    return path.stem if path.stem not in checkpoint.metadata else path.name
+def _read_copies(checkpoint: Checkpoint, directory: Path) -> None:
+    """Note the model once more, whole, which verl saves beside the files of ranks if it is told to."""
+    folder = directory / HUGGINGFACE
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    note_models(checkpoint, [path for path in files if COPIED.fullmatch(path.name) and is_file(path)], folder)
+    if is_file(directory / ADAPTER):
+        note_adapter(checkpoint, directory / ADAPTER)
 
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:
