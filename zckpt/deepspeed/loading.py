@@ -41,18 +41,18 @@ from zckpt.deepspeed.engine import (
     training_of,
 )
 from zckpt.engine.checking import Checks, watching
-from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.engine.virtual import VirtualFile, check_readable
 from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
+from zckpt.formats.companions import copy_of
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
 from zckpt.formats.survey import checksums_by_path
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
 from zckpt.torchfile.torch_file import NUMPY
@@ -169,52 +169,33 @@ def _load(loading: Loading, verify: bool, engine: Any, call: Callable[..., Any],
     wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
     checkpoint = ranks.of_first(lambda: _opened(engine, path))  # which costs more than to send it
     served = ranks.do(lambda: _served(engine, checkpoint, optimizer=wants_optimizer, scheduler=wants_scheduler))
-    checks = Checks() if verify else None
-    if checks is not None:
-        checks.find = checksums_by_path([checkpoint if served is None else served.target.checkpoint])
+    if served is not None:
+        loading.notes += served.notes
+        loading.in_place.append(str(path))
+        for note in served.notes if ranks.rank == 0 else ():
+            warnings.warn(f"{path}: {note}", stacklevel=4)
+    checks = Checks()
+    checks.find = checksums_by_path([checkpoint if served is None else served.target.checkpoint]) if verify else None
     stand_in = _CheckpointEngine(engine.checkpoint_engine, served, str(path))
-    with watching(checks):
-        found = _called(loading, engine, call, arguments, stand_in, path)
-    check_together(checks, ranks, str(path), spoiled=SPOILED)
-    return found
-
-
-def _called(
-    loading: Loading, engine: Any, call: Callable[..., Any], arguments: dict[str, Any], stand_in: _CheckpointEngine,
-    path: Path,
-) -> Any:  # fmt: skip
-    """Let an engine load through another checkpoint engine."""
-    served, module_only = stand_in.served, arguments["load_module_only"]
-    if served is None:
-        with _standing_in(engine, stand_in):
-            return call(**arguments)
-    loading.notes += served.notes
-    loading.in_place.append(str(path))
-    if Ranks().rank == 0:
-        for note in served.notes:
-            warnings.warn(f"{path}: {note}", stacklevel=5)
-    wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
-    if module_only and served.training.stage == 3:
-        arguments["load_optimizer_states"] = False  # else it takes weights from a file that has none
-    with (
-        _folder(engine, served) as (folder, name),
-        _consolidating(served, loading, optimizer=wants_optimizer),
-        _standing_in(engine, stand_in),
-    ):
-        try:
-            found, client_state = call(**{**arguments, "load_dir": folder, "tag": name})
-        finally:
-            loading.read_nbytes += stand_in.read_nbytes
-    return (None if found is None else str(path)), client_state
-
-
-@contextmanager
-def _standing_in(engine: Any, stand_in: _CheckpointEngine) -> Iterator[None]:
     engine.checkpoint_engine = stand_in
     try:
-        yield
+        with watching(checks):
+            if served is None:
+                found = call(**arguments)
+            else:
+                if module_only and served.training.stage == 3:
+                    arguments["load_optimizer_states"] = False  # else it takes weights from a file that has none
+                with (
+                    _folder(engine, served) as (folder, name),
+                    _consolidating(served, loading, optimizer=wants_optimizer),
+                ):
+                    loaded, client_state = call(**{**arguments, "load_dir": folder, "tag": name})
+                found = None if loaded is None else str(path), client_state
     finally:
         engine.checkpoint_engine = stand_in.stock
+        loading.read_nbytes += stand_in.read_nbytes
+    check_together(checks, ranks, str(path), spoiled=SPOILED)
+    return found
 
 
 def _holds_something(path: Path) -> bool:
@@ -310,16 +291,8 @@ def _check_nothing_lost(checkpoint: Checkpoint) -> None:
 class _CheckpointEngine:
     """Stands in for an engine's checkpoint engine while it loads; all but loading is the other's.
 
-    A model file is asked for twice, first for one number in it: it is made once.
-
-    Parameters
-    ----------
-    stock : object
-        The other.
-    served : Served or None
-        Whose files are given, which are not there; None: those that are there.
-    source : str
-        The checkpoint, for messages.
+    It gives the files of `served`, which are not there, or else those that are. A model file is asked for twice, first
+    for one number in it: it is made once.
     """
 
     def __init__(self, stock: Any, served: Served | None, source: str) -> None:
@@ -336,7 +309,7 @@ class _CheckpointEngine:
         if self.served is None:
             if not is_file(path):  # it has files of its own
                 return self.stock.load(path, map_location=map_location)
-            file = VirtualFile(_whole(path), threads=False)
+            file = VirtualFile(copy_of(Path(path), path), threads=False)
         elif shard is None:
             raise UsageError("the engine asks for a file that is none of DeepSpeed's", path=path)
         else:
@@ -354,14 +327,6 @@ class _CheckpointEngine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
-
-
-def _whole(path: str) -> TargetFile:
-    """Return a file that is there as one that is not."""
-    nbytes = Path(path).stat().st_size
-    extent = Extent.whole((nbytes,))
-    slot = Slot("file", "uint8", (nbytes,), (Span(extent, path, 0, "uint8"),))
-    return TargetFile(path, nbytes, holes=[Hole(0, path, slot, extent, "uint8")])
 
 
 def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> Any:
