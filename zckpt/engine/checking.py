@@ -292,11 +292,11 @@ class Checks:
             raise _damaged(self._wrong)
 
 
-_WATCHING: ContextVar[Checks | None] = ContextVar("watching", default=None)
+_WATCHING: ContextVar[Checks] = ContextVar("watching")
 
 
 @contextmanager
-def watching(checks: Checks | None) -> Iterator[None]:
+def watching(checks: Checks) -> Iterator[None]:
     """Let checks get what is read into memory in this context, unless the call that reads has others."""
     token = _WATCHING.set(checks)
     try:
@@ -305,9 +305,9 @@ def watching(checks: Checks | None) -> Iterator[None]:
         _WATCHING.reset(token)
 
 
-def watched_by() -> Checks | None:
-    """Return the checks that get what is read; None: there are none."""
-    return _WATCHING.get()
+def watched_by() -> Checks:
+    """Return the checks that get what is read; new ones, which nobody asks, where there are none."""
+    return _WATCHING.get(None) or Checks()
 
 
 def _place(one: Sum) -> tuple[str, int]:

@@ -65,7 +65,7 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bo
         A file cannot be read.
     """
     batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
-    checks = checks or watched_by() or Checks()
+    checks = checks or watched_by()
     some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
     checks.expect(source.path for copy in some for source in copy.sources if source.path != ZEROS)
     look = partial(_read_batch, checks.watched)
@@ -109,9 +109,7 @@ def check_reads(reads: Iterable[Read]) -> None:
             raise UnsupportedError(error.message, path=path) from error
     for path, nbytes in needed.items():
         check_nbytes(path, nbytes)
-    checks = watched_by()
-    if checks is not None:
-        checks.expect(needed)
+    watched_by().expect(needed)
 
 
 def _ends(copy: Copy) -> Iterator[tuple[str, int]]:

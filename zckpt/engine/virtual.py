@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
+from zckpt.engine.checking import Seen, WatchedSources, watched_by
 from zckpt.engine.packs import Pack, PackPiece
 from zckpt.engine.read import Read, check_reads, read_all
 from zckpt.engine.targets import Hole, Literal, TargetFile
@@ -176,7 +176,7 @@ def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tup
 
 def _read_packed(packed: Sequence[tuple[PackPiece, int, memoryview]], *, threads: bool) -> None:
     batches = batched(packed, lambda one: one[0].nbytes)
-    checks = watched_by() or Checks()
+    checks = watched_by()
     checks.expect(path for piece, _, _ in packed for path in piece.pack.paths())
     look = partial(_unpack, checks.watched)
     if not threads:

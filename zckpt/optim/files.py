@@ -114,13 +114,11 @@ def load(
     of_model = None if model is None else bare(model)
     optimizers = Optimizers(optimizer, {} if of_model is None else of_model.names())
     ranks = Ranks(process_group_of(optimizer), purpose="" if workers_of(optimizer) is None else ALONE)
-
-    checks = Checks() if verify else None
+    checks = Checks()
 
     def prepared() -> Restoring:
         checkpoint = open_for(path, () if of_model is None else of_model.parameters, optimizers.order, names=names)
-        if checks is not None:
-            checks.find = checksums_by_path([checkpoint])
+        checks.find = checksums_by_path([checkpoint]) if verify else None
         if verify and ranks.rank == 0:
             check_files_apart(checkpoint)
         [restoring] = optimizers.restore(checkpoint, os.fspath(path), listed=names)

@@ -250,15 +250,15 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
     raise RuntimeError(f"rank {rank} failed: {message}")
 
 
-def check_together(checks: Checks | None, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:
+def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:
     """Hold what all ranks have read against the checksums of the files that it is from.
 
     What several have read of one record is put together by one of them, which reads what little is missing.
 
     Parameters
     ----------
-    checks : Checks or None
-        Of this rank; None on all ranks: nothing is checked.
+    checks : Checks
+        Of this rank; without `find`, which all ranks have or none, nothing is checked.
     root : str
         The directory or file that is read, under the name that it has on this rank.
     spoiled : str, optional
@@ -269,7 +269,7 @@ def check_together(checks: Checks | None, ranks: Ranks, root: str, *, spoiled: s
     DamagedFileError
         A record is damaged: on all ranks, if on one.
     """
-    if checks is None:
+    if checks.find is None:
         return
     if ranks.world_size > 1:
         for_each: list[list[list[Any]]] = [[] for _ in range(ranks.world_size)]

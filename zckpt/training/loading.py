@@ -179,7 +179,7 @@ def load(
         with headers_shared(ranks.rank, ranks.world_size):
             loading = _Loading(
                 path, live, everywhere, strict=strict, tag=tag, names=names, naming=naming, dequantize=dequantize,
-                checks=checks,
+                checks=checks if verify else None,
             )  # fmt: skip
         if verify and ranks.rank == 0:
             check_files_apart(loading.checkpoint)
@@ -188,7 +188,7 @@ def load(
 
     if isinstance(place, str) and purpose:
         raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
-    checks = Checks() if verify else None
+    checks = Checks()
     with ExitStack() as stack:
         stack.enter_context(watching(checks))
         path = ranks.do(lambda: stack.enter_context(at_path(place)))

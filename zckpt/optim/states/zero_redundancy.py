@@ -227,10 +227,9 @@ class WorkersRestoring(Restoring):
     def read(self) -> None:
         """Let each worker read the state of its parameters into memory of its own."""
         checks = watched_by()
-        given = self.source.path, self.order, self.groups, self.source.tag, self.source.listed, checks is not None
-        every = self.optimizer.call(_read, *given)
-        if checks is not None:
-            for one, seen in (part for parts in every for part in parts):
+        given = self.source.path, self.order, self.groups, self.source.tag, self.source.listed, checks.find is not None
+        for parts in self.optimizer.call(_read, *given):
+            for one, seen in parts:
                 checks.take_over(one, seen)
 
     def take(self) -> None:
