@@ -11,7 +11,6 @@ does, so do the weights that it has stepped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -44,13 +43,8 @@ EXPERT = "expert"
 Samples = dict[object, tuple[str, str, bytes]]
 """By a place: the slot, the parameter, and the data that begin there."""
 
-
-@dataclass(slots=True)
-class _Held:
-    """What is sampled of a file, by where it lies in it and by what it is of."""
-
-    by_offset: Samples = field(default_factory=dict)
-    by_tensor: Samples = field(default_factory=dict)
+Held = tuple[Samples, Samples]
+"""What is sampled of a file, by where it lies in it and by what it is of."""
 
 
 def files_twice(checkpoint: Checkpoint) -> Iterator[ShardError]:
@@ -113,26 +107,25 @@ def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         candidates |= dict.fromkeys(pairwise(alike))
     states = _states(checkpoint, held) if candidates else {}
     for one, other in candidates:
-        mine, its = held[one], held[other]
-        if _are_same(mine.by_offset, its.by_offset, states) or _are_same(mine.by_tensor, its.by_tensor, states):
+        if any(_are_same(mine, its, states) for mine, its in zip(held[one], held[other], strict=True)):
             yield one, other
 
 
-def _states(checkpoint: Checkpoint, held: Mapping[str, _Held]) -> dict[str, dict[str, bytes]]:
+def _states(checkpoint: Checkpoint, held: Mapping[str, Held]) -> dict[str, dict[str, bytes]]:
     """Return by parameter what an optimizer has that has stepped float32 weights for a while; none where it may not."""
     rates = [group.hyperparameters.get("lr") for group in checkpoint.param_groups]
     coarse = any(one.slots[MASTER].dtype != "float32" for one in checkpoint.parameters.values() if MASTER in one.slots)
     if coarse or (checkpoint.step or 0) < STEPPED or not all(isinstance(one, float) and one > 0 for one in rates):
         return {}
     found: dict[str, dict[str, bytes]] = {}
-    for one in held.values():
-        for key, name, data in one.by_tensor.values():
+    for _, by_tensor in held.values():
+        for key, name, data in by_tensor.values():
             if key not in (WEIGHT, MASTER) and _words(data) > 1:
                 found.setdefault(name, {})[key] = data
     return found
 
 
-def _sampled(checkpoint: Checkpoint) -> dict[str, _Held]:
+def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
     """Return what each file begins its largest tensors with, of elements that no other file has."""
     chosen: dict[str, list[tuple[Span, str, str]]] = {}
     slots = [(slot, p.name) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
@@ -148,15 +141,15 @@ def _sampled(checkpoint: Checkpoint) -> dict[str, _Held]:
             break
     if len(chosen) < 2:
         return {}
-    held = {path: _Held() for path in chosen}
+    held: dict[str, Held] = {path: ({}, {}) for path in chosen}
     every = [one for some in chosen.values() for one in some]
     with Sources() as sources, ahead((span.path, span.offset, _nbytes(span)) for span, _, _ in every):
         for span, key, name in every:
             data = bytearray(_nbytes(span))
             sources.read(span.path, span.offset, memoryview(data))
-            sample = key, name, bytes(data)
-            held[span.path].by_offset.setdefault((span.offset, key), sample)
-            held[span.path].by_tensor.setdefault((name, key), sample)
+            sample, (by_offset, by_tensor) = (key, name, bytes(data)), held[span.path]
+            by_offset.setdefault((span.offset, key), sample)
+            by_tensor.setdefault((name, key), sample)
     return held
 
 
@@ -164,11 +157,11 @@ def _nbytes(span: Span) -> int:
     return min(span.extent.numel * itemsize(span.dtype), SAMPLED_NBYTES)
 
 
-def _alike(held: dict[str, _Held]) -> Iterator[list[str]]:
+def _alike(held: dict[str, Held]) -> Iterator[list[str]]:
     """Yield files that have the same in one place or of one tensor, other than one value over and over."""
     places: dict[object, list[tuple[bytes, str]]] = {}
-    for path, one in held.items():
-        for place, (_, _, data) in [*one.by_offset.items(), *one.by_tensor.items()]:
+    for path, (by_offset, by_tensor) in held.items():
+        for place, (_, _, data) in [*by_offset.items(), *by_tensor.items()]:
             places.setdefault(place, []).append((data, path))
     for found in places.values():
         least = min(len(data) for data, _ in found)
