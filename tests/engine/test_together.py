@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.engine.packs import PackedSlot
-from zckpt.engine.plan import plan
+from zckpt.engine.plan import Cut, is_fine, plan
 from zckpt.engine.read import read_extent
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.engine.targets import Checksum, Hole, TargetFile
-from zckpt.engine.together import Cut, is_fine, read_together
+from zckpt.engine.together import read_together
 from zckpt.engine.write import write
 from zckpt.errors import ZckptError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot

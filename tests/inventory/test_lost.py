@@ -73,7 +73,7 @@ def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(train
     assert lost(trainers) == ["optimizer_old.pt"]
     assert [one["file"] for one in inspected(trainers)["left_out"]] == ["optimizer_old.pt"]
     assert "left out: optimizer_old.pt (nothing has read its 8 tensors)" in succeeded("inspect", trainers).stdout
-    assert codes(trainers) == (1, {"ZC-131"})
+    assert codes(trainers) == (1, {"ZC-130", "ZC-131"})  # a scheduler is there, and no optimizer
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -246,7 +246,7 @@ def test_a_gap_in_what_programs_count_is_noted(tmp_path: Path) -> None:
     (source / "rng_state_0.pth").unlink()
     torch.save({"cpu": torch.get_rng_state()}, source / "rng_state_10.pth")
     said = "no rng_state of number 0 is there, and rng_state_10.pth is: is it lost?"
-    assert said in succeeded("verify", source).stdout
+    assert said in " ".join(succeeded("verify", source).stdout.split())
     assert said in succeeded("convert", source, tmp_path / "t", "--to", "zckpt").stderr
 
 

@@ -25,10 +25,10 @@ from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
 from zckpt.engine.packs import Pack, PackedSlot, PackPiece, SharePiece
-from zckpt.engine.plan import FilePlan, Fill, Plan
+from zckpt.engine.plan import Cut, FilePlan, Fill, Plan
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.tasks import Portions
-from zckpt.engine.together import Cut, CutPiece, cut_pieces, read_together
+from zckpt.engine.together import CutPiece, cut_pieces, read_together
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
 from zckpt.state import ZEROS

@@ -21,7 +21,6 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
-from zckpt.state.names import is_number
 from zckpt.storage.files import is_file, read_head
 from zckpt.storage.ownership import Owned
 
@@ -45,6 +44,7 @@ _ACCELERATE = (
     (OPTIMIZER, re.compile(r"optimizer_([0-9]{1,4})_rank([0-9]{1,7})\.bin")),
 )
 _STEP = re.compile(r"global_step_([0-9]{1,18})")
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _last(path: Path) -> Directory | NearMiss | None:
     shown = listed([steps[n].name for n in sorted(steps)])
     for tracker in trackers:
         text = _text(tracker).strip()
-        found = steps.get(int(text)) if is_number(text) else None
+        found = steps.get(int(text)) if _NUMBER.fullmatch(text) else None
         if found is None:
             raise UnknownFormatError(
                 "names no checkpoint",

@@ -20,7 +20,6 @@ from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
 from zckpt.formats.latest import LATEST_NBYTES, is_name
-from zckpt.state.names import is_number
 from zckpt.storage.files import is_file, read_head
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -52,6 +51,7 @@ OWN_NAME = "zckpt.pt"
 RELEASE = "release"
 """The directory of a model that no training has saved."""
 
+_ITERATION = re.compile("[0-9]{1,18}")
 _WRITTEN = re.compile(
     rf"{re.escape(TRACKER)}|(?:iter_[0-9]+|{RELEASE})/"
     r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp|"
@@ -162,7 +162,7 @@ def _of_rank(path: Path) -> Place | None:
 
 def folder_of(text: str) -> str:
     """Return the name of the directory that a run's file names: an iteration, or a name."""
-    return f"iter_{int(text):07d}" if is_number(text) else text
+    return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
 def names_own(name: str) -> bool:
