@@ -148,10 +148,8 @@ def _tensors(path: Path) -> tuple[SourceFile, dict[str, Slot]] | None:
     try:
         if path.suffix == ".safetensors":
             slots, texts, nbytes = safetensors_file.read_header(path)
-            used = sum(slot.nbytes for slot in slots.values())
-            tree = {safetensors_file.METADATA_KEY: texts, **slots}
             rules = safetensors_file.rules_of(texts, slots)
-            return SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules), slots
+            return safetensors_file.source_file(path, slots, texts, nbytes, rules), slots
         found = read_torchfile(path)
         if not isinstance(found.root, dict):
             return None

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,8 @@ def read(source: Path) -> Checkpoint:
         slots, metadata, nbytes = read_header(path)
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
-        checkpoint.files.append(
-            SourceFile(
-                str(path),
-                nbytes,
-                "model",
-                tensor_nbytes=sum(slot.nbytes for slot in slots.values()),
-                tree={METADATA_KEY: metadata, **slots},
-                rules=(*rules_of(metadata, slots), *carry_texts(checkpoint, path, metadata, slots)),
-            )
-        )
+        rules = (*rules_of(metadata, slots), *carry_texts(checkpoint, path, metadata, slots))
+        checkpoint.files.append(source_file(path, slots, metadata, nbytes, rules))
         for name, slot in slots.items():
             if name in checkpoint.parameters or name in checkpoint.buffers:
                 raise DamagedFileError(f"{name} is in two files", path=path)
@@ -152,6 +144,15 @@ def is_safetensors(path: Path) -> bool:
         size = os.fstat(descriptor).st_size
         head = read_at(descriptor, 0, min(9, size), path=str(path))
     return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= size
+
+
+def source_file(
+    path: Path, slots: Mapping[str, Slot], texts: Mapping[str, str], nbytes: int, rules: Sequence[Rule]
+) -> SourceFile:
+    """Return a model's file as the inventory takes it, given what `read_header` returns."""
+    used = sum(slot.nbytes for slot in slots.values())
+    tree = {METADATA_KEY: texts, **slots}
+    return SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=tuple(rules))
 
 
 def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:

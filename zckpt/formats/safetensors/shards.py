@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
 from zckpt.formats.dcp.heads import SHARDING_KEY, offsets_of, sharding
-from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
@@ -70,19 +70,9 @@ def read(path: Path) -> Checkpoint:
     for file in files:
         slots, metadata, nbytes = read_header(file)
         _collect(tensors, slots, metadata, file)
-        used = sum(slot.nbytes for slot in slots.values())
         rank = _SHARD.fullmatch(file.name)
-        checkpoint.files.append(
-            SourceFile(
-                str(file),
-                nbytes,
-                "model",
-                int(rank[1]) - 1 if rank else None,
-                tensor_nbytes=used,
-                tree={METADATA_KEY: metadata, **slots},
-                rules=(*RULES, *PIECE_RULES),
-            )
-        )
+        described = source_file(file, slots, metadata, nbytes, (*RULES, *PIECE_RULES))
+        checkpoint.files.append(replace(described, dp_rank=int(rank[1]) - 1 if rank else None))
     numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
     for name, pieces in tensors.items():
         slot = _slot(name, pieces, numbers, path)

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.formats.fsdp_rank_files.held import refuse_share
-from zckpt.formats.safetensors.file import METADATA_KEY, aliases_in, carry_texts, read_header, rules_of, weight_map
+from zckpt.formats.safetensors.file import aliases_in, carry_texts, read_header, rules_of, source_file, weight_map
 from zckpt.formats.torch_files.content import is_state_dict
 from zckpt.formats.torch_files.reader import add_tensors
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, Directory, ModelFiles
 from zckpt.formats.transformers_trainer.readings import Weights
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import is_file, read_whole
@@ -104,10 +104,8 @@ def _check_index(index: Path, where: Mapping[str, str]) -> None:
 
 def _read_safetensors(one: Checkpoint, path: Path) -> None:
     slots, texts, nbytes = read_header(path)
-    used = sum(slot.nbytes for slot in slots.values())
-    tree = {METADATA_KEY: texts, **slots}
     rules = (*rules_of(texts, slots), *carry_texts(one, path, texts, slots))
-    one.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules))
+    one.files.append(source_file(path, slots, texts, nbytes, rules))
     for name, slot in slots.items():
         _check_new(one, name, path)
         trained = is_floating(slot.dtype) and not _is_running(name, slots)
