@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from zckpt.state import ZEROS, Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources, check_nbytes
+
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +71,18 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bo
     checks = checks or watched_by()
     some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
     checks.expect(source.path for copy in some for source in copy.sources if source.path != ZEROS)
-    look = partial(_read_batch, checks.watched)
+    run_watched(partial(_read_batch, checks.watched), batches, checks, threads=threads)
+
+
+def run_watched(
+    look: Callable[[Batch], list[Seen]], batches: Iterable[Batch], checks: Checks, *, threads: bool
+) -> None:
+    """Read batches, several at a time unless the calling thread is to read all, and let checks get what was seen."""
     if not threads:
         for batch in batches:
             checks.add(look(batch))
         return
-    with (
-        Workers(READERS, here=True) as workers,
-        closing(workers.run(look, batches, Portions())) as results,
-    ):
+    with Workers(READERS, here=True) as workers, closing(workers.run(look, batches, Portions())) as results:
         for _, seen in results:
             checks.add(seen)
 

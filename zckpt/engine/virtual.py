@@ -11,17 +11,15 @@ import io
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.engine.checking import Seen, WatchedSources, watched_by
 from zckpt.engine.packs import Pack, PackPiece
-from zckpt.engine.read import Read, check_reads, read_all
+from zckpt.engine.read import Read, check_reads, read_all, run_watched
 from zckpt.engine.targets import Hole, Literal, TargetFile
-from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import READERS, Workers, batched
+from zckpt.engine.workers import batched
 from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
 
@@ -178,14 +176,7 @@ def _read_packed(packed: Sequence[tuple[PackPiece, int, memoryview]], *, threads
     batches = batched(packed, lambda one: one[0].nbytes)
     checks = watched_by()
     checks.expect(path for piece, _, _ in packed for path in piece.pack.paths())
-    look = partial(_unpack, checks.watched)
-    if not threads:
-        for batch in batches:
-            checks.add(look(batch))
-        return
-    with Workers(READERS, here=True) as workers, closing(workers.run(look, batches, Portions())) as results:
-        for _, seen in results:
-            checks.add(seen)
+    run_watched(partial(_unpack, checks.watched), batches, checks, threads=threads)
 
 
 def _unpack(watched: frozenset[str], batch: Sequence[tuple[PackPiece, int, memoryview]]) -> list[Seen]:
