@@ -103,14 +103,7 @@ def require_torch(what: str) -> None:
 
 
 def require(package: str, executor: str) -> None:
-    """Raise MissingPackageError unless a package can be imported.
-
-    Parameters
-    ----------
-    package : str
-    executor : str
-        The extra that has it, and the executor that needs it.
-    """
+    """Raise MissingPackageError unless a package can be imported; the extra that has it is called as the executor."""
     try:
         import_module(package)
     except ImportError as error:

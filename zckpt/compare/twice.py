@@ -48,13 +48,7 @@ Held = tuple[Samples, Samples]
 
 
 def files_twice(checkpoint: Checkpoint) -> Iterator[ShardError]:
-    """Yield an error for each file that is another rank's under its name.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read.
-    """
+    """Yield an error for each file that is another rank's under its name. Raises SourceError: one cannot be read."""
     found = dict(_misnamed(checkpoint.files))
     yield from found.values()
     ranks = {file.path: file for file in checkpoint.files}

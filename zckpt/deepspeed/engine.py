@@ -137,18 +137,8 @@ def kind_that_keeps(engine: Any) -> str | None:
 def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
     """Raise if an engine's optimizer cannot go on with a checkpoint's state; return the settings that that lacks.
 
-    Parameters
-    ----------
-    engine : DeepSpeedEngine
-    checkpoint : Checkpoint
-        With its param groups in the engine's order.
-
-    Raises
-    ------
-    UsageError
-        It is of another optimizer.
-    UnsupportedError
-        DeepSpeed itself cannot load it.
+    Its param groups are in the engine's order. Raises UsageError: it is of another optimizer; UnsupportedError:
+    DeepSpeed itself cannot load it.
     """
     optimizer, path, found = engine.basic_optimizer, checkpoint.opened or checkpoint.source, dict[str, None]()
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -189,9 +179,8 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
 def _lacking(optimizer: torch.optim.Optimizer, given: Mapping[str, object]) -> list[str]:
     """Return the settings of an optimizer that a param group does not have, and loading does not give it."""
     cls, group = type(optimizer), {**given, "params": []}
-    copy: Any = object.__new__(
-        type(cls.__name__, (cls,), {"__del__": lambda _: None})
-    )  # what holds it lets go of it once
+    once: Any = type(cls.__name__, (cls,), {"__del__": lambda _: None})  # what holds it lets go of it once
+    copy = object.__new__(once)
     copy.__dict__.update(optimizer.__dict__, defaults=dict(optimizer.defaults))
     copy.__setstate__({"state": {}, "param_groups": [group]})
     return [key for key in optimizer.defaults if key not in group]

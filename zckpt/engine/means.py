@@ -24,14 +24,7 @@ Inputs = Sequence[Callable[[], "Array"]]
 
 @dataclass(frozen=True, slots=True)
 class _OfSeveral:
-    """A function of the same elements of several slots of one shape.
-
-    Parameters
-    ----------
-    slots : tuple of Slot
-    dtype : {"float32", "float64"}
-        In which it is computed.
-    """
+    """A function of the same elements of several slots of one shape; `dtype`, float32 or float64, computes it."""
 
     slots: tuple[Slot, ...]
     dtype: str

@@ -72,13 +72,10 @@ class AlikeReader:
             from zckpt.formats.alike_patterns import Pattern
 
             directory = source.read(start, size) if size < 1 << 28 else b""
-            found = None
-            for pattern in self._patterns:
-                found = pattern.match(source, count, start, directory)
-                if found is not None and (alike or source.nbytes > WHOLE_NBYTES):
-                    return found
-                if found is not None:
-                    break
+            matched = (pattern.match(source, count, start, directory) for pattern in self._patterns)
+            found = next((file for file in matched if file is not None), None)
+            if found is not None and (alike or source.nbytes > WHOLE_NBYTES):
+                return found
             file = found or read_source(source)
             made = Pattern.of(source, file, start, directory)
             if made is not None:

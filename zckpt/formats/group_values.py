@@ -21,10 +21,7 @@ def numbers_in_slots(checkpoint: Checkpoint) -> set[str]:
 def group_values(checkpoint: Checkpoint, group: ParamGroup, keys: Collection[str]) -> dict[str, object]:
     """Return the single values that all parameters of a group with any have, and have alike.
 
-    Parameters
-    ----------
-    keys : collection of str
-        Of slots that are a number: they are read, unless the group has it.
+    Slots of these keys are numbers, which are read where the group does not have them.
     """
     present = []
     for name in group.parameters:

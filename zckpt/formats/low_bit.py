@@ -48,13 +48,7 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
     """Raise UnsupportedError if a checkpoint has codes, and floats of it that go with them change their type.
 
     Of a model alone all floats go with them; of a training, in which such a model is frozen, codes and scales do.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    casts : iterable of (Slot, str)
-        What is written or loaded, and its type there.
-    advice : str
+    `casts` are what is written or loaded, and its type there.
     """
     codes = codes_in(checkpoint)
     if not codes:

@@ -36,17 +36,8 @@ MOST_PLACES = 16
 def rearranged(copies: Mapping[str, Slot], originals: Mapping[str, Slot]) -> Iterator[tuple[str, Slot]]:
     """Yield the names of originals, and their copies: what a file's tensors are when they are put together.
 
-    Parameters
-    ----------
-    copies : mapping of str to Slot
-        Tensors of one type, which is not empty, by the file's names.
-    originals : mapping of str to Slot
-        What none of them is called as.
-
-    Raises
-    ------
-    SourceError
-        A file cannot be read.
+    The file's tensors are of one type, at least one, and none is called as an original. Raises SourceError: a file
+    cannot be read.
     """
     dtype = next(iter(copies.values())).dtype
     left = {n: one for n, one in copies.items() if one.numel and len(one.spans) == 1 and one.spans[0].is_contiguous}

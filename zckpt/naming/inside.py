@@ -61,13 +61,7 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
 
 
 class _Following:
-    """A tree with other names in it; what was one object twice stays one.
-
-    Parameters
-    ----------
-    names : mapping of str to str
-        New ones, by old ones.
-    """
+    """A tree with other names in it, given new ones by old ones; what was one object twice stays one."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names

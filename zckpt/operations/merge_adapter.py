@@ -135,14 +135,7 @@ def merge_adapter(
 
 
 class _Merging:
-    """One merge: a checkpoint of the base's slots, of computed ones, and of the adapter's.
-
-    Parameters
-    ----------
-    base : Checkpoint
-    adapter : Adapter
-    fan_in_fan_out : bool or None
-    """
+    """One merge: a checkpoint of the base's slots, of computed ones, and of the adapter's."""
 
     def __init__(self, base: Checkpoint, adapter: Adapter, fan_in_fan_out: bool | None) -> None:
         self.base, self.adapter = base, adapter

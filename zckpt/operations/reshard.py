@@ -103,11 +103,8 @@ def reshard(
         before = checkpoint
         checkpoint, notes, followed = naming.traced(before)
         notes += follow_names(checkpoint, before, followed)
-    chosen = (
-        choose(own.recut_options, {"world_size": world_size, **options}, own.name)
-        if own.recut_options is not None
-        else None
-    )
+    asked = {"world_size": world_size, **options}
+    chosen = choose(own.recut_options, asked, own.name) if own.recut_options is not None else None
     laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     if not naming.changes:
         dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))

@@ -253,21 +253,9 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
 def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:
     """Hold what all ranks have read against the checksums of the files that it is from.
 
-    What several have read of one record is put together by one of them, which reads what little is missing.
-
-    Parameters
-    ----------
-    checks : Checks
-        Of this rank; without `find`, which all ranks have or none, nothing is checked.
-    root : str
-        The directory or file that is read, under the name that it has on this rank.
-    spoiled : str, optional
-        As for `Ranks.do`.
-
-    Raises
-    ------
-    DamagedFileError
-        A record is damaged: on all ranks, if on one.
+    What several have read of one record is put together by one of them, which reads what little is missing. Without
+    `find`, which all ranks have or none, nothing is checked. `root` is what is read, as this rank calls it. Raises
+    DamagedFileError: a record is damaged, on all ranks, if on one.
     """
     if checks.find is None:
         return

@@ -166,9 +166,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     notes: tuple[str, ...] = ()
     if training.pipeline is not None:
         found, options = _pipelines(checkpoint, training, options)
-    elif (
-        optimizer and _keeps_files(checkpoint, training) and not checkpoint.is_bare
-    ):  # whose state alone DeepSpeed, too, loads
+    elif optimizer and _keeps_files(checkpoint, training) and not checkpoint.is_bare:  # else a state alone
         found = as_filed(checkpoint)
     else:
         if training.tensor_parallel > 1:

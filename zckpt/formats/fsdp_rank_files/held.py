@@ -97,13 +97,7 @@ def elements(node: object) -> object:
 
 
 def refuse_share(file: TorchFile) -> None:
-    """Raise if a file has what one rank has of tensors that several share, whatever its name is.
-
-    Raises
-    ------
-    UnsupportedError
-        It holds a DTensor, or a ShardedTensor.
-    """
+    """Raise UnsupportedError if a file, whatever its name is, has what one rank has of tensors that several share."""
     if not any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names):
         return
     waiting: list[tuple[tuple[object, ...], object]] = [((), file.root)]

@@ -337,13 +337,7 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
 
 
 def listed_sums(path: str, one: Listed) -> list[Sum]:
-    """Return the checksums of the tensors of a file, of which nothing is doubted where its header is the listed one.
-
-    Raises
-    ------
-    DamagedFileError
-        It is another.
-    """
+    """Return the checksums of a file's tensors, of which nothing is doubted where its header is the listed one."""
     with opened(path) as descriptor:
         head = read_at(descriptor, 0, one.header_nbytes, path=path)
         if crc32(head) != one.header_crc32:
