@@ -19,7 +19,7 @@ from tests.plans import write_directory
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import LEAST_BUFFER_NBYTES, READERS, WRITERS, Workers, budget, running_on
+from zckpt.engine.workers import LEAST_BUFFER_NBYTES, QUEUED, READERS, WRITERS, Workers, budget, running_on
 from zckpt.state import Extent, Slot, Span
 
 MEBIBYTE = 1 << 20
@@ -66,6 +66,22 @@ def test_no_more_run_at_once_than_a_budget_has_buffers_for():
         with running_on(executor), Workers(WRITERS, at_once=3) as workers:
             assert len(list(workers.run(work, range(30), Portions()))) == 30
     assert most == 3
+
+
+def test_a_few_batches_for_each_worker_are_made_ahead_of_what_is_done():
+    made = done = most = 0
+
+    def batches() -> Iterator[int]:
+        nonlocal made, most
+        for made in range(1, 201):
+            most = max(most, made - done)
+            yield made
+
+    with Workers(WRITERS, at_once=2) as workers:
+        for _ in workers.run(lambda _: None, batches(), Portions()):
+            done += 1
+    assert done == made == 200
+    assert 2 < most <= 2 * QUEUED + 1
 
 
 @contextmanager

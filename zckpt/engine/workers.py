@@ -36,11 +36,8 @@ BATCH_NBYTES = 8 << 20
 BATCH_ITEMS = 1 << 10
 """Most items in a task: a batch of tiny tensors ends here."""
 
-QUEUED_BATCHES = 64
-"""Enough to keep every worker busy; a plan of a million batches is not queued at once."""
-
-QUEUED_TASKS = 4
-"""For each worker elsewhere: results come in order, and none waits for work while the first is awaited."""
+QUEUED = 4
+"""Batches or tasks for each worker: results come in order, and none waits for work while the first is awaited."""
 
 LEAST_BUFFER_NBYTES = 1 << 12
 """Below a page per read, a smaller memory budget would cost much and save nothing."""
@@ -195,7 +192,7 @@ class Workers:
             return
         workers = workers_of(self._pool)
         tasks = tasks_of(work, batches, portions, workers)
-        with closing(self._run(results_of, tasks, QUEUED_TASKS * workers)) as done:
+        with closing(self._run(results_of, tasks, QUEUED * workers)) as done:
             for task, results in done:
                 yield from zip(task.batches, results, strict=True)
 
@@ -205,7 +202,7 @@ class Workers:
         if len(first) == 1 and self._is_own:
             yield first[0], work(first[0])
             return
-        yield from self._run(work, chain(first, remaining), QUEUED_BATCHES)
+        yield from self._run(work, chain(first, remaining), QUEUED * self._at_once)
 
     def _run(self, work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[tuple[Item, Result]]:
         queue: deque[tuple[Item, Future[Result]]] = deque()

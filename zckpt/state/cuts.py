@@ -49,6 +49,17 @@ class Cuts:
 
     def of(self, file: int) -> Ranges:
         """Return which elements of a file's tensor are some parameter's: sorted, none touching another."""
+        _, low, high, _ = self._shares(file)
+        return merged_ranges(low, high)
+
+    def within(self, file: int, low: int, high: int) -> npt.NDArray[np.int64]:
+        """Return what elements [low, high) of a file's tensor are: rows of parameter, begin, end, and its element."""
+        number, begin, end, origin = self._shares(file)
+        begin, end = np.maximum(begin, low), np.minimum(end, high)
+        return np.stack((number, begin, end, begin - origin), axis=1)[begin < end]
+
+    def _shares(self, file: int) -> tuple[Column, Column, Column, Column]:
+        """Return parameters, which elements of a file's tensor they are, and where there their first would be."""
         begin, end = 0, len(self.origin)
         if self._is_sorted:
             begin = int(np.searchsorted(self._end, file, "right"))
@@ -58,7 +69,7 @@ class Cuts:
         low = np.maximum(line, start)
         high = np.minimum(line + self.numel[begin:end], start + width)
         shift = self.at[begin:end] - start
-        return merged_ranges(low + shift, high + shift)
+        return np.arange(begin, end), low + shift, high + shift, line + shift
 
 
 def merged_ranges(lows: Column, highs: Column) -> Ranges:

@@ -132,12 +132,12 @@ def stand_ins() -> dict[str, types.ModuleType]:
     return modules
 
 
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    """Load a file, change what it holds in place, and save it again, with torch."""
+def edit(path: Path, change: Callable[[Any], Any], *, legacy: bool = False) -> None:
+    """Load a file, change what it holds in place, and save it again, with torch: perhaps as before its version 1.6."""
     with mock.patch.dict(sys.modules, stand_ins()):
         content = torch.load(path, map_location="cpu", weights_only=False)
         change(content)
-        torch.save(content, path)
+        torch.save(content, path, _use_new_zipfile_serialization=not legacy)
 
 
 def swap(one: Path, other: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.operations.verify.mutation import copy
+from tests.operations.verify.mutation import copy, edit, set_element
 from zckpt.operations.verify import verify
+from zckpt.operations.verify.inventory import SumIndex, take_inventory
+from zckpt.state import CutSpans
 
 RUNS = [p.parent.name for p in sorted(FIXTURES.glob("*/truth.json"))]
 UNIVERSAL = [f"universal/{p.name}" for p in sorted((FIXTURES / "universal").iterdir())]
@@ -83,6 +85,38 @@ def test_every_element_is_looked_at(name: str) -> None:
     elements = sum(slot.numel for p in checkpoint.tensors() for slot in p.slots.values())
     padding = sum(run.nbytes for one in checkpoint.padding for run in one.zeros)
     assert verify(FIXTURES / name, deep=True).checked.elements == elements + padding
+
+
+@pytest.mark.parametrize("name", ["s3_bf16_dp4", "s3_bf16_dp2_subgroup", "s2_bf16_dp4"])
+def test_what_rules_cut_is_one_piece_of_a_file(name: str) -> None:
+    checkpoint = zckpt.open(FIXTURES / name)
+    cut = [
+        (n, s.spans)
+        for p in checkpoint.tensors()
+        for n, s in p.slots.items()
+        if isinstance(s.spans, CutSpans)
+        if s.numel
+    ]
+    found = take_inventory(checkpoint, SumIndex(()))
+    pieces = [piece for some in found.pieces.values() for piece in some if piece.many]
+    files = sum(len(set(spans.files.paths)) for spans in {(n, id(s.files)): s for n, s in cut}.values())
+    assert 0 < len(pieces) <= files < sum(len(spans) for _, spans in cut)
+
+
+@pytest.mark.parametrize("name", ["s3_bf16_dp4", "s2_bf16_dp4"])
+@pytest.mark.parametrize("sums", [True, False])
+def test_elements_of_what_is_one_piece_are_named(name: str, sums: bool, tmp_path: Path) -> None:
+    run = copy(name, tmp_path)
+    chosen = [p for p in zckpt.open(run).parameters.values() if "exp_avg_sq" in p.slots and p.numel > 4][:3]
+    file = ""
+    for parameter, value in zip(chosen, (float("nan"), float("inf"), -1.0), strict=True):
+        file = set_element(run, parameter.name, "exp_avg_sq", 1, value)
+    if not sums:
+        for path in run.glob("*/*optim_states.pt"):
+            edit(path, lambda _: None, legacy=True)
+    found = verify(run, deep=True, memory=1 << 20).findings
+    wrong = {(one.code, one.file, one.parameters) for one in found if one.severity == "error"}
+    assert wrong == {("ZC-202", file, (chosen[0].name, chosen[1].name)), ("ZC-203", file, (chosen[2].name,))}
 
 
 @pytest.mark.parametrize("to", ["zckpt", "deepspeed", "universal", "consolidated", "dcp", "zero-redundancy"])

@@ -255,14 +255,14 @@ def _files(
     target: Target, folder: str, experts: Sequence[ExpertFile], optimizers: Sequence[tuple[str, TorchFile]]
 ) -> Iterator[TargetFile]:
     for mp in target.ranks:
-        known: dict[tuple[object, int], torch_writer.Stencil] = {}
+        known: dict[object, torch_writer.Stencil] = {}
         for rank, name in _models(target, mp):
-            kind = alike(target, mp, rank), len(name)
+            kind = alike(target, mp, rank)
             file = known[kind].named(f"{folder}{name}") if kind in known else None
             if file is None:
                 file = torch_writer.lay_out(f"{folder}{name}", model_tree(target, mp, rank))
-                if kind[0] is not None and torch_writer.Stencil.fits(file):
-                    known[kind] = torch_writer.Stencil(file)
+                if kind is not None and torch_writer.Stencil.fits(file):
+                    known[kind] = torch_writer.Stencil(file)  # of the names of this length
             yield file
     for one in experts:
         yield torch_writer.lay_out(f"{folder}{one.name}", one.tree(target))

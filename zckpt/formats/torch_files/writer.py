@@ -18,6 +18,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import row_major
@@ -244,21 +245,16 @@ class Stencil:
     """
 
     def __init__(self, file: TargetFile) -> None:
-        import numpy as np
-
         stem = _stem(file.name).encode()
-        self._data = np.zeros(file.nbytes, np.uint8)
-        places = []
-        for literal in file.literals:
-            data = bytes(literal.data)
-            self._data[literal.offset : literal.offset + len(data)] = np.frombuffer(data, np.uint8)
+        data = bytearray(file.nbytes)
+        places = [-len(stem)]
+        for literal in sorted(file.literals, key=lambda literal: literal.offset):
+            data[literal.offset : literal.offset + len(literal.data)] = literal.data
             for magic, at in ((b"PK\3\4", LOCAL.size), (b"PK\1\2", CENTRAL.size)):
-                if data.startswith(magic) and data.startswith(stem + b"/", at):
+                if literal.data[:4] == magic and literal.data[at : at + len(stem) + 1] == stem + b"/":
                     places.append(literal.offset + at)
         self._size = len(stem)
-        self._places = np.array(places)[:, None] + np.arange(len(stem))
-        between = self._data.tobytes().split(stem)
-        self._between = between if len(between) == len(places) + 1 else None
+        self._between = [bytes(data[a + len(stem) : b]) for a, b in pairwise([*places, len(data)])]
 
     @staticmethod
     def fits(file: TargetFile) -> bool:
@@ -267,16 +263,11 @@ class Stencil:
 
     def named(self, name: str) -> TargetFile | None:
         """Return the file under another name; None for one of another length."""
-        import numpy as np
-
         stem = _stem(name).encode()
         if len(stem) != self._size:
             return None
-        if self._between is not None:  # it is nowhere else
-            return TargetFile(name, len(self._data), [Literal(0, stem.join(self._between))])
-        data = self._data.copy()
-        data[self._places] = np.frombuffer(stem, np.uint8)
-        return TargetFile(name, len(data), [Literal(0, data.data)])
+        data = stem.join(self._between)
+        return TargetFile(name, len(data), [Literal(0, data)])
 
 
 def _stem(name: str) -> str:

@@ -218,8 +218,16 @@ def _look_at_block(found: Outcome, subjects: Subjects, block: Block, rooms: Room
     for piece in block.pieces:
         low = piece.offset - block.offset
         values = typed(data[low : low + piece.end - piece.offset], piece.dtype, piece.byteorder)
-        found.elements += piece.numel
-        found.add_tally(piece.subject, block.checksum, tally(values, piece.dtype, subjects[piece.subject], piece.first))
+        shares = None if piece.many is None else piece.many.within(piece.first, piece.first + piece.numel)
+        found.elements += piece.numel if shares is None else int((shares[:, 2] - shares[:, 1]).sum())
+        subject, wrong = subjects[piece.subject], tally(values, piece.dtype, subjects[piece.subject], piece.first)
+        if wrong and piece.many is not None and shares is not None:
+            for index, begin, end, first in shares.tolist():
+                some = values[begin - piece.first : end - piece.first]
+                number = piece.many.subjects[index]
+                found.add_tally(number, block.checksum, tally(some, piece.dtype, subject, first))
+        else:
+            found.add_tally(piece.subject, block.checksum, wrong)
         if piece.partner is not None:
             _look_at_partner(found, subjects, piece, piece.partner, values, block, rooms[1], sources)
 

@@ -11,15 +11,20 @@ of its own record, and are left out of the blocks (`blocks.py`) of its own file.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.boxes import row_major
 from zckpt.engine.checking import Sum
 from zckpt.engine.scan import stored_once
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
+from zckpt.state.spans import Spans
 
 NO_SUM = -1
 """Of bytes that no checksum covers."""
@@ -59,8 +64,24 @@ class Partner:
 
 
 @dataclass(frozen=True, slots=True)
+class Many:
+    """Subjects of one kind and slot that are cut alike: a file has them as one piece, with what lies between."""
+
+    subjects: tuple[int, ...]
+    cuts: Cuts
+    file: int
+
+    def within(self, low: int, high: int) -> npt.NDArray[np.int64]:
+        """Return what elements [low, high) of the file's tensor are: rows of index, begin, end, which of its own."""
+        return self.cuts.within(self.file, low, high)
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of one subject that lie end to end; `first` is the index of the first in the flattened box."""
+    """Elements that lie end to end; `first` is the index of the first in the flattened box.
+
+    They are of one subject; or of `many`, of which this is one, and `first` is that in the tensor of the file.
+    """
 
     subject: int
     path: str
@@ -70,6 +91,7 @@ class Piece:
     byteorder: str
     first: int
     partner: Partner | None = None
+    many: Many | None = None
 
     @property
     def end(self) -> int:
@@ -160,8 +182,9 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     found = Inventory()
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
-    free = _free_weights(p for _, p in kinds)
     rounded = not steps_weights(checkpoint)
+    free = _free_weights([p for _, p in kinds]) if rounded else {}
+    rules = _Rules()
     seen: set[tuple[str, int, int, str, tuple[str, ...]]] = set()
     for kind, parameter in kinds:
         held = rounded and _is_compared(parameter)
@@ -172,6 +195,8 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
             if key == MASTER and partners is None and held:
                 master, weight = stored_once([slot, parameter.slots[WEIGHT]])
                 found.apart.append(Scattered(subject, master, Extent.whole(master.shape), weight))
+            if not (partners and key in (WEIGHT, MASTER)) and rules.take(subject, kind, slot):
+                continue
             (slot,) = stored_once([slot])
             for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
                 stored = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
@@ -185,12 +210,12 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
                 else:
                     partner = _partner(span, partners, sums, subject - 1) if key == MASTER and partners else None
                     found.pieces.setdefault(span.path, []).append(_piece(span, subject, partner))
-    for padding in checkpoint.padding:
-        for one in padding.zeros:
-            subject = len(found.subjects)
-            found.subjects.append(Subject(PADDING, "", one.slot))
-            piece = Piece(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
-            found.pieces.setdefault(one.path, []).append(piece)
+    rules.put(found.pieces)
+    for one in (one for padding in checkpoint.padding for one in padding.zeros):
+        subject = len(found.subjects)
+        found.subjects.append(Subject(PADDING, "", one.slot))
+        piece = Piece(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
+        found.pieces.setdefault(one.path, []).append(piece)
     for number, duplicate in enumerate(checkpoint.duplicates):
         found.duplicates.append(duplicate)
         found.subjects.append(Subject(PARAMETER, duplicate.name, duplicate.slot.name))
@@ -199,6 +224,44 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     for ranges in found.claimed.values():
         ranges.sort()
     return found
+
+
+class _Rules:
+    """Slots that rules cut: those of one kind, name and files together."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[CutFiles, int] = {}
+        self._files: dict[int, tuple[CutFiles, int]] = {}  # to compare each of them once
+        self._placed: set[tuple[int, ...]] = set()
+        self._found: dict[tuple[int, str, str], list[tuple[int, CutSpans]]] = {}
+
+    def take(self, subject: int, kind: str, slot: Slot) -> bool:
+        """Tell whether a rule cuts a slot, and take it then, unless another has the same elements."""
+        rule = slot.spans
+        if not isinstance(rule, CutSpans) or slot.replicas:
+            return False
+        if id(rule.files) not in self._files:
+            self._files[id(rule.files)] = rule.files, self._numbers.setdefault(rule.files, len(self._numbers))
+        _, number = self._files[id(rule.files)]
+        place = number, rule.origin, rule.width, rule.at, rule.numel
+        if rule.numel and place not in self._placed:
+            self._placed.add(place)
+            self._found.setdefault((number, kind, slot.name), []).append((subject, rule))
+        return True
+
+    def put(self, pieces: dict[str, list[Piece]]) -> None:
+        """Add what each file has of them: one piece, if only those of one kind and name lie there."""
+        numbers = [number for number, _, _ in self._found]
+        for (number, _, _), some in self._found.items():
+            first, files = some[0][0], some[0][1].files
+            cuts, subjects = Cuts([rule for _, rule in some]), tuple(subject for subject, _ in some)
+            for file, (path, offset) in enumerate(zip(files.paths, files.offsets, strict=True)):
+                many = Many(subjects, cuts, file)
+                ranges = cuts.of(file).tolist()
+                for low, high in [(ranges[0][0], ranges[-1][1])] if ranges and numbers.count(number) == 1 else ranges:
+                    at = offset + low * itemsize(files.dtype)
+                    piece = Piece(first, path, at, high - low, files.dtype, files.byteorder, low, None, many)
+                    pieces.setdefault(path, []).append(piece)
 
 
 def _dense(span: Span) -> Span:
@@ -232,12 +295,13 @@ Free = dict[str, list[tuple[int, int]]]
 """By file, the bytes that slots use, sorted."""
 
 
-def _free_weights(parameters: Iterable[Parameter]) -> Free:
-    """Return all bytes that spans use: a weight that shares some with another cannot be read with its master only."""
+def _free_weights(parameters: Sequence[Parameter]) -> Free:
+    """Return all bytes that spans use, where weights are: one that shares some is not read with its master only."""
+    paths = {span.path for p in parameters if _is_compared(p) for span in p.slots[WEIGHT].spans}
     used: Free = {}
     for parameter in parameters:
         for slot in parameter.slots.values():
-            for span in slot.spans:
+            for span in slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans:
                 if span.extent.numel and _dense(span).is_contiguous:
                     used.setdefault(span.path, []).append((span.offset, _end(span)))
     for ranges in used.values():

@@ -226,10 +226,13 @@ def _deep(
     from zckpt.operations.verify.weights import Damage, damage_findings
 
     sums: list[Sum] = []
+    empty = 0
     errors: list[SourceError] = []
     for file in files:
         try:
-            sums += checksums(file, owner)
+            found = checksums(file, owner)
+            sums += (one for one in found if one.nbytes or one.crc32)
+            empty += sum(not (one.nbytes or one.crc32) for one in found)  # of thousands of ranks, millions
         except SourceError as error:
             errors.append(error)
     index = SumIndex(sums)
@@ -242,6 +245,6 @@ def _deep(
         outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=how.reporter, direct=how.direct)
     finally:
         how.reporter.end()
-    counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums}
+    counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}
     yield from _once([finding_of(error) for error in [*errors, *outcome.errors]])
     yield from damage_findings(outcome, inventory, Damage(sums, wrong, checkpoint), ranks)

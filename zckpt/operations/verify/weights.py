@@ -251,15 +251,21 @@ Group = tuple[str, str, str | None]
 def _elements(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ranks) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
     groups: dict[Group, list[tuple[Subject, Tally]]] = {}
-    held = {(one.path, one.subject) for pieces in inventory.pieces.values() for one in pieces}
-    files: dict[int, list[str]] = {}
-    for where, number in sorted(held):
-        files.setdefault(number, []).append(where)
+    unsummed = {number for number, checksum in outcome.tallies if checksum < 0}
+    files: dict[int, str] = {}
+    for where in sorted(inventory.pieces) if unsummed else ():
+        for one in inventory.pieces[where]:
+            many = one.many
+            if many is None or unsummed.isdisjoint(many.subjects):
+                files.setdefault(one.subject, where)
+                continue
+            for index, *_ in many.within(one.first, one.first + one.numel).tolist():
+                files.setdefault(many.subjects[index], where)
     for (number, checksum), tally in sorted(outcome.tallies.items()):
         if checksum in damage.wrong:
             continue
         subject = inventory.subjects[number]
-        path = damage.sums[checksum].path if checksum >= 0 else next(iter(files.get(number, [])), None)
+        path = damage.sums[checksum].path if checksum >= 0 else files.get(number)
         for code in _codes(subject, tally):
             groups.setdefault((code, subject.slot, path), []).append((subject, tally))
     for (code, slot, path), found in groups.items():
