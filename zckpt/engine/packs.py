@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from zckpt.engine.plan import MOST_NBYTES, Cut
+from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.together import GAP_NBYTES, read_together
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans

@@ -26,9 +26,10 @@ from zckpt.engine.boxes import (
     row_major,
 )
 from zckpt.engine.computed import Computed, range_of
+from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import ZEROS, CutSpans, Extent, Slot, Span
+from zckpt.state import ZEROS, CutSpans, Extent, Span
 from zckpt.state.dtypes import itemsize
 
 WIDENED = frozenset(
@@ -41,12 +42,6 @@ KEPT_NBYTES = 1 << 21
 
 COPY_NBYTES = 1 << 9
 """What a copy takes, about."""
-
-FEWEST_FILES = 4
-"""What is in fewer files is read by itself."""
-
-MOST_NBYTES = 1 << 14
-"""Of what a file has: more is read by itself, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,47 +127,6 @@ class Copy:
             and (self.byteorder == "little" or size == 1)
             and self.strides == self.sources[0].strides == (size,)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
-
-    spans: CutSpans
-    start: int
-    numel: int
-    position: int
-
-    @property
-    def end(self) -> int:
-        """The byte of that memory behind them."""
-        return self.position + self.numel * itemsize(self.spans.files.dtype)
-
-    def paths(self) -> tuple[str, ...]:
-        """Return the files that have them."""
-        first, end = self.spans.files_of(self.start, self.start + self.numel)
-        return self.spans.files.paths[first:end]
-
-
-def is_fine(spans: CutSpans, start: int, numel: int) -> bool:
-    """Tell whether elements are cut so that reading them with others is worth while."""
-    first, end = spans.files_of(start, start + numel)
-    return end - first >= FEWEST_FILES and spans.width * itemsize(spans.files.dtype) <= MOST_NBYTES
-
-
-def fine_cut(slot: Slot, extent: Extent) -> CutSpans | None:
-    """Return the rule by which an extent of a slot is cut, if that is so and nothing else is to be done to it."""
-    rule = slot.spans
-    if (
-        isinstance(rule, CutSpans)
-        and type(slot) is Slot
-        and not slot.replicas
-        and rule.shape == slot.shape == extent.sizes
-        and rule.files.byteorder == "little"
-        and is_fine(rule, extent.start, extent.numel)
-    ):
-        return rule
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import pieces
-from zckpt.engine.plan import Cut, Fill, fill, fine_cut
+from zckpt.engine.fine import Cut, fine_cut
+from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from zckpt.engine.plan import Cut, is_fine
+from zckpt.engine.fine import Cut, is_fine
 from zckpt.state import CutFiles
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead

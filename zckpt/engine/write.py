@@ -22,10 +22,11 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import cast, is_finite, numpy_dtype
 from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import Piece, pieces, ranges_read
+from zckpt.engine.fine import Cut
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
 from zckpt.engine.packs import Pack, PackedSlot, PackPiece, SharePiece
-from zckpt.engine.plan import Cut, FilePlan, Fill, Plan
+from zckpt.engine.plan import FilePlan, Fill, Plan
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, cut_pieces, read_together

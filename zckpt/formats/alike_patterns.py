@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from zckpt.formats.alike_files import WHOLE_NBYTES, AlikeRecords
+from zckpt.formats.alike_records import WHOLE_NBYTES, AlikeRecords
 from zckpt.storage.crc32 import crc32
 from zckpt.torchfile import CENTRAL, LOCAL, FileRange, TorchFile
 

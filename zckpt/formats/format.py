@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
     from zckpt.engine.targets import TargetFile
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint, SourceFile
     from zckpt.storage.ownership import Owned
 
@@ -167,6 +166,15 @@ class Job:
     roots: tuple[Path, ...] = ()
 
 
+@dataclass(slots=True)
+class Survey:
+    """Files that can be read, errors about the others, and whose files they are, if that can be told."""
+
+    files: list[SourceFile] = field(default_factory=list)
+    errors: list[SourceError] = field(default_factory=list)
+    format: Format | None = None
+
+
 class Format(Protocol):
     """A format on disk. Subclass it; everything but `name`, `title`, `find` and `read` has a default.
 
@@ -276,24 +284,22 @@ class Format(Protocol):
         """
         raise UnsupportedError(f"{self.title} is not written", path=job.checkpoint.source)
 
-    def checks(self, file: SourceFile) -> Iterable[Sum]:
-        """Return the checksums that a file of a checkpoint holds of its own bytes; by default a torch file's CRCs.
+    def checks(self, file: SourceFile) -> Iterable[Sum] | None:  # noqa: ARG002
+        """Return the checksums that a file of a checkpoint holds of its own bytes; None: those of a torch archive.
 
         Raises
         ------
         SourceError
             The file cannot be read, or the structure that states them is damaged.
         """
-        from zckpt.formats.survey import archive_sums
-
-        return archive_sums(file)
+        return None
 
     def contradictions(self, checkpoint: Checkpoint) -> Iterable[SourceError]:  # noqa: ARG002
         """Return where files say otherwise than what says what lies in them, so that opening need not read them."""
         return ()
 
-    def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
-        """Read every file by itself, where the whole cannot be opened; by default all torch and safetensors files.
+    def survey(self, search: Search, found: Found | None) -> Survey | None:  # noqa: ARG002
+        """Read every file by itself, where the whole cannot be opened; None: all torch and safetensors files are.
 
         Parameters
         ----------
@@ -301,9 +307,7 @@ class Format(Protocol):
         found : Found or None
             What `find` returned; None: it raised an error.
         """
-        from zckpt.formats.survey import survey_files
-
-        return survey_files(search.path)
+        return None
 
     def slot_names(self, checkpoint: Checkpoint, source: Path) -> list[str]:  # noqa: ARG002
         """Return the names of all slots that `strip` can take out of a source."""
@@ -317,11 +321,10 @@ class Format(Protocol):
         UnsupportedError
             Nothing is taken out of this format.
         """
-        from zckpt.formats.registry import formats
-
-        expected = ", ".join(one.name for one in formats() if type(one).strip is not Format.strip)
-        raise UnsupportedError("nothing can be taken out of this format", path=checkpoint.source, expected=expected,
-                               found=self.name, advice="`zckpt consolidate` writes the model alone")  # fmt: skip
+        raise UnsupportedError(
+            "nothing can be taken out of this format", path=checkpoint.source, found=self.name,
+            advice="`zckpt consolidate` writes the model alone; `zckpt formats` lists those that are stripped",
+        )  # fmt: skip
 
     def renames(self, checkpoint: Checkpoint) -> bool:  # noqa: ARG002
         """Tell whether `recut` makes one model of a checkpoint whose tensors have other names now."""

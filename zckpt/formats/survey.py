@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.plan import Plan
 from zckpt.errors import SourceError, UnknownFormatError
-from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.formats.format import Format, Found, NearMiss, Search, Survey
 from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
@@ -27,15 +26,6 @@ SAFETENSORS_SUFFIX = ".safetensors"
 
 MAXIMUM_DEPTH = 4
 """Folders below a source that are looked into: a universal checkpoint has two."""
-
-
-@dataclass(slots=True)
-class Survey:
-    """Files that can be read, errors about the others, and whose files they are, if that can be told."""
-
-    files: list[SourceFile] = field(default_factory=list)
-    errors: list[SourceError] = field(default_factory=list)
-    format: Format | None = None
 
 
 def survey(search: Search) -> Survey:
@@ -58,7 +48,7 @@ def survey(search: Search) -> Survey:
         if not asked and not (isinstance(found, Found) and found.sure):
             continue
         try:
-            surveyed = one.survey(search, found if isinstance(found, Found) else None)
+            surveyed = one.survey(search, found if isinstance(found, Found) else None) or survey_files(search.path)
         except SourceError as error:
             surveyed = Survey(errors=[error])
         surveyed.errors += asked
@@ -138,10 +128,11 @@ def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
     SourceError
         The file cannot be read, or the structure that states them is damaged.
     """
-    return sorted(archive_sums(file) if owner is None else owner.checks(file), key=lambda one: one.offset)
+    found = None if owner is None else owner.checks(file)
+    return sorted(_archive_sums(file) if found is None else found, key=lambda one: one.offset)
 
 
-def archive_sums(file: SourceFile) -> Iterator[Sum]:
+def _archive_sums(file: SourceFile) -> Iterator[Sum]:
     """Yield the checksum of each record of the torch archives in a file, or that it is."""
     if any(crc for *_, crc in file.stated):
         yield from (Sum(name, file.path, offset, nbytes, crc) for name, offset, nbytes, crc in file.stated)

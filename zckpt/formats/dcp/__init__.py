@@ -24,8 +24,8 @@ from zckpt.formats.steps import is_tag, last_folder
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
+    from zckpt.formats.format import Survey
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
 
 

@@ -11,8 +11,8 @@ from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearM
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
+    from zckpt.formats.format import Survey
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
 
 
@@ -79,7 +79,7 @@ class DeepSpeed(Format):
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""
-        from zckpt.formats.survey import Survey
+        from zckpt.formats.format import Survey
 
         if found is None:
             return Survey()

@@ -23,7 +23,7 @@ from zckpt.state import Scalar, SourceFile, as_float
 from zckpt.torchfile import plain, read_torchfile
 
 if TYPE_CHECKING:
-    from zckpt.formats.survey import Survey
+    from zckpt.formats.format import Survey
 
 STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
 PARAM_GROUPS = "param groups"
@@ -272,7 +272,7 @@ Unread = list[tuple[str, int, int]]
 
 def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
-    from zckpt.formats.survey import Survey
+    from zckpt.formats.format import Survey
 
     files: list[SourceFile] = []
     errors: list[SourceError] = []

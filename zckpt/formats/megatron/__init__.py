@@ -52,7 +52,7 @@ from zckpt.formats.options import dtype_option, option
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.survey import Survey
+    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint
 
 

@@ -23,8 +23,8 @@ from zckpt.formats.options import option
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
+    from zckpt.formats.format import Survey
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint, SourceFile
 
 
@@ -108,9 +108,9 @@ class Zckpt(Format):
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read the document, then each file that it lists."""
+        from zckpt.formats.format import Survey
         from zckpt.formats.native.document import read_document
         from zckpt.formats.native.rank_file import open_rank_file
-        from zckpt.formats.survey import Survey
         from zckpt.state import SourceFile
 
         surveyed = Survey()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
-from zckpt.formats.alike_files import AlikeRecords
+from zckpt.formats.alike_records import AlikeRecords
 from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule

@@ -26,8 +26,8 @@ from zckpt.storage.ownership import Owned
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zckpt.formats.format import Survey
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
 
 
@@ -73,7 +73,8 @@ class Universal(Format):
         """Read every file; an error about one in a folder is about the parameter of that name."""
         from pathlib import Path
 
-        from zckpt.formats.survey import Survey, survey_files
+        from zckpt.formats.format import Survey
+        from zckpt.formats.survey import survey_files
 
         surveyed = survey_files(search.path) if found is not None else Survey()
         for error in surveyed.errors:

@@ -12,9 +12,9 @@ from zckpt.codes import ADDED, CHANGED, GONE
 from zckpt.engine import Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.executors.using import check_executor, using
-from zckpt.formats.format import Format, Search
+from zckpt.formats.format import Format, Search, Survey
 from zckpt.formats.registry import find_format
-from zckpt.formats.survey import Survey, survey
+from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, ReadCopied, Reading, only, shares
 from zckpt.operations.places import takes_urls

@@ -4,7 +4,8 @@ partitioned    which rank has which parameter, its groups, and its local optimiz
 optimizer      the class: the step, alone or along with DDP, and state
 state_dicts    what a state dict must be: a rank's own, the whole, or torch.distributed.checkpoint's
 exchange       what ranks send each other: updated parameters, state, gradients
-overlap        communication hooks of DDP that step as gradients come in, and which rank steps what
+buckets        which rank steps which part of which of DDP's buckets
+overlap        communication hooks of DDP that step as gradients come in
 
 `_broadcast_object`, `_recursive_copy_to_device` and `_is_trainable` are private names of torch's module
 `zero_redundancy_optimizer` that torch's own tests, and programs like them, import (torch 2.13).

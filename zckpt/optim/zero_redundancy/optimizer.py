@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero_redundancy import exchange, state_dicts
-from zckpt.optim.zero_redundancy.overlap import BucketAssignment, OverlapStatus, assign, flatten
+from zckpt.optim.zero_redundancy.buckets import BucketAssignment, OverlapStatus, assign, flatten
 from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer, packed
 from zckpt.optim.zero_redundancy.state_dicts import PARTITION, GroupOfPart
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group, copied, selected
 from zckpt.optim.zero_redundancy import exchange
-from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
+from zckpt.optim.zero_redundancy.buckets import OverlapInfo, OverlapStatus
 from zckpt.state.partition import greedy_partition
 
 

@@ -1,0 +1,55 @@
+"""What a rule cuts finely: a few elements in each of many files, which is worth reading with others. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zckpt.state import CutSpans, Extent, Slot
+from zckpt.state.dtypes import itemsize
+
+FEWEST_FILES = 4
+"""What is in fewer files is read by itself."""
+
+MOST_NBYTES = 1 << 14
+"""Of what a file has: more is read by itself, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
+
+    spans: CutSpans
+    start: int
+    numel: int
+    position: int
+
+    @property
+    def end(self) -> int:
+        """The byte of that memory behind them."""
+        return self.position + self.numel * itemsize(self.spans.files.dtype)
+
+    def paths(self) -> tuple[str, ...]:
+        """Return the files that have them."""
+        first, end = self.spans.files_of(self.start, self.start + self.numel)
+        return self.spans.files.paths[first:end]
+
+
+def is_fine(spans: CutSpans, start: int, numel: int) -> bool:
+    """Tell whether elements are cut so that reading them with others is worth while."""
+    first, end = spans.files_of(start, start + numel)
+    return end - first >= FEWEST_FILES and spans.width * itemsize(spans.files.dtype) <= MOST_NBYTES
+
+
+def fine_cut(slot: Slot, extent: Extent) -> CutSpans | None:
+    """Return the rule by which an extent of a slot is cut, if that is so and nothing else is to be done to it."""
+    rule = slot.spans
+    if (
+        isinstance(rule, CutSpans)
+        and type(slot) is Slot
+        and not slot.replicas
+        and rule.shape == slot.shape == extent.sizes
+        and rule.files.byteorder == "little"
+        and is_fine(rule, extent.start, extent.numel)
+    ):
+        return rule
+    return None
