@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
-from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError
+from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, open_range
@@ -92,9 +92,9 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
     UnsupportedError
         It is larger than 1 GiB.
     """
-    with open_range(path, 0, None) as source:
+    with open_range(path, 0, None) as source, about(source.path):
         if source.nbytes == 0:
-            raise DamagedFileError("is empty", path=source.path, expected="a pickle")
+            raise DamagedFileError("is empty", expected="a pickle")
         with collector_paused():
             machine, root = run_pickle(source, 0, source.nbytes, "pickle")
         return PickleFile(source.path, root, machine.names, machine.protocol)
@@ -103,28 +103,29 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
 def read_source(source: FileRange) -> TorchFile:
     """Read a torch file that is a range of an open one; errors are those of `read_torchfile`."""
     head = source.read(0, min(source.nbytes, 512))
-    with collector_paused():
-        if head[:4] in (b"PK\3\4", b"PK\5\6"):
-            return read_zip(source)
-        if is_legacy(source):
-            return read_legacy(source)
-    raise what_else(source, head)
+    with about(source.path):
+        with collector_paused():
+            if head[:4] in (b"PK\3\4", b"PK\5\6"):
+                return read_zip(source)
+            if is_legacy(source):
+                return read_legacy(source)
+        raise what_else(source, head)
 
 
 def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
     """Return the error for a file that is neither kind, naming what it seems to be."""
     expected = "a file that torch.save wrote"
     if not head:
-        return DamagedFileError("is empty", path=source.path, expected=expected, code=TRUNCATED)
+        return DamagedFileError("is empty", expected=expected, code=TRUNCATED)
     if not head.strip(b"\0"):
-        return DamagedFileError("begins with zeros", path=source.path, expected=expected)
+        return DamagedFileError("begins with zeros", expected=expected)
     if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (
         b"sys_info",
         b"storages",
         b"pickle",
         b"tensors",
     ):
-        return UnsupportedError("is a tar file of torch before 2016", path=source.path, advice=RESAVE)
+        return UnsupportedError("is a tar file of torch before 2016", advice=RESAVE)
     found, code = "something else", None
     if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
         found = "a safetensors file"
@@ -132,7 +133,7 @@ def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownForma
         found, code = "a pickle that torch.save did not write", UNSUPPORTED  # torch.load runs it all the same
     elif head.isascii() and head.decode("ascii").replace("\n", "").replace("\t", "").replace("\r", "").isprintable():
         found = "text"
-    return UnknownFormatError("is not a torch file", path=source.path, expected=expected, found=found, code=code)
+    return UnknownFormatError("is not a torch file", expected=expected, found=found, code=code)
 
 
 def run_pickle(
@@ -147,19 +148,15 @@ def run_pickle(
 ) -> tuple[Machine, object]:
     """Run one pickle that fills a range exactly, of this CRC-32 if any; return the machine and the object tree."""
     if nbytes > MAX_PICKLE:
-        raise UnsupportedError(
-            f"{record} is too large", path=source.path, expected=f"at most {MAX_PICKLE} bytes", found=nbytes
-        )
+        raise UnsupportedError(f"{record} is too large", expected=f"at most {MAX_PICKLE} bytes", found=nbytes)
     data = source.read(offset, nbytes)
     if expected is not None:
-        check_record(data, record, expected, source.path)
-    machine = Machine(data, path=source.path, record=record, byteorder=byteorder, persistent=table)
+        check_record(data, record, expected)
+    machine = Machine(data, record=record, byteorder=byteorder, persistent=table)
     root = machine.run()
     if machine.pos != len(data):
-        raise PickleError(
-            f"{record} goes on after STOP", path=source.path, expected=f"{machine.pos} bytes", found=len(data)
-        )
-    check_tree(root, source.path, record)
+        raise PickleError(f"{record} goes on after STOP", expected=f"{machine.pos} bytes", found=len(data))
+    check_tree(root, record)
     return machine, root
 
 
@@ -171,7 +168,6 @@ def read_zip(source: FileRange) -> TorchFile:
     if pickle is None:
         raise UnknownFormatError(
             "is a zip archive that torch.save did not write",
-            path=source.path,
             expected=f"a record {f'{archive}/data.pkl'!r:.120}",
             found=f"{len(records)} records",
         )
@@ -216,13 +212,12 @@ def read_zip(source: FileRange) -> TorchFile:
     )
 
 
-def check_record(data: bytes, name: str, expected: int, path: str) -> None:
+def check_record(data: bytes, name: str, expected: int) -> None:
     """Raise DamagedFileError unless a record that was read whole has the CRC-32 that the archive states for it."""
     found = crc32(data)
     if found != expected:
         raise DamagedFileError(
             f"{name} is damaged",
-            path=path,
             expected=f"CRC-32 {expected:08x}",
             found=f"{found:08x}",
             advice="copy the file again from where it came from",
@@ -236,9 +231,7 @@ def read_byteorder(source: FileRange, record: Record | None) -> str:
         return "little"
     text = source.read(record.offset - source.base, min(record.nbytes, 16))
     if text not in (b"little", b"big"):
-        raise DamagedFileError(
-            f"record {record.name!r}", path=source.path, expected="'little' or 'big'", found=f"{text!r}"
-        )
+        raise DamagedFileError(f"record {record.name!r}", expected="'little' or 'big'", found=f"{text!r}")
     return text.decode()
 
 
@@ -246,7 +239,7 @@ def is_legacy(source: FileRange) -> bool:
     """Tell whether the range begins with torch's magic number, in any pickle protocol."""
     head = source.read(0, min(source.nbytes, 128))
     try:
-        return Machine(head, path=source.path, record="pickle 1").run() == MAGIC_NUMBER
+        return Machine(head, record="pickle 1").run() == MAGIC_NUMBER
     except ZckptError:
         return False
 
@@ -261,9 +254,7 @@ def read_legacy(source: FileRange) -> TorchFile:
             if size == source.nbytes:
                 raise
             if size >= MAX_PICKLES:
-                raise UnsupportedError(
-                    "its pickles are too large", path=source.path, expected=f"at most {MAX_PICKLES} bytes"
-                ) from None
+                raise UnsupportedError("its pickles are too large", expected=f"at most {MAX_PICKLES} bytes") from None
         size = min(source.nbytes, size * 8)
 
 
@@ -274,15 +265,15 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
     """
     position = 0
     for number, expected in ((1, MAGIC_NUMBER), (2, PROTOCOL_VERSION), (3, None)):
-        machine = Machine(data, start=position, path=source.path, record=f"pickle {number}")
+        machine = Machine(data, start=position, record=f"pickle {number}")
         value = machine.run()
         if expected is not None and value != expected:
-            raise DamagedFileError(f"pickle {number}", path=source.path, expected=expected, found=f"{value!r:.40}")
+            raise DamagedFileError(f"pickle {number}", expected=expected, found=f"{value!r:.40}")
         position = machine.pos
     first = StorageTable(lambda _key, _nbytes: 0, legacy=True)
-    machine = Machine(data, start=position, path=source.path, record="pickle 4", persistent=first)
+    machine = Machine(data, start=position, record="pickle 4", persistent=first)
     machine.run()
-    last = Machine(data, start=machine.pos, path=source.path, record="pickle 5")
+    last = Machine(data, start=machine.pos, record="pickle 5")
     offsets = locate_storages(source, last.run(), last.pos, first.storages)
 
     def find(key: str, _nbytes: int) -> int:
@@ -292,9 +283,9 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
         return source.base + offset
 
     table = StorageTable(find, legacy=True)
-    machine = Machine(data, start=position, path=source.path, record="pickle 4", persistent=table)
+    machine = Machine(data, start=position, record="pickle 4", persistent=table)
     root = machine.run()
-    check_tree(root, source.path, "pickle 4")
+    check_tree(root, "pickle 4")
     return TorchFile(
         source.path,
         source.nbytes,
@@ -311,17 +302,16 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
 def locate_storages(source: FileRange, keys: object, position: int, storages: dict[str, Storage]) -> dict[str, int]:
     """Return the offset of each storage's data, walking from one to the next."""
     if type(keys) is not list or any(type(key) is not str for key in keys) or len(set(keys)) != len(keys):
-        raise PickleError("pickle 5", path=source.path, expected="a list of distinct storage keys")
+        raise PickleError("pickle 5", expected="a list of distinct storage keys")
     offsets: dict[str, int] = {}
     for key in keys:
         storage = storages.get(key)
         if storage is None:
-            raise PickleError(f"pickle 5: no tensor has storage {key!r:.80}", path=source.path)
+            raise PickleError(f"pickle 5: no tensor has storage {key!r:.80}")
         numel = int.from_bytes(source.read(position, 8), "little", signed=True)
         if numel * itemsize(storage.dtype) != storage.nbytes:
             raise DamagedFileError(
                 f"storage {key!r}",
-                path=source.path,
                 expected=f"{storage.nbytes // itemsize(storage.dtype)} elements",
                 found=numel,
             )
@@ -330,7 +320,6 @@ def locate_storages(source: FileRange, keys: object, position: int, storages: di
     if position != source.nbytes:
         raise DamagedFileError(
             "the file does not end with its last storage",
-            path=source.path,
             expected=f"{position} bytes",
             found=source.nbytes,
             advice="copy it again from where it came from",

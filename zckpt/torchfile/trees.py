@@ -200,8 +200,8 @@ def inner(node: object) -> list[object]:
     return [child for child in below if type(child) is not nodes.Tensor or not is_leaf(child)] if below else below
 
 
-def check_tree(root: object, path: str, record: str) -> None:
-    """Refuse a tree that is nested too deep, naming file and record.
+def check_tree(root: object, record: str) -> None:
+    """Refuse a tree that is nested too deep, naming the record.
 
     Raises
     ------
@@ -211,7 +211,7 @@ def check_tree(root: object, path: str, record: str) -> None:
     try:
         check_depth(root)
     except PickleError as error:
-        raise PickleError(f"{record}: {error.message}", path=path, expected=error.expected) from None
+        raise PickleError(f"{record}: {error.message}", expected=error.expected) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -434,15 +434,15 @@ class Machine:
         Holds the pickle, perhaps with other data after it.
     start : int, bytes
         Where in `data` the pickle begins.
-    path, record : str
-        File and record named in errors.
+    record : str
+        Named in errors.
     byteorder : str
         Of the tensors' data.
     persistent : callable or None
         From a persistent id to an object; None where none may occur.
     """
 
-    __slots__ = ("at", "builders", "context", "data", "globals", "marks", "memo", "path", "persistent", "pos",
+    __slots__ = ("at", "builders", "context", "data", "globals", "marks", "memo", "persistent", "pos",
                  "protocol", "record", "stack")  # fmt: skip
 
     def __init__(
@@ -450,14 +450,12 @@ class Machine:
         data: bytes,
         *,
         start: int = 0,
-        path: str,
         record: str,
         byteorder: str = "little",
         persistent: Persistent | None = None,
     ) -> None:
         self.data = data
         self.pos = start
-        self.path = path
         self.record = record
         self.context = Context(byteorder, Guard(len(data) - start))
         self.persistent = persistent
@@ -595,12 +593,11 @@ class Machine:
             self.at, self.pos, self.stack = at, max(pos, self.pos), stack
 
     def _located(self, error: ZckptError) -> ZckptError:
-        """Return the error with file, record and byte of the opcode."""
+        """Return the error with record and byte of the opcode."""
         if error.path is not None:
             return error
         return type(error)(
             f"{self.record}: {error.message} (at byte {self.at})",
-            path=self.path,
             expected=error.expected,
             found=error.found,
             advice=error.advice,
