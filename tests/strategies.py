@@ -10,8 +10,8 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from zckpt.engine.plan import row_major
 from zckpt.state import Extent
+from zckpt.state.boxes import row_major
 
 PRIMES = (2, 3, 5, 7, 11, 13)
 MOST_RANKS = 17

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine import plan as planning
-from zckpt.engine.boxes import SpanIndex, intersections
-from zckpt.engine.plan import Copy, fill, plan, row_major
+from zckpt.engine.plan import Copy, fill, plan
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot, Span
+from zckpt.state.boxes import SpanIndex, intersections, row_major
 from zckpt.state.dtypes import itemsize
 
 FILE = "shard"

@@ -30,7 +30,6 @@ from tests.pairwise import each
 from tests.plans import read_slot, write_directory
 from tests.strategies import shapes, tilings
 from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
-from zckpt.engine.boxes import bounds
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
@@ -46,6 +45,7 @@ from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span
+from zckpt.state.boxes import bounds
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.partition import even_extents
 from zckpt.torchfile import (

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.engine.boxes import SpanIndex
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot, Span
+from zckpt.state.boxes import SpanIndex
 from zckpt.state.cuts import Cuts, merged_ranges
 from zckpt.state.partition import (
     alignment_padding,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.computed import Computed
 from zckpt.engine.plan import fill
 from zckpt.engine.targets import Hole
 from zckpt.state import ZEROS
+from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.clone import BLOCK_NBYTES, may_clone
 
 LEAST_NBYTES = 1 << 20

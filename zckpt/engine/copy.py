@@ -15,7 +15,6 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, is_finite, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.checking import Overflowed
 from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
@@ -23,6 +22,7 @@ from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import WIDENED, Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
 from zckpt.state import ZEROS
+from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.distant import Range, found

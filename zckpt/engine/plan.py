@@ -14,7 +14,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zckpt.engine.boxes import (
+from zckpt.engine.computed import Computed, range_of
+from zckpt.engine.fine import Cut, fine_cut
+from zckpt.engine.targets import Hole, Lazily, TargetFile
+from zckpt.errors import LayoutError
+from zckpt.state import ZEROS, CutSpans, Span
+from zckpt.state.boxes import (
     Box,
     SpanIndexes,
     boxes_of,
@@ -22,14 +27,9 @@ from zckpt.engine.boxes import (
     factors_by_axis,
     intersection,
     intersections,
+    locate,
     overlap,
-    row_major,
 )
-from zckpt.engine.computed import Computed, range_of
-from zckpt.engine.fine import Cut, fine_cut
-from zckpt.engine.targets import Hole, Lazily, TargetFile
-from zckpt.errors import LayoutError
-from zckpt.state import ZEROS, CutSpans, Extent, Span
 from zckpt.state.dtypes import itemsize
 
 WIDENED = frozenset(
@@ -352,13 +352,6 @@ def _strided_copy(hole: Hole, span: Span, box: Box, target: tuple[int, tuple[int
     source = Strided(span.path, span.offset + first * source_size, source_steps)
     offset = hole.offset + target_first * target_size
     return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps, span.unresolved)
-
-
-def locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
-    """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
-    steps = row_major(extent.sizes) if strides is None else strides
-    first = sum((b - e) * s for b, e, s in zip(box[0], extent.offsets, steps, strict=True))
-    return first - (extent.start if strides is None else 0), steps
 
 
 def _merge(

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
 from zckpt.engine.copy import Piece, elements, pieces, ranges_read
@@ -20,6 +19,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
 from zckpt.errors import UnsupportedError
 from zckpt.state import ZEROS, Extent, Slot
+from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources, check_nbytes

@@ -22,7 +22,6 @@ from typing import TypeVar
 import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import pieces
 from zckpt.engine.fine import Cut, fine_cut
@@ -34,6 +33,7 @@ from zckpt.engine.together import read_together
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
 from zckpt.state import CutSpans, Extent, Slot, Span
+from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import PAGE_NBYTES, Sources

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zckpt.engine.boxes import row_major
 from zckpt.engine.read import Read, read_all
 from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 
 WHOLE_NUMEL = 1 << 13

@@ -13,11 +13,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.engine.boxes import Box, boxes_of, factored, intersection, row_major
-from zckpt.engine.plan import locate
 from zckpt.naming.document import Template
 from zckpt.naming.sizes import Sizes
 from zckpt.state import ZEROS, Extent, ListedSpans, Slot, Span, Spans
+from zckpt.state.boxes import Box, boxes_of, factored, intersection, locate, row_major
 from zckpt.state.dtypes import itemsize
 
 

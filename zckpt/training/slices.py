@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.engine.boxes import Box, boxes_of, row_major
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.tensor_parallel import cut
@@ -37,6 +36,7 @@ from zckpt.optim.tensors import ModelState, Share, world_rank
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.stepping import model_rank
 from zckpt.state import WEIGHT, Extent, Parameter
+from zckpt.state.boxes import Box, boxes_of, row_major
 
 TpRules = str | os.PathLike[str] | Mapping[str, Any] | None
 """What `save` and `load` take as `tp_rules`."""

@@ -22,9 +22,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import overload
 
-from zckpt.engine.boxes import Box, bounds
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Extent, Span, Spans
+from zckpt.state.boxes import Box, bounds
 from zckpt.torchfile import Tensor
 
 NOWHERE = -1

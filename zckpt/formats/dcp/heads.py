@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError
 from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES
+from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
 from zckpt.storage.files import read_at
 from zckpt.torchfile import CENTRAL, FileRange, Storage, Tensor, TorchFile, find_directory, read_directory

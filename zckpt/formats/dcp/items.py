@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
-from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.dcp.chunks import NOWHERE, Chunks, ChunkSpans, FileChunks, Located, Pairs, TensorEntry, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.heads import Blob, Kinds, is_blob, read_blob
 from zckpt.formats.dcp.metadata import Metadata, Offsets, Place
 from zckpt.state import Extent, Slot, Span
+from zckpt.state.boxes import row_major
 from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import ALIGNMENT, FileRange, Storage, Tensor, TorchFile, read_source
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from zckpt.engine.boxes import Box
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
 from zckpt.formats.dcp.chunks import Chunks, TensorEntry
 from zckpt.formats.dcp.directory import NAME
+from zckpt.state.boxes import Box
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
 

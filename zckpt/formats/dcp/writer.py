@@ -19,7 +19,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.formats.dcp.directory import NAME, OWN_NAME
@@ -29,6 +28,7 @@ from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
 from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size
 from zckpt.storage.clone import BLOCK_NBYTES

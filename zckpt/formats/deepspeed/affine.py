@@ -20,9 +20,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from zckpt.engine.boxes import row_major
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.tp_shares import REPLICATED, SLICED, Rule, Share, Shares, without
+from zckpt.state.boxes import row_major
 from zckpt.torchfile import brief
 
 KEY = "affine_map"

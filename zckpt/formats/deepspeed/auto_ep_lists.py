@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zckpt.engine.boxes import row_major
 from zckpt.formats.deepspeed.auto_ep import KEY
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.state.boxes import row_major
 from zckpt.torchfile import FromFile
 
 

@@ -15,12 +15,12 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
 from zckpt.storage.files import Sources
 from zckpt.torchfile import Tensor

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from zckpt.engine.boxes import boxes_of, row_major
 from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError, listed
 from zckpt.formats.account.ranges import reach
@@ -23,6 +22,7 @@ from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
 from zckpt.state import MASTER, WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
+from zckpt.state.boxes import boxes_of, row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
 

@@ -19,11 +19,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.engine.boxes import boxes_of
-from zckpt.engine.plan import locate
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shapes import Shapes
 from zckpt.state import Checkpoint, Extent, ListedSpans, Parameter, Slot, Span, Spans
+from zckpt.state.boxes import boxes_of, locate
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Tensor
 

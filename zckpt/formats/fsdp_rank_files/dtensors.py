@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zckpt.engine.boxes import row_major
 from zckpt.formats.fsdp_rank_files.mesh import REPLICATE, SHARD, Mesh, Placement, box_of
 from zckpt.formats.torch_files.writer import SlotContent, ValueTensor, new_storage, view
 from zckpt.state import Extent, Slot
+from zckpt.state.boxes import row_major
 from zckpt.torchfile import Device, DType, Global, Layout, MetaTensor, Object, Size, Tensor
 
 _TENSOR = "torch.distributed.tensor"

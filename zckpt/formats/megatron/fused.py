@@ -16,12 +16,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.engine.boxes import intersections
-from zckpt.engine.plan import locate
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.slices import Slice
 from zckpt.state import Extent, Parameter, Slot, Span
+from zckpt.state.boxes import intersections, locate
 from zckpt.state.dtypes import itemsize
 
 FUSED = re.compile(r"(.*\.experts\.)weight([12])")

@@ -17,12 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from zckpt.engine.boxes import boxes_of
-from zckpt.engine.plan import locate
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.dcp.items import TensorItem
 from zckpt.formats.megatron.proof import unproven
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
+from zckpt.state.boxes import boxes_of, locate
 from zckpt.state.dtypes import itemsize
 
 _EXPERTS = re.compile(r"(.*\.experts\.(?:experts|local_experts)\.(?:[0-9]+\.)?)linear_fc([12])\.weight")

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from zckpt.engine.boxes import row_major
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.state import Extent, Span
+from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 
 Index = tuple[int, ...]

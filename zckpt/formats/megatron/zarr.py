@@ -21,11 +21,11 @@ from itertools import product
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
-from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
+from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import is_file, read_head

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import overload
 
-from zckpt.engine.boxes import bounds
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Members, wrong
 from zckpt.formats.native.node_kinds import Json
@@ -33,6 +32,7 @@ from zckpt.formats.native.rank_file import (
     stored_as,
 )
 from zckpt.state import Extent, Span, Spans
+from zckpt.state.boxes import bounds
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 

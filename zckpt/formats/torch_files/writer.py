@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from zckpt.engine.boxes import row_major
 from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.torch_files.tensors import encode, slot_of_storage
 from zckpt.state import Extent, Scalar, Slot
+from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.torchfile import (
     ALIGNMENT,

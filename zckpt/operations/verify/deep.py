@@ -14,7 +14,6 @@ from functools import partial
 import numpy as np
 
 from zckpt.engine import Reporter
-from zckpt.engine.boxes import SpanIndex
 from zckpt.engine.cast import Array
 from zckpt.engine.checking import Sum
 from zckpt.engine.read import read_extent
@@ -25,6 +24,7 @@ from zckpt.operations.verify.blocks import Block, Subjects, Work, paths_of, subj
 from zckpt.operations.verify.elements import Tally, Unequal, not_copied, not_rounded, tally, typed
 from zckpt.operations.verify.inventory import Inventory, Partner, Piece, Scattered
 from zckpt.state import Extent
+from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from zckpt.compare.weights import comparable, steps_weights
-from zckpt.engine.boxes import row_major
 from zckpt.engine.checking import Sum
 from zckpt.engine.scan import stored_once
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.state.boxes import row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import Spans

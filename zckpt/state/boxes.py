@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
-from zckpt.state import Extent, Slot, Span, Spans
+from zckpt.state.spans import Extent, Slot, Span, Spans
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box of a tensor, in elements."""
@@ -70,6 +70,13 @@ def intersection(a: Box, b: Box) -> Box | None:
     low = tuple(map(max, a[0], b[0]))
     sizes = tuple(min(oa + sa, ob + sb) - o for oa, sa, ob, sb, o in zip(*a, *b, low, strict=True))
     return (low, sizes) if all(size > 0 for size in sizes) else None
+
+
+def locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
+    """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
+    steps = row_major(extent.sizes) if strides is None else strides
+    first = sum((b - e) * s for b, e, s in zip(box[0], extent.offsets, steps, strict=True))
+    return first - (extent.start if strides is None else 0), steps
 
 
 def factors_by_axis(shape: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]]:
