@@ -7,8 +7,7 @@ import pytest
 
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.computed import Computed
-from zckpt.engine.requantise import Floats, Portion
-from zckpt.engine.requantise_torchao import RequantisedAsTorchao, nearest
+from zckpt.engine.requantise import Floats, Portion, Requantised, by_torchao, nearest
 from zckpt.state import Slot
 
 BLOCK = 64
@@ -22,7 +21,7 @@ def made(values: np.ndarray, qmap: np.ndarray | None, *, packed: bool = False) -
     its = None if qmap is None else Slot("qmap", "float32", qmap.shape, ())
     inputs = [values[:half].copy, values[half:].copy, lambda: qmap]
     found = [
-        RequantisedAsTorchao(portions, BLOCK, its, scales, packed).compute(inputs[: 2 if qmap is None else 3])
+        Requantised(portions, BLOCK, its, scales, by_torchao, packed).compute(inputs[: 2 if qmap is None else 3])
         for scales in (False, True)
     ]
     return found[0], found[1]

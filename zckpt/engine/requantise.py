@@ -2,12 +2,18 @@
 
     values    |slot a, from element 7 |zeros|slot b ...            what a rank's partition will hold, end to end
     blocks    |block |block |block |block ...                      from the partition's first element on
+
+bitsandbytes (0.50, as `quantize_blockwise` has it for any device; its own kernels for some take shortcuts in it)
     scale     the largest magnitude of a block
     code      of the map's values the nearest to value / scale; of two that are as near, the lower
+torchao (0.18, `optim/quant_utils.py` and `quantize_fp8`), of whole blocks
+    scale     the largest magnitude of a block, at least 1e-12; of 8-bit floats a 448th of it
+    code      of the map's values the nearest to value / scale; of two that are as near, the upper
+    4 bits    two codes in a byte, the first in its upper half; fp8: value / scale itself, without a map
 
-The arithmetic is that of `quantize_blockwise` as bitsandbytes has it for any device (0.50; its own kernels for some
-take shortcuts in it): float32, whole blocks times the reciprocal of their scale, a last, shorter one divided by it.
-What was a block before is rounded, too, where its largest magnitude is negative: the map goes to 1, and not to -1.
+The arithmetic is float32. bitsandbytes multiplies whole blocks by the reciprocal of their scale, and divides a last,
+shorter one. What was a block before is rounded, too, where its largest magnitude is negative: its map goes to 1, and
+not to -1.
 """
 
 from __future__ import annotations
@@ -18,14 +24,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from zckpt.engine.cast import cast
 from zckpt.engine.computed import Computed, Input
 from zckpt.state import Extent, Slot
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
 
-SMALLEST = np.float32(1e-38)
-"""What a block of zeros is divided by."""
+LARGEST_FP8 = np.float32(448)
+"""torchao's 8-bit floats have no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +84,22 @@ class Requantised:
     ----------
     portions : tuple of Portion
     block : int, elements
-    qmap : Slot
-        The value of each code, float32, ascending.
+    qmap : Slot or None
+        The value of each code, float32, ascending; None for 8-bit floats.
     gives_scales : bool
         Else codes.
+    quantise : callable
+        `by_bitsandbytes` or `by_torchao`.
+    is_packed : bool
+        Two codes in a byte.
     """
 
     portions: tuple[Portion, ...]
     block: int
-    qmap: Slot
+    qmap: Slot | None
     gives_scales: bool
+    quantise: Callable[[Array, int, Array | None, bool], Array]
+    is_packed: bool = False
 
     @property
     def numel(self) -> int:
@@ -94,55 +107,75 @@ class Requantised:
         return sum(one.numel for one in self.portions)
 
     @property
+    def unit(self) -> int:
+        """Elements that one value of it is of."""
+        return self.block if self.gives_scales else 2 if self.is_packed else 1
+
+    @property
     def step(self) -> int:
         """All are computed together."""
-        return -(-self.numel // self.block) if self.gives_scales else self.numel
+        return -(-self.numel // self.unit)
 
     @property
     def width(self) -> int:
-        """Bytes of a float32 for each element, of which a scale has a block."""
-        return 4 * self.block if self.gives_scales else 4
+        """Bytes of a float32 for each element."""
+        return 4 * self.unit
 
     def inputs(self, start: int, numel: int) -> list[Input]:  # noqa: ARG002  # always all of it
         """Return what the floats are computed from, and the map."""
         found = [each for one in self.portions for each in one.inputs()]
-        return [*found, Input(self.qmap, Extent.whole(self.qmap.shape), "float32")]
+        return found if self.qmap is None else [*found, Input(self.qmap, Extent.whole(self.qmap.shape), "float32")]
 
     def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
         """Return the codes, or the scales."""
-        values, taken = values_of(self.portions, inputs)
-        scales = scales_of(values, self.block)
-        return scales if self.gives_scales else codes_of(values, scales, self.block, inputs[taken]())
+        values: Array = np.zeros(self.numel, np.float32)
+        at = taken = 0
+        for one in self.portions:
+            count = len(one.inputs())
+            if one.slot is not None:
+                values[at : at + one.numel] = one.slot.function.compute(inputs[taken : taken + count])
+            at, taken = at + one.numel, taken + count
+        qmap = None if self.qmap is None else inputs[taken]()
+        found = self.quantise(values, self.block, qmap, self.gives_scales)
+        return found[::2] << 4 | found[1::2] if self.is_packed and not self.gives_scales else found
 
 
-def values_of(portions: Sequence[Portion], inputs: Sequence[Callable[[], Array]]) -> tuple[Array, int]:
-    """Return the floats of portions, end to end, and how many inputs these take."""
-    values: Array = np.zeros(sum(one.numel for one in portions), np.float32)
-    at = taken = 0
-    for one in portions:
-        count = len(one.inputs())
-        if one.slot is not None:
-            values[at : at + one.numel] = one.slot.function.compute(inputs[taken : taken + count])
-        at, taken = at + one.numel, taken + count
-    return values, taken
-
-
-def scales_of(values: Array, block: int) -> Array:
-    """Return the scale of each block, float32; a short one's is not zero."""
+def by_bitsandbytes(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:
+    """Return the code of each value, uint8, or the scale of each block."""
+    smallest = np.float32(1e-38)  # what a block of zeros is divided by
     whole = len(values) - len(values) % block
     scales: Array = np.abs(values[:whole].reshape(-1, block)).max(axis=1)
     if whole < len(values):
-        scales = np.append(scales, np.maximum(np.abs(values[whole:]).max(), SMALLEST))
-    return scales
-
-
-def codes_of(values: Array, scales: Array, block: int, qmap: Array) -> Array:
-    """Return the code of each value, uint8."""
-    whole = len(values) - len(values) % block
+        scales = np.append(scales, np.maximum(np.abs(values[whole:]).max(), smallest))
+    if gives_scales or qmap is None:
+        return scales
     scaled: Array = np.empty_like(values)
-    reciprocals = np.float32(1) / np.maximum(scales[: whole // block], SMALLEST)
+    reciprocals = np.float32(1) / np.maximum(scales[: whole // block], smallest)
     scaled[:whole].reshape(-1, block)[...] = values[:whole].reshape(-1, block) * reciprocals[:, None]
     scaled[whole:] = values[whole:] / scales[whole // block :]
     bounds = (qmap[:-1] + qmap[1:]) / np.float32(2)
     codes: Array = np.searchsorted(bounds, np.clip(scaled, -1, 1), side="left").astype(np.uint8)
     return codes
+
+
+def by_torchao(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:
+    """Return the code of each value, or the scale of each block; without a map, codes are 8-bit floats."""
+    blocks = values.reshape(-1, block)
+    scales: Array = np.maximum(np.abs(blocks).max(axis=1), np.float32(1e-12))
+    if qmap is None:
+        scales = scales / LARGEST_FP8
+    if gives_scales:
+        return scales
+    scaled: Array = (blocks / scales[:, None]).reshape(-1)
+    return cast(scaled, "float8_e4m3fn") if qmap is None else nearest(scaled, qmap)
+
+
+def nearest(values: Array, qmap: Array) -> Array:
+    """Return for each value the code of the map's nearest, of two the upper; of NaN the first."""
+    last = len(qmap) - 1
+    lower = np.clip(np.searchsorted(qmap, values, side="right") - 1, 0, last)
+    lower[np.isnan(values)] = 0
+    upper = np.minimum(lower + 1, last)
+    below, above = qmap[lower], qmap[upper]
+    found: Array = np.where(values - below >= (above - below) * np.float32(0.5), upper, lower).astype(np.uint8)
+    return found

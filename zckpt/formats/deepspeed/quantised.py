@@ -32,19 +32,35 @@ class Moment:
 
     Parameters
     ----------
-    values : Slot
-        Flat: codes, or float32.
-    scales : Slot or None
-        (blocks, elements of a block): each row says one scale again and again.
+    key : str
+        What its program calls it.
+    codes : Slot
+        Of a partition, flat; or float32.
+    scale : Slot or None
+        One for each block.
     qmap : Slot or None
-    is_packed : bool
-        Two codes in a byte.
+    block : int, elements
+        1 of floats.
+    cls : str
+        torchao's class of tensors; empty of bitsandbytes.
     """
 
-    values: Slot
-    scales: Slot | None = None
+    key: str
+    codes: Slot
+    scale: Slot | None = None
     qmap: Slot | None = None
-    is_packed: bool = False
+    block: int = 1
+    cls: str = ""
+
+    @property
+    def per_code(self) -> int:
+        """Elements that a byte of codes is of."""
+        return 2 if self.cls == torchao.PACKED else 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of the partition."""
+        return self.codes.numel * self.per_code
 
 
 Partition = tuple[str, int]
@@ -149,38 +165,40 @@ def _held(checkpoint: Checkpoint, path: str) -> Held:
         member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
         if member is None or value.part >= len(member.masters):
             raise _uncertain(what, path, f"partition {value.part} of rank {value.rank}, of which there is no master")
-        found = _of_bitsandbytes(value, what, path) if value.key == NESTED else _of_torchao(value, what, path)
+        found = moments_of(value, what, path)
         held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
     return held
 
 
-def _of_bitsandbytes(value: RankValue, what: str, path: str) -> dict[str, Moment]:
+def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
+    """Return the moments in a rank's quantised state of a partition, by the names that they have as floats.
+
+    Raises
+    ------
+    UnsupportedError
+        It is quantised in a way that is not known.
+    DamagedFileError
+        Codes, scales and map do not belong together.
+    """
+    if value.key != NESTED:
+        node = value.value.node if isinstance(value.value, FromFile) else None
+        if not isinstance(node, MetaTensor):
+            raise _uncertain(what, path, value.key)
+        partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
+        found = torchao.quantised(value.key, partition, path)
+        return {value.key: Moment(value.key, found.codes, found.scale, found.qmap, found.block, found.cls)}
     _, pieces = pieces_of(value.value, what, path)
-    if set(pieces) - {f"{kind}{number}" for kind in ("state", "qmap", "absmax") for number in "12"}:
-        raise _uncertain(what, path, ", ".join(pieces))
     keys = sorted(ADAM.keys() & pieces.keys())
-    names = ADAM if len(keys) == len(ADAM) else {key: key for key in keys}  # Lion's and momentum look alike
-    found = {}
+    if set(pieces) - {f"{kind}{key[-1]}" for kind in ("state", "qmap", "absmax") for key in keys}:
+        raise _uncertain(what, path, ", ".join(pieces))
+    moments = {}
     for key in keys:
+        name = ADAM[key] if len(keys) == len(ADAM) else key  # Lion's and momentum look alike
         codes, scale, qmap = pieces[key], pieces.get(f"absmax{key[-1]}"), pieces.get(f"qmap{key[-1]}")
-        if codes.dtype == "float32" and scale is None:
-            found[names[key]] = Moment(codes)
-            continue
-        block = block_of(names[key], codes, scale, qmap, what, path)
-        if scale is None:
-            raise _uncertain(what, path, f"{key} without scales")
-        found[names[key]] = Moment(codes, _repeated(scale, block), qmap)
-    return found
-
-
-def _of_torchao(value: RankValue, what: str, path: str) -> dict[str, Moment]:
-    node = value.value.node if isinstance(value.value, FromFile) else None
-    if not isinstance(node, MetaTensor):
-        raise _uncertain(what, path, value.key)
-    partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
-    found = torchao.quantised(value.key, partition, path)
-    scales = _repeated(found.scale, found.block)
-    return {value.key: Moment(found.codes, scales, found.qmap, found.cls == torchao.PACKED)}
+        is_float = codes.dtype == "float32" and scale is None
+        block = 1 if is_float else block_of(name, codes, scale, qmap, what, path)
+        moments[name] = Moment(key, codes, scale, qmap, block)
+    return moments
 
 
 def _uncertain(name: str, path: str, found: object) -> UnsupportedError:
@@ -219,21 +237,17 @@ def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Mom
     spans: list[Span] = []
     portions: list[Portion] = []
     for span, position, moment in placed:
-        values, extent = moment.values, span.extent
-        [own] = values.spans or (None,)
-        if (
-            own is None
-            or own.strides is not None
-            or len(values.shape) != 1
-            or position + extent.numel > values.numel * (2 if moment.is_packed else 1)
-        ):
-            raise _uncertain(parameter.name, path, f"{name} of shape {values.shape}")
-        if moment.scales is None:
-            offset = own.offset + position * itemsize(values.dtype)
+        codes, extent = moment.codes, span.extent
+        [own] = codes.spans or (None,)
+        if own is None or own.strides is not None or len(codes.shape) != 1 or position + extent.numel > moment.numel:
+            raise _uncertain(parameter.name, path, f"{name} of shape {codes.shape}")
+        if moment.scale is None:
+            offset = own.offset + position * itemsize(codes.dtype)
             spans.append(replace(own, extent=Extent.flat(parameter.shape, extent.start, extent.numel), offset=offset))
         else:
-            codes = moment.values, moment.scales, moment.qmap, moment.is_packed
-            portions.append(Portion(extent.start, extent.numel, position, *codes))
+            scales = _repeated(moment.scale, moment.block)
+            its = codes, scales, moment.qmap, moment.per_code == 2
+            portions.append(Portion(extent.start, extent.numel, position, *its))
     if (spans and portions) or len({(one.qmap is None, one.is_packed) for one in portions}) > 1:
         raise _uncertain(parameter.name, path, "codes on some ranks, others or floats on others")
     if not portions:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
-from zckpt.formats.deepspeed.codes import Codes, TorchaoCodes
+from zckpt.formats.deepspeed.codes import Codes, Form
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -22,17 +21,6 @@ from zckpt.state.partition import (
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
-
-
-class QuantisedForm(Protocol):
-    """How a program keeps the moments of a param group in codes."""
-
-    @property
-    def rounded(self) -> frozenset[str]:
-        """The moments that are made codes, as floats are called."""
-
-    def of(self, tensors: dict[object, object]) -> dict[object, object]:
-        """Return a share's slots with the moments among them as codes."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +143,7 @@ class Target:
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
         How a pipeline's layers are dealt; None: as they are.
-    codes, forms : dict of (int, int) to Codes, TorchaoCodes or QuantisedForm
+    codes, forms : dict of (int, int) to Codes or Form
         Quantised state that is cut for other ranks, or quantised anew, by model-parallel rank and param group.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
@@ -183,8 +171,8 @@ class Target:
     lists_frozen: bool = True
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
-    codes: dict[tuple[int, int], Codes | TorchaoCodes] = field(default_factory=dict, repr=False, compare=False)
-    forms: dict[tuple[int, int], QuantisedForm] = field(default_factory=dict, repr=False, compare=False)
+    codes: dict[tuple[int, int], Codes] = field(default_factory=dict, repr=False, compare=False)
+    forms: dict[tuple[int, int], Form] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 
