@@ -204,8 +204,8 @@ def at_module_level(tree: ast.Module) -> ast.Module:
 FLOORS = [
     {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "accelerate", "lightning", "torchtitan"},
     {"dcp", "deepspeed"}, {"training"}, {"optim"},
-    {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"torchfile"}, {"executors"}, {"engine"}, {"storage"},
-    {"state"}, {"errors", "codes", "version"},
+    {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"evidence"}, {"torchfile"}, {"executors"}, {"engine"},
+    {"storage"}, {"state"}, {"errors", "codes", "version"},
 ]  # fmt: skip
 """The rooms of the house, from the roof down."""
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, listed
+from zckpt.evidence import refuse_unnamed
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
-
-SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     UnsupportedError
         Optimizers of some of the models only, or of several at once.
     """
-    _check_names(checkpoint)
+    refuse_unnamed(checkpoint, "so that it is not known whose state Accelerate is to find where")
     models = checkpoint.models()
     if not models:
         if checkpoint.optimizers():
@@ -68,18 +67,6 @@ def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
         advice="`--to zckpt` holds all of them",
     )
-
-
-def _check_names(checkpoint: Checkpoint) -> None:
-    every = [name for group in checkpoint.param_groups for name in group.parameters]
-    unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
-    if unknown:
-        raise UnsupportedError(
-            "the optimizer's parameters have no names, so that it is not known whose state Accelerate is to find where",
-            path=checkpoint.source,
-            found=listed(unknown, most=SHOWN),
-            advice="give --names FILE, one name a line in the optimizer's order",
-        )
 
 
 def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.evidence import shown_shape
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry, raw
 from zckpt.formats.torch_files.tensors import read_scalars
-from zckpt.state import MASTER, Parameter, Scalar
+from zckpt.state import Parameter, Scalar
 from zckpt.torchfile import Digests, Tensor
 
 Label = str | int
@@ -188,12 +189,8 @@ def place(parameter: Parameter, slots: Mapping[str, Node], where: str) -> None:
 
 
 def shape_of(slots: Mapping[str, Node]) -> tuple[int, ...] | None:
-    """Return a parameter's shape as its state shows it: the largest of its tensors."""
-    tensors = {key: node for key, node in slots.items() if isinstance(node, TensorItem)}
-    shapes = [one.shape for key, one in tensors.items() if key != "step"] or [one.shape for one in tensors.values()]
-    if MASTER in tensors:
-        return tensors[MASTER].shape
-    return max(shapes, key=lambda s: (len(s), s), default=None)
+    """Return a parameter's shape as its state shows it."""
+    return shown_shape({key: [node.shape] for key, node in slots.items() if isinstance(node, TensorItem)})
 
 
 def common_values(optimizers: Sequence[OptimizerState]) -> list[dict[str, object]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from zckpt.errors import LayoutError, UnsupportedError, listed
+from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.evidence import keep_number, note_numbers, shown_shape
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.fsdp_rank_files.optimizer import MEMBERS, Key, Optimizer
@@ -60,11 +61,7 @@ def attach(
             members.sort(key=lambda name: order.get(name, len(order)))
         hyperparameters = {key: value for key, value in group.items() if key not in MEMBERS}
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, _common(optimizer, group["params"])))
-    if unnamed:
-        checkpoint.warnings.append(
-            f"the optimizer's parameters {listed(unnamed)} have no names and several of the model's tensors fit them; "
-            f"their state is kept under their numbers ({ADVICE})"
-        )
+    note_numbers(checkpoint, unnamed, advice=ADVICE)
 
 
 def shard_groups(model: Model, world_size: int) -> list[list[int]]:
@@ -98,21 +95,16 @@ def _taken(checkpoint: Checkpoint, optimizer: Optimizer, names: Sequence[str], k
                 Duplicate("parameter", one.name, one.of, one.slot, one.original, one.rank) if one.name == name else one
                 for one in checkpoint.duplicates
             ]
-        if name not in checkpoint.parameters:
-            shape = _shape(optimizer, key)
-            checkpoint.unnamed[name] = Parameter(name, shape, "float32")
-        found.append(checkpoint.parameters.get(name) or checkpoint.unnamed[name])
+        found.append(checkpoint.parameters.get(name) or keep_number(checkpoint, name, _shape(optimizer, key)))
     if not names and optimizer.has_state(key):
-        one = checkpoint.unnamed[str(key)] = Parameter(str(key), _shape(optimizer, key), "float32")
-        found.append(one)
+        found.append(keep_number(checkpoint, str(key), _shape(optimizer, key)))
     for one in found:
         one.group = group
     return found
 
 
-def _shape(optimizer: Optimizer, key: Key) -> tuple[int, ...]:
-    shapes = [held[0][1].shape for held in optimizer.cut(key).values()]
-    return max(shapes, key=lambda shape: (len(shape), shape), default=())
+def _shape(optimizer: Optimizer, key: Key) -> tuple[int, ...] | None:
+    return shown_shape({slot: [held[0][1].shape] for slot, held in optimizer.cut(key).items()})
 
 
 def _give(

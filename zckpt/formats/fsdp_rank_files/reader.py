@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError
+from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
 from zckpt.formats.fsdp_rank_files.attach import attach
@@ -69,8 +70,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
 
 
 def _recorded(checkpoint: Checkpoint, own: TorchFile, names: Sequence[str] | None) -> list[str] | None:
-    if names is not None:
-        checkpoint.warnings.append("--names is not used: the directory has the names of the parameters")
+    note_not_used(checkpoint, names)
     return recorded_names(own, list(checkpoint.parameters))
 
 

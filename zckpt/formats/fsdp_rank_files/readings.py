@@ -17,19 +17,19 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.evidence import NAMES_ADVICE, Evidence
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.fsdp_rank_files.optimizer import Key, Optimizer
 from zckpt.formats.fsdp_rank_files.ties import Ties, equal_names
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
-from zckpt.formats.torch_files.optimizer import deduce_names
 from zckpt.state import Checkpoint
 from zckpt.state.dtypes import is_floating
 from zckpt.state.names import aligned
 
 WHOLE, PIECES, FLAT = "whole", "pieces", "flat"
 
-ADVICE = "give --names FILE, one name a line in the optimizer's order (of flat parameters, those in each one in turn)"
+ADVICE = f"{NAMES_ADVICE} (of flat parameters, those in each one in turn)"
 
 MOST_ALIASES = 12
 """Of other names of tied parameters in one unit, which are tried in all combinations: models have one or two."""
@@ -189,17 +189,12 @@ def _by_number(
     """Return the reading in which each number is one parameter, if there is one."""
     fit = sizes.fits_pieces if kind == PIECES else sizes.fits_whole
     owners = _owners(checkpoint)
+    every = {**owners, **_plain_floats(checkpoint)}
+    said = Evidence.of(checkpoint, sizes.optimizer.keys, {}, rules=(lambda key, name: fit(key, every[name]),))
     if names is not None:
-        shapes = {**owners, **_plain_floats(checkpoint)}
-        known = aligned([*checkpoint.parameters, *checkpoint.buffers], names)
-        given = [known.get(name, name) for name in names]
-        given = [checkpoint.parameters[n].tied_to or n if n in checkpoint.parameters else n for n in given]
-        fits = len(given) == len(sizes.keys) == len(set(given)) and all(
-            name in shapes and fit(key, shapes[name]) for key, name in zip(sizes.keys, given, strict=True)
-        )
-        return [Reading(kind, _one_each(zip(sizes.keys, given, strict=True)))] if fits else []
-    numbers = [[int(key) for key in group] for group in sizes.optimizer.keys]
-    certain = deduce_names(numbers, list(owners), lambda number, name: fit(number, owners[name]))
+        given = replace(said, candidates=every).recorded(names)
+        return [Reading(kind, _one_each(given.items()))] if given else []
+    certain = said.certain()
     if len(sizes.optimizer.groups) == 1:
         for shapes, ties in _in_turn(checkpoint, model, owners, len(sizes.keys)):
             if all(fit(key, shape) for key, shape in zip(sizes.keys, shapes.values(), strict=True)):

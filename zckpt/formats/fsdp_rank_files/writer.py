@@ -16,6 +16,7 @@ from typing import Any
 
 from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.evidence import refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.consolidated.model import Tensors, model_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
@@ -87,15 +88,7 @@ def lay_out(job: Job) -> TargetFiles:
 
 def _refuse(checkpoint: Checkpoint) -> None:
     refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
-    listed_names = [name for group in checkpoint.param_groups for name in group.parameters]
-    unknown = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed_names if n not in checkpoint.parameters)]))
-    if unknown:
-        raise UnsupportedError(
-            "ranks number the optimizer's parameters as the model has them, and the names of some are not known",
-            path=checkpoint.source,
-            found=listed(unknown),
-            advice="give --names FILE",
-        )
+    refuse_unnamed(checkpoint, "by which ranks number them as the model does")
     if checkpoint.optimizers():
         raise UnsupportedError(
             "holds several optimizers, and these files have one",

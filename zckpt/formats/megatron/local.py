@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 
 from zckpt.compare.weights import rounds_to
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.evidence import Evidence
 from zckpt.formats.megatron.buckets import Layout, Member, gaps, lay_out
 from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.megatron.ranks import EXPERT
-from zckpt.formats.torch_files.optimizer import attach, deduce_names
+from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, joined, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of, span_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, PaddingSpan, Slot
@@ -152,25 +153,22 @@ def _masters(node: object, state: OptimizerState, path: str) -> dict[int, Tensor
 
 def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:
     """Return the names that are certain by shapes; where those leave a choice, by what masters round to, too."""
-    kinds = {n: group.get(EXPERTS) for group in state.groups for n in map(int, group["params"])}
-    shapes = {number: state.shape(number) for number in state.every_number}
+    kinds = {number: group.get(EXPERTS) for group in state.groups for number in map(int, group["params"])}
     has_kinds = True in kinds.values()
 
-    def fits(number: int, name: str) -> bool:
-        if has_kinds and kinds[number] != (EXPERT.fullmatch(name) is not None):
-            return False
-        return shapes[number] is None or shapes[number] == checkpoint.parameters[name].shape
+    def is_of_kind(number: int, name: str) -> bool:
+        return not has_kinds or kinds[number] == (EXPERT.fullmatch(name) is not None)
 
-    def is_of(number: int, name: str) -> bool:
+    def rounds(number: int, name: str) -> bool:
         master, weight = state.masters.get(number), checkpoint.parameters[name].slots[WEIGHT]
-        if not fits(number, name):
-            return False
         return master is None or rounds_to(slot_of(MASTER, master, checkpoint.source), weight)
 
-    names = list(checkpoint.parameters)
-    found = deduce_names(state.numbers, names, fits, sorted_too=False)
-    if len(found) < len(state.every_number) and state.masters:
-        found = deduce_names(state.numbers, names, is_of, sorted_too=False)
+    said = Evidence.of(
+        checkpoint, state.numbers, {number: state.shape(number) for number in kinds}, rules=(is_of_kind,)
+    )
+    found = said.certain(sorted_too=False)
+    if len(found) < len(kinds) and state.masters:
+        found = replace(said, rules=(is_of_kind, rounds)).certain(sorted_too=False)
     return found
 
 

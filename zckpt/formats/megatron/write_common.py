@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.evidence import refuse_unnamed
 from zckpt.formats.consolidated.model import model_tensors
 from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, RELEASE, folder_of
 from zckpt.formats.megatron.keys import check_names
@@ -42,9 +43,7 @@ _SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 def model_for(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     """Return what the model has under each name, without further names of tied parameters."""
     path = checkpoint.source
-    if checkpoint.unnamed:
-        raise UnsupportedError("holds optimizer state of parameters without names", path=path,
-                               found=listed(list(checkpoint.unnamed)), advice="give --names FILE")  # fmt: skip
+    refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
     if checkpoint.optimizers() or checkpoint.models():
         raise UnsupportedError("Megatron-Core has one model and one optimizer", path=path,
                                found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zckpt.evidence import NAMES_ADVICE, agree
 from zckpt.formats.torch_files.state_dicts import (
     OptimizerState,
-    agree,
     joined,
     looks_flattened,
     looks_like_optimizer,
@@ -312,7 +312,7 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
     elif fitting or not can_have(_union(models), [held.state]):
         found.warnings.append(
             f"{called} may be the optimizer of several models ({', '.join(map(str, fitting or models))}), and nothing "
-            f"says of which (give --names FILE, one name a line in the optimizers' order)"
+            f"says of which ({NAMES_ADVICE})"
         )
 
 

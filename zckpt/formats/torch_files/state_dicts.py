@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.evidence import shown_shape
 from zckpt.formats.torch_files.tensors import with_scalars
+from zckpt.state import MASTER
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.torchfile import Digests, MetaTensor, Tensor, brief
@@ -75,13 +77,9 @@ class OptimizerState:
 
     def shape(self, number: int) -> tuple[int, ...] | None:
         """Return the shape of a parameter as its state shows it: the largest of its tensors."""
-        if number in self.masters:
-            return self.masters[number].shape
-        state = self.state.get(number, {})
-        found = {key: list(_shapes(value)) for key, value in _elementwise(state).items()}
-        shapes = [one for key, its in found.items() if key != "step" for one in its]
-        shapes = shapes or [one for its in found.values() for one in its]
-        return max(shapes, key=lambda s: (len(s), s), default=None)
+        state = _elementwise(self.state.get(number, {}))
+        shapes = {key: list(_shapes(value)) for key, value in state.items()}
+        return shown_shape(shapes | ({MASTER: [self.masters[number].shape]} if number in self.masters else {}))
 
 
 def _shapes(value: object) -> Iterator[tuple[int, ...]]:
@@ -96,13 +94,6 @@ def _elementwise(state: Mapping[Any, object]) -> Mapping[Any, object]:
     """Return of bitsandbytes' state what has a value for each element: its maps of 256 may be larger."""
     own = next((key for key in ("state2", "state1") if key in state), None)  # AdEMAMix has two for each in state1
     return state if own is None else {own: state[own]}
-
-
-def agree(state: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Tell whether state of this shape can belong to a parameter: per element, or factored over some dimensions."""
-    if len(state) == len(parameter):
-        return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
-    return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
 
 
 def optimizer_rules(*path: str) -> tuple[Rule, ...]:

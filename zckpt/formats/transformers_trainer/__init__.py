@@ -11,9 +11,9 @@ DIR/scheduler.*, rng_state*, random_states*, scaler.pt, trainer_state.json, trai
 DIR/zckpt.pt                                                       written by zckpt: what none of these has room for
 
 directory       which files are there               readings        whose state each number of an optimizer is
-model           the weights, and their order        modules         in which orders a model may have its parameters
-reader          all of it as a Checkpoint           architectures   the orders that models of transformers have
-writer          what the Trainer resumes from       decay           which parameters the Trainer puts into which group
+model           the weights, and their order        architectures   the orders that models of transformers have
+reader          all of it as a Checkpoint           decay           which parameters the Trainer puts into which group
+writer          what the Trainer resumes from
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
+from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.formats.transformers_trainer.decay import DECAYED, UNDECAYED, group_of, may_be_layer_norms
-from zckpt.formats.transformers_trainer.modules import Search, TooManyOrdersError
 from zckpt.formats.transformers_trainer.readings import shortened
 from zckpt.state import Checkpoint, ParamGroup
 

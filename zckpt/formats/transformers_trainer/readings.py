@@ -8,16 +8,15 @@ an order; the shapes of the optimizer's state decide the rest, or leave several 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt.errors import UsageError
-from zckpt.formats.torch_files.optimizer import deduce_names
+from zckpt.evidence import Evidence
+from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.formats.transformers_trainer.decay import group_of
-from zckpt.formats.transformers_trainer.modules import Search, TooManyOrdersError
-from zckpt.state.names import aligned
 
 Shape = tuple[int, ...]
 
@@ -28,9 +27,6 @@ MAGNITUDE = "lora_magnitude_vector"
 
 UNTRAINED = ("running_mean", "running_var", "inv_freq")
 """Last parts of names of tensors that are no parameters, whatever their type."""
-
-ROW, COLUMN = "exp_avg_sq_row", "exp_avg_sq_col"
-"""Slots of Adafactor: the shape of the parameter without its last dimension, and without the one before."""
 
 
 @dataclass(slots=True)
@@ -54,15 +50,6 @@ class Weights:
     known: Architecture = field(default_factory=Architecture)
 
 
-def shape_of(optimizer: OptimizerState, number: int) -> Shape | None:
-    """Return the shape of a parameter as its state shows it; None if it has none."""
-    tensors = optimizer.tensors(number)
-    if ROW in tensors and COLUMN in tensors:
-        return (*tensors[ROW].shape, *tensors[COLUMN].shape[-1:])
-    shapes = [one.shape for key, one in tensors.items() if key not in ("step", "RMS")]
-    return max(shapes, key=lambda shape: (len(shape), shape), default=None)
-
-
 def read_names(
     optimizer: OptimizerState, weights: Weights, names: Sequence[str] | None = None, *, path: str = ""
 ) -> dict[int, str]:
@@ -82,28 +69,26 @@ def read_names(
     UsageError
         `names` fit in neither way.
     """
-    reading = _Reading(optimizer, weights)
-    given = names if names is not None else reading.recorded()
-    if given is not None:
-        found = reading.given(_as_filed(given, weights.shapes))
-        if names is not None and len(found) < len(reading.numbers):
+    numbers = optimizer.every_number
+    fewer = {n: shape for n, shape in weights.shapes.items() if n.rpartition(".")[2] not in UNTRAINED}
+    candidates = weights.shapes if len(weights.shapes) == len(numbers) else fewer
+    said = Evidence(optimizer.numbers, candidates, {number: optimizer.shape(number) for number in numbers})
+    given = names if names is not None else optimizer.recorded_names
+    if names is not None or len(given) == len(numbers):
+        order = said.known([name if name in weights.shapes else _without_adapter(name) for name in given])
+        found = said.recorded(order)
+        if not found and {*order} >= {*candidates}:
+            found = _in_order(said, [name for name in dict.fromkeys(order) if name in candidates], weights)
+        if names is not None and len(found) < len(numbers):
             raise UsageError(
                 "the names do not fit the optimizer",
                 path=path,
-                expected=f"{len(reading.numbers)} names in its order, or all of the model's in the model's order",
+                expected=f"{len(numbers)} names in its order, or all of the model's in the model's order",
                 found=f"{len(names)} names, {len(set(names) & set(weights.shapes))} of the model's",
             )
         if found:
             return found
-    order = [*weights.shapes] if weights.is_ordered else None
-    return reading.in_order(order) if order is not None else reading.in_any_order()
-
-
-def _as_filed(names: Sequence[str], shapes: Mapping[str, Shape]) -> list[str]:
-    """Return names as the model's files have them, whatever wrappers they have been in, PEFT's own among them."""
-    plain = {name: _without_adapter(name) if name not in shapes else name for name in names}
-    known = aligned(shapes, plain.values())
-    return [known.get(plain[name], plain[name]) for name in names]
+    return _in_order(said, [*candidates], weights) if weights.is_ordered else _in_any_order(said, weights)
 
 
 def _without_adapter(name: str) -> str:
@@ -122,97 +107,58 @@ def _without_adapter(name: str) -> str:
     return ".".join(found).replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
-class _Reading:
-    """One optimizer and one model."""
+def _in_order(said: Evidence[int], order: Sequence[str], weights: Weights) -> dict[int, str]:
+    """Return what is certain where the model's order is known."""
+    said = replace(said, candidates={name: said.candidates[name] for name in order})
+    groups = _groups(said, weights.known)
+    found = said.recorded([name for members in groups for name in members]) if groups is not None else {}
+    return found or said.certain(sorted_too=False)
 
-    def __init__(self, optimizer: OptimizerState, weights: Weights) -> None:
-        self.groups = optimizer.numbers
-        self.numbers = optimizer.every_number
-        self.optimizer = optimizer
-        self.weights = weights
-        self.shape = {number: shape_of(optimizer, number) for number in self.numbers}
-        fewer = {n: s for n, s in weights.shapes.items() if n.rpartition(".")[2] not in UNTRAINED}
-        self.candidates = weights.shapes if len(weights.shapes) == len(self.numbers) else fewer
 
-    def recorded(self) -> list[str] | None:
-        """Return the names in the optimizer's own file, if it has all."""
-        found = self.optimizer.recorded_names
-        return found if found and len(found) == len(self.numbers) else None
+def _in_any_order(said: Evidence[int], weights: Weights) -> dict[int, str]:
+    """Return what is certain whatever order the model has that is known to be possible."""
+    is_whole = len(said.candidates) == len(said.numbers)
+    groups = _groups(said, weights.known) if is_whole else None
+    try:
+        for one in [weights, replace(weights, places={})] if weights.places else [weights]:
+            for known in (weights.known, Architecture()):
+                if groups is not None and (found := _searched(said, groups, one, known)):
+                    return found
+        order = None if is_whole else only_order(said.candidates, one)
+    except TooManyOrdersError:
+        return {}
+    return _in_order(said, order, weights) if order is not None else {}
 
-    def fits(self, number: int, name: str) -> bool:
-        """Tell whether a parameter may have some state."""
-        shape = self.shape[number]
-        return shape is None or shape == self.candidates[name]
 
-    def given(self, names: Sequence[str]) -> dict[int, str]:
-        """Return the reading of names that someone gave; empty if they do not fit."""
-        if len(names) == len(self.numbers) == len(set(names)) and set(names) <= self.candidates.keys():
-            found = dict(zip(self.numbers, names, strict=True))
-            if all(self.fits(number, name) for number, name in found.items()):
-                return found
-        order = [name for name in dict.fromkeys(names) if name in self.candidates]
-        return self.in_order(order) if len(order) == len(self.candidates) else {}
+def _searched(
+    said: Evidence[int], members: Sequence[Sequence[str]], weights: Weights, known: Architecture
+) -> dict[int, str]:
+    longer = {shortened(name): name for name in said.candidates}
+    groups = {shortened(name): at for at, names in enumerate(members) for name in names}
 
-    def in_order(self, order: Sequence[str]) -> dict[int, str]:
-        """Return what is certain where the model's order is known."""
-        order = [name for name in order if name in self.candidates]
-        group_of_name = self._partition()
-        if group_of_name is not None:
-            members = [[name for name in order if group_of_name[name] == at] for at in range(len(self.groups))]
-            if [len(one) for one in members] == [len(one) for one in self.groups]:
-                pairs = [pair for g, m in zip(self.groups, members, strict=True) for pair in zip(g, m, strict=True)]
-                if all(self.fits(number, name) for number, name in pairs):
-                    return dict(pairs)
-        return deduce_names(self.groups, order, self.fits, sorted_too=False)
+    def fits(name: str, group: int, position: int) -> bool:
+        return said.fits(said.groups[group][position], longer[name])
 
-    def in_any_order(self) -> dict[int, str]:
-        """Return what is certain whatever order the model has that is known to be possible."""
-        try:
-            found = self._searched(self.weights.known) or self._searched(Architecture())
-            if not found and self.weights.places:
-                self.weights = replace(self.weights, places={})
-                return self.in_any_order()
-            if found or len(self.candidates) == len(self.numbers):
-                return found
-            order = only_order(self.candidates, self.weights)
-        except TooManyOrdersError:
-            return {}
-        return self.in_order(order) if order is not None else {}
+    possible = Search(groups, fits, len(members), _places(said.candidates, weights), known.order).possible()
+    return {
+        said.groups[group][position]: longer[next(iter(names))]
+        for (group, position), names in possible.items()
+        if len(names) == 1
+    }
 
-    def _searched(self, known: Architecture) -> dict[int, str]:
-        group_of_name = self._partition()
-        if group_of_name is None or len(self.candidates) != len(self.numbers):
-            return {}
-        counts = [list(group_of_name.values()).count(at) for at in range(len(self.groups))]
-        if counts != [len(one) for one in self.groups]:
-            return {}
 
-        longer = {shortened(name): name for name in group_of_name}
-
-        def fits(name: str, group: int, position: int) -> bool:
-            return self.fits(self.groups[group][position], longer[name])
-
-        groups = {shortened(name): group for name, group in group_of_name.items()}
-        places = _places(self.candidates, self.weights)
-        possible = Search(groups, fits, len(counts), places, known.order).possible()
-        return {
-            self.groups[group][position]: longer[next(iter(names))]
-            for (group, position), names in possible.items()
-            if len(names) == 1
-        }
-
-    def _partition(self) -> dict[str, int] | None:
-        """Return the param group of each candidate, by shapes and else by the Trainer's rule; None if neither tells."""
-        shapes = [{self.shape[number] for number in group} for group in self.groups]
-        found: dict[str, int] = {}
-        for name, shape in self.candidates.items():
-            groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
-            if len(groups) > 1 and len(self.groups) == 2:
-                groups = [group_of(shortened(name), self.weights.known)]
-            if len(groups) != 1:
-                return None
-            found[name] = groups[0]
-        return found
+def _groups(said: Evidence[int], known: Architecture) -> list[list[str]] | None:
+    """Return all candidates by param group, by shapes and else by the Trainer's rule; None if neither tells."""
+    shapes = [{said.shapes[number] for number in group} for group in said.groups]
+    found: list[list[str]] = [[] for _ in shapes]
+    for name, shape in said.candidates.items():
+        groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
+        if len(groups) > 1 and len(shapes) == 2:
+            groups = [group_of(shortened(name), known)]
+        if len(groups) != 1:
+            return None
+        found[groups[0]].append(name)
+    return found if list(map(len, found)) == list(map(len, said.groups)) else None
 
 
 def model_order(weights: Weights) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.evidence import refuse_unnamed
 from zckpt.formats.assets import CONFIG_NAME, copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.consolidated.optimizer import optimizer_tree
@@ -110,13 +111,7 @@ def _check(checkpoint: Checkpoint) -> None:
             found=", ".join(map(str, checkpoint.optimizers())) or "several models",
             advice="`--to zckpt` holds all of them",
         )
-    if checkpoint.unnamed:
-        raise UnsupportedError(
-            "the optimizer's parameters have no names, so that their order in the Trainer's groups is not known",
-            path=checkpoint.source,
-            found=", ".join(list(checkpoint.unnamed)[:8]),
-            advice="give --names FILE, one name a line in the optimizer's order",
-        )
+    refuse_unnamed(checkpoint, "so that their order in the Trainer's groups is not known")
     if checkpoint.step is None:
         raise UnsupportedError(
             "does not say after which step it was saved, where the Trainer is to go on",

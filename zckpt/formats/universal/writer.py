@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnsupportedError, listed
+from zckpt.errors import UnsupportedError
+from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
@@ -163,15 +164,7 @@ def without_a_share(checkpoint: Checkpoint) -> list[int]:
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
-    in_groups = [name for group in checkpoint.param_groups for name in group.parameters]
-    names = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in in_groups if n not in checkpoint.parameters)]))
-    if names:
-        raise UnsupportedError(
-            "a universal checkpoint has a folder for each parameter by name, and the names of some are not known",
-            path=checkpoint.source,
-            found=listed(names, most=8),
-            advice="give --names FILE",
-        )
+    refuse_unnamed(checkpoint, "by which a universal checkpoint has a folder for each")
     if checkpoint.optimizers():
         raise UnsupportedError(
             "holds several optimizers, and a universal checkpoint has one",

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.evidence import NAMES_ADVICE, Evidence
 from zckpt.formats.fsdp_rank_files.held import refuse_share
-from zckpt.formats.torch_files.optimizer import attach, deduce_names
+from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.zero_redundancy.directory import optimizer_key
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Rule
-from zckpt.state.names import aligned
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, alike, brief, each, read_torchfile
 
@@ -27,8 +27,6 @@ Order = list[list[str]]
 """For each param group, the names of its parameters."""
 
 Shape = tuple[int, ...]
-
-_ADVICE = "give --names FILE, one name a line in the optimizer's order"
 
 Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""
@@ -188,23 +186,9 @@ def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Che
     UsageError
         Too few or too many names, or one that the model has not.
     """
-    if len(names) != sum(lengths) or len(set(names)) != len(names):
-        raise UsageError(
-            "unusable parameter names",
-            path=path,
-            expected=f"{sum(lengths)} different names",
-            found=f"{len(set(names))} different ones of {len(names)}",
-        )
-    known = aligned(checkpoint.parameters, names)
-    names = [known.get(name, name) for name in names]
-    missing = [name for name in names if name not in checkpoint.parameters]
-    if missing:
-        raise UsageError(f"the model has no parameter {missing[0]}", path=path)
-    owners = [checkpoint.owner(name).name for name in names]
-    if len(set(owners)) != len(owners):
-        raise UsageError("two of the names are of one tied parameter", path=path)
-    starts = [sum(lengths[:group]) for group in range(len(lengths))]
-    return [owners[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    groups = [[(group, at) for at in range(length)] for group, length in enumerate(lengths)]
+    found = Evidence.of(checkpoint, groups, {}).given(names, path)
+    return [[found[number] for number in group] for group in groups]
 
 
 def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path: str) -> Order:
@@ -238,18 +222,27 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
     try:
         assigned = greedy_order([[[math.prod(s) for s in group] for group in rank] for rank in shapes])
     except LayoutError as error:
-        raise LayoutError(error.message, path=path, found=error.found, advice=_ADVICE) from error
-    of = [[shapes[rank][group][at] for rank, at in order] for group, order in enumerate(assigned)]
-    names = _names(of, checkpoint, candidates)
-    for group, order in enumerate(assigned):
-        for at, (rank, position) in enumerate(order):
-            if (group, at) not in names:
-                raise UnsupportedError(
-                    f"parameter {position} of group {group} of rank {rank}, of shape {of[group][at]}, "
-                    f"has no name that is certain",
-                    path=path,
-                    advice=_ADVICE,
-                )
+        raise LayoutError(error.message, path=path, found=error.found, advice=NAMES_ADVICE) from error
+    of = {(group, at): shapes[rank][group][position]
+          for group, order in enumerate(assigned) for at, (rank, position) in enumerate(order)}  # fmt: skip
+    by_size: dict[int, tuple[list[list[tuple[int, int]]], dict[str, Shape]]] = {}  # of one size the order is kept
+    for (group, at), shape in of.items():
+        by_size.setdefault(math.prod(shape), ([[] for _ in assigned], {}))[0][group].append((group, at))
+    for name in candidates:
+        one = checkpoint.parameters[name]
+        if one.numel in by_size:
+            by_size[one.numel][1][name] = one.shape
+    names: dict[tuple[int, int], str] = {}
+    for numbers, fitting in by_size.values():
+        names |= Evidence(numbers, fitting, of).certain(sorted_too=False)
+    for (group, at), shape in of.items():
+        if (group, at) not in names:
+            rank, position = assigned[group][at]
+            raise UnsupportedError(
+                f"parameter {position} of group {group} of rank {rank}, of shape {shape}, has no name that is certain",
+                path=path,
+                advice=NAMES_ADVICE,
+            )
     position_of = {name: at for at, name in enumerate(checkpoint.parameters)}
     return [
         sorted((names[group, at] for at in range(len(order))), key=position_of.__getitem__)
@@ -266,29 +259,6 @@ def _shape(state: OptimizerState, number: int, rank: int, path: str) -> Shape:
             f"rank {rank}'s parameter {number} has no state that shows its shape, and without it the others' "
             f"names are not certain either",
             path=path,
-            advice=_ADVICE,
+            advice=NAMES_ADVICE,
         )
     return found.pop()
-
-
-def _names(
-    groups: Sequence[Sequence[Shape]], checkpoint: Checkpoint, candidates: Sequence[str]
-) -> dict[tuple[int, int], str]:
-    """Return certain names by (group, position in the order of assignment)."""
-    items = [(group, at) for group, members in enumerate(groups) for at in range(len(members))]
-    shapes = [groups[group][at] for group, at in items]
-    by_size: dict[int, list[list[int]]] = {}
-    for number, (group, _) in enumerate(items):
-        by_size.setdefault(math.prod(shapes[number]), [[] for _ in groups])[group].append(number)
-    of_size: dict[int, dict[str, str]] = {}
-    for at, name in enumerate(candidates):  # under their positions, which sort as the model has them: no other order
-        of_size.setdefault(checkpoint.parameters[name].numel, {})[f"{at:012d}"] = name
-
-    def fits(number: int, position: str) -> bool:
-        return checkpoint.parameters[candidates[int(position)]].shape == shapes[number]
-
-    found: dict[int, str] = {}
-    for numel, numbers in by_size.items():
-        names = of_size.get(numel, {})
-        found |= {number: names[position] for number, position in deduce_names(numbers, list(names), fits).items()}
-    return {items[number]: name for number, name in found.items()}

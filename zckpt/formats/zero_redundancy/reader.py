@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.evidence import NAMES_ADVICE, note_not_used
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
@@ -69,8 +70,8 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
     order = _order(about, metadata)
     if names is not None and about.get("unnamed"):
         order = order_by_names(names, [len(group) for group in order], checkpoint, str(directory.path))
-    elif names is not None:
-        checkpoint.warnings.append("--names is not used: the directory has the names of the parameters")
+    else:
+        note_not_used(checkpoint, names)
     outside = [name for group in order for name in group if name not in checkpoint.parameters]
     shapes = _shapes(about, metadata)
     for name in outside:
@@ -168,7 +169,7 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
         checkpoint.is_numbered = True
         checkpoint.warnings.append(
             "the files do not say the order of the optimizer's parameters; within each group it is taken to be the "
-            "model's (give --names FILE, one name a line in the optimizer's order)"
+            f"model's ({NAMES_ADVICE})"
         )
     attach_ranks(checkpoint, ranks, order)
     _carry(checkpoint, ranks)

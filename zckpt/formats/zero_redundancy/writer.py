@@ -7,6 +7,7 @@ from typing import Any
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
+from zckpt.evidence import NAMES_ADVICE
 from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import remainder
@@ -75,7 +76,7 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
         raise UnsupportedError(
             f"the size of the optimizer's parameter {name} is not known, and they are assigned to ranks by size",
             path=checkpoint.source,
-            advice="give --names FILE, one name a line in the optimizer's order, or write the consolidated form",
+            advice=f"{NAMES_ADVICE}, or write the consolidated form",
         )
     return parameter.numel
 

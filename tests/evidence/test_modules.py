@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zckpt.formats.transformers_trainer.modules import MOST_DEPTH, Search, TooManyOrdersError, tree_of
+from zckpt.evidence.modules import MOST_DEPTH, Search, TooManyOrdersError, tree_of
 
 NAMES = ["a", "b.c", "b.d", "b.e.f", "g.0.h", "g.0.i", "g.1.h", "g.1.i", "g.10.h"]
 

@@ -1,0 +1,35 @@
+"""Which parameter of a model is number n of its optimizer: what speaks for it, and the only answer that this leaves.
+
+Formats bring what their files show: candidates with shapes, groups in their order, names that someone gave or that a
+program wrote down, rules of their own. It is known here when that is certain, and what to ask for where it is not.
+
+solver      names in an order of which some may be left out
+modules     names whose order follows from the modules that they are in
+unnamed     what is said where no name is certain
+"""
+
+from __future__ import annotations
+
+from zckpt.evidence.solver import Evidence, agree, shown_shape
+from zckpt.evidence.unnamed import (
+    NAMES_ADVICE,
+    NAMES_BY_STAGE_ADVICE,
+    NAMES_OF_RANK_ADVICE,
+    keep_number,
+    note_not_used,
+    note_numbers,
+    refuse_unnamed,
+)
+
+__all__ = [
+    "NAMES_ADVICE",
+    "NAMES_BY_STAGE_ADVICE",
+    "NAMES_OF_RANK_ADVICE",
+    "Evidence",
+    "agree",
+    "keep_number",
+    "note_not_used",
+    "note_numbers",
+    "refuse_unnamed",
+    "shown_shape",
+]

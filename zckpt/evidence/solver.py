@@ -1,0 +1,180 @@
+"""Which candidates the numbers of an optimizer are, in an order of which some may be left out. Pure.
+
+A name is certain where every reading that the evidence leaves gives the number this name. Each param group lists its
+parameters in the model's order, or sorted by name, or as a format says; it need not have all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from zckpt.errors import UsageError
+from zckpt.state import MASTER, Checkpoint
+from zckpt.state.names import aligned
+
+Shape = tuple[int, ...]
+
+Number = TypeVar("Number", bound=Hashable)
+
+ROW, COLUMN = "exp_avg_sq_row", "exp_avg_sq_col"
+"""Slots of Adafactor: the shape of the parameter without its last dimension, and without the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence(Generic[Number]):
+    """What speaks for a number being a parameter.
+
+    Parameters
+    ----------
+    groups : sequence of sequence
+        The numbers in each param group, in order.
+    candidates : mapping of str to tuple of int
+        Shapes of what an optimizer could own, in the model's order.
+    shapes : mapping of number to tuple of int or None
+        As an optimizer's state shows them; it fits any candidate where it shows none.
+    rules : sequence of callable
+        What else tells whether a number can be a candidate; asked in turn, of those of one shape.
+    tied : mapping of str to str
+        Candidates by further names.
+    factored : bool
+        Whether state may have fewer elements than its parameter.
+    """
+
+    groups: Sequence[Sequence[Number]]
+    candidates: Mapping[str, Shape]
+    shapes: Mapping[Number, Shape | None] = field(default_factory=dict)
+    rules: Sequence[Callable[[Number, str], bool]] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    factored: bool = False
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, groups: Sequence[Sequence[Number]], shapes: Mapping[Number, Shape | None],
+        **more: Any,  # noqa: ANN401  # fields of this class
+    ) -> Evidence[Number]:  # fmt: skip
+        """Return evidence whose candidates are a checkpoint's parameters."""
+        every = checkpoint.parameters.values()
+        owners = {one.name: one.shape for one in every if one.tied_to is None}
+        return cls(groups, owners, shapes, tied={one.name: one.tied_to for one in every if one.tied_to}, **more)
+
+    @property
+    def numbers(self) -> list[Number]:
+        """The numbers of all groups."""
+        return [number for group in self.groups for number in group]
+
+    def fits(self, number: Number, name: str) -> bool:
+        """Tell whether a number can be a candidate."""
+        shape, whole = self.shapes.get(number), self.candidates[name]
+        alike = shape is None or shape == whole or (self.factored and agree(shape, whole))
+        return alike and all(rule(number, name) for rule in self.rules)
+
+    def known(self, names: Sequence[str]) -> list[str]:
+        """Return names as the candidates have them, whatever wrappers they were in; strange ones as they are."""
+        own = aligned([*self.candidates, *self.tied], names)
+        return [self.tied.get(name, name) for name in (own.get(name, name) for name in names)]
+
+    def given(self, names: Sequence[str], path: str | None) -> dict[Number, str]:
+        """Return the candidates that someone names in the order of the numbers.
+
+        Raises
+        ------
+        UsageError
+            It cannot be these.
+        """
+        numbers = self.numbers
+        if len(names) != len(numbers) or len(set(names)) != len(names):
+            raise UsageError(
+                "unusable parameter names",
+                path=path,
+                expected=f"{len(numbers)} different names",
+                found=f"{len(set(names))} different ones of {len(names)}",
+            )
+        found = dict(zip(numbers, self.known(names), strict=True))
+        for (number, name), own in zip(found.items(), names, strict=True):
+            if name not in self.candidates:
+                raise UsageError(f"the model has no parameter {own}", path=path)
+            if not self.fits(number, name):
+                raise UsageError(
+                    f"parameter {number[-1] if isinstance(number, tuple) else number} of the optimizer is not {own}",
+                    path=path,
+                    expected=f"shape {self.candidates[name]}",
+                    found=self.shapes.get(number),
+                )
+        if len(set(found.values())) < len(found):
+            raise UsageError("two of the names are of one tied parameter", path=path)
+        return found
+
+    def recorded(self, names: Sequence[str]) -> dict[Number, str]:
+        """Return the candidates that a program names in the order of the numbers; none where it cannot be these."""
+        try:
+            return self.given(names, None)
+        except UsageError:
+            return {}
+
+    def certain(self, *, sorted_too: bool = True, last: Collection[str] = ()) -> dict[Number, str]:
+        """Return the candidates that are certain.
+
+        Parameters
+        ----------
+        sorted_too : bool
+            Whether groups may also list their parameters sorted by name.
+        last : collection of str
+            Names that groups may also list after all others.
+        """
+        certain: dict[Number, str] = {}
+        while True:
+            found = dict(certain)
+            taken = set(certain.values())
+            for group in self.groups:
+                own = {certain[number] for number in group if number in certain}
+                free = [name for name in self.candidates if name not in taken or name in own]
+                orders = [free, sorted(free)] if sorted_too else [free]
+                if last:
+                    orders.append(sorted(free, key=lambda name: name in last))
+                found |= self._of_group(group, orders)
+            uses = Counter(found.values())
+            if len(uses) < len(found):  # two groups have some
+                return {number: name for number, name in found.items() if uses[name] == 1}
+            if found == certain:
+                return certain
+            certain = found
+
+    def _of_group(self, group: Sequence[Number], orders: Iterable[Sequence[str]]) -> dict[Number, str]:
+        """Return what is the same in all orders, of the first and the last places that each number can have."""
+        readings = []
+        for order in orders:
+            first = self._leftmost(group, order)
+            if first is not None:
+                last = self._leftmost(group[::-1], order[::-1]) or []
+                readings.append([a if a == b else None for a, b in zip(first, last[::-1], strict=True)])
+        return {
+            number: names[0]
+            for number, *names in zip(group, *readings, strict=True)
+            if names and names[0] is not None and len(set(names)) == 1
+        }
+
+    def _leftmost(self, group: Sequence[Number], order: Sequence[str]) -> list[str] | None:
+        """Return the first names in order as which the group can be read; None if it cannot."""
+        rest = iter(order)
+        found = [next((name for name in rest if self.fits(number, name)), None) for number in group]
+        return [name for name in found if name is not None] if None not in found else None
+
+
+def agree(state: Shape, parameter: Shape) -> bool:
+    """Tell whether state of this shape can belong to a parameter: per element, or factored over some dimensions."""
+    if len(state) == len(parameter):
+        return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
+    return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
+
+
+def shown_shape(state: Mapping[str, Iterable[Shape]]) -> Shape | None:
+    """Return the shape of a parameter as the tensors of its slots show it: the largest of them; None if none does."""
+    shapes = {slot: list(its) for slot, its in state.items() if slot not in ("step", "RMS")}
+    if shapes.get(MASTER):
+        return shapes[MASTER][0]
+    if shapes.get(ROW) and shapes.get(COLUMN):
+        return (*shapes[ROW][0], *shapes[COLUMN][0][-1:])
+    return max((one for its in shapes.values() for one in its), key=lambda shape: (len(shape), shape), default=None)
