@@ -10,7 +10,7 @@ unnamed     what is said where no name is certain
 
 from __future__ import annotations
 
-from zckpt.evidence.solver import Evidence, agree, shown_shape
+from zckpt.evidence.solver import Evidence, agree, orders_of, shown_shape
 from zckpt.evidence.unnamed import (
     NAMES_ADVICE,
     NAMES_BY_STAGE_ADVICE,
@@ -30,6 +30,7 @@ __all__ = [
     "keep_number",
     "note_not_used",
     "note_numbers",
+    "orders_of",
     "refuse_unnamed",
     "shown_shape",
 ]

@@ -131,10 +131,7 @@ class Evidence(Generic[Number]):
             for group in self.groups:
                 own = {certain[number] for number in group if number in certain}
                 free = [name for name in self.candidates if name not in taken or name in own]
-                orders = [free, sorted(free)] if sorted_too else [free]
-                if last:
-                    orders.append(sorted(free, key=lambda name: name in last))
-                found |= self._of_group(group, orders)
+                found |= self._of_group(group, orders_of(free, sorted_too=sorted_too, last=last))
             uses = Counter(found.values())
             if len(uses) < len(found):  # two groups have some
                 return {number: name for number, name in found.items() if uses[name] == 1}
@@ -161,6 +158,12 @@ class Evidence(Generic[Number]):
         rest = iter(order)
         found = [next((name for name in rest if self.fits(number, name)), None) for number in group]
         return [name for name in found if name is not None] if None not in found else None
+
+
+def orders_of(names: Sequence[str], *, sorted_too: bool = True, last: Collection[str] = ()) -> list[Sequence[str]]:
+    """Return the orders in which a group may have parameters that the model has in this one; see `Evidence.certain`."""
+    orders = [names, sorted(names)] if sorted_too else [names]
+    return [*orders, sorted(names, key=lambda name: name in last)] if last else orders
 
 
 def agree(state: Shape, parameter: Shape) -> bool:

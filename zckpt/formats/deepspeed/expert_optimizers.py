@@ -22,6 +22,7 @@ from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError, listed
+from zckpt.evidence import NAMES_OF_RANK_ADVICE
 from zckpt.formats.deepspeed.expert_degrees import Held, degrees_of_layers
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import (
@@ -41,8 +42,6 @@ from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Tensor, TorchFile
-
-_ADVICE = "give --names FILE, one name a line in the optimizer's order, experts by their number on a rank"
 
 
 def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, names: Sequence[str] | None) -> None:
@@ -208,7 +207,7 @@ class _Optimizer:
                 f"experts spread over {listed([str(d) for d in degrees])} ranks, and which layer's are over how many "
                 f"is not certain",
                 path=self.file.path,
-                advice=_ADVICE,
+                advice=NAMES_OF_RANK_ADVICE,
             )
         return found
 
@@ -269,7 +268,7 @@ class _Optimizer:
                 raise UnsupportedError(
                     f"which expert's the optimizer's parameters {listed(list(part.unnamed))} are is not known",
                     path=self.file.path,
-                    advice=_ADVICE,
+                    advice=NAMES_OF_RANK_ADVICE,
                 )
             self.parts.append(part)
             groups |= dict(zip(places, part.param_groups, strict=True))
@@ -280,12 +279,11 @@ class _Optimizer:
     def _part(self, places: Sequence[int], known: Sequence[str], given: Sequence[str] | None) -> Checkpoint:
         """Return some of the groups and their parameters as a checkpoint of their own, under the parameters' names."""
         own = Checkpoint(self.checkpoint.source, self.checkpoint.format)
-        # Experts in an order that is not by name: "10" would come before "2".
-        labels = {name: f"{at:09}" if is_expert(name) else name for at, name in enumerate(known)}
-        for name, label in labels.items():
+        for name in known:
             whole = self.checkpoint.parameters[name]
             weight = {WEIGHT: whole.slots[WEIGHT]} if WEIGHT in whole.slots else {}
-            own.parameters[label] = Parameter(label, whole.shape, whole.dtype, dict(weight))
+            own.parameters[name] = Parameter(name, whole.shape, whole.dtype, weight)
+        by_name = not any(map(is_expert, known))  # of which "10" would come before "2"
         indices = [self.order[at] for at in places]
         state, path = self.state, self.file.path
         numbers = [n for i in indices for n in state.numbers[i]]
@@ -296,21 +294,17 @@ class _Optimizer:
             {n: master for n, master in state.masters.items() if n in chosen},
         )
         if self.flats is not None:
-            mine = None if given is None else [labels[name] for name in given if name in labels]
+            mine = None if given is None else [name for name in given if name in own.parameters]
             held: dict[object, object] = {
                 "optimizer_state_dict": {"state": some.state, "param_groups": some.groups},
                 FLAT_KEY: [self.flats[i] for i in indices],
             }
-            flat = certain_flat(own, held, path, mine)
+            flat = certain_flat(own, held, path, mine, sorted_too=by_name)
             attach(own, flat.state, path, certain=flat.names)
         else:
             named = None if given is None else dict(zip(state.every_number, given, strict=False))
-            mine = None if named is None else [labels.get(named.get(n, ""), named.get(n, "")) for n in numbers]
-            attach(own, some, path, names=mine, sample=rounds_to_weight(own, path, some))
-        names = {label: name for name, label in labels.items()}
-        own.parameters = {names[label]: replace(p, name=names[label]) for label, p in own.parameters.items()}
-        for group in own.param_groups:
-            group.parameters[:] = [names.get(label, label) for label in group.parameters]
+            mine = None if named is None else [named.get(n, "") for n in numbers]
+            attach(own, some, path, names=mine, sample=rounds_to_weight(own, path, some), sorted_too=by_name)
         return own
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
+from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.experts import experts_per_rank
 from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
@@ -134,13 +135,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             found=", ".join(checkpoint.optimizers()),
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
         )
-    unnamed = [n for group in checkpoint.param_groups for n in group.parameters if n not in checkpoint.parameters]
-    if unnamed:
-        raise UnsupportedError(
-            f"the optimizer's parameters {listed(unnamed)} have no names",
-            path=path,
-            advice="give --names FILE, one name a line in the optimizer's order",
-        )
+    refuse_unnamed(checkpoint, "by which a checkpoint of ZeRO has them")
     if not any(group.hyperparameters for group in checkpoint.param_groups):
         raise UnsupportedError(
             "holds no hyperparameters, which a checkpoint of ZeRO needs",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.evidence import note_not_used
 from zckpt.formats.deepspeed.agreement import check_models_alike
 from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
 from zckpt.formats.deepspeed.described import describe_whole, keep_all_others
@@ -126,8 +127,8 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.warnings += attached or []
     if not optimizers:
         _attach_without_zero(checkpoint, models, of_experts, names, by_rank=attached is not None)
-    elif names is not None:
-        checkpoint.warnings.append("--names is not used: the files have the names of the parameters")
+    else:
+        note_not_used(checkpoint, names, "the files have")
     return checkpoint
 
 

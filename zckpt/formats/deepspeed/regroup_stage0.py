@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.options import RecutOptions
@@ -86,7 +87,7 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
         raise UnsupportedError(
             "which parameters the optimizer of each rank numbers is not certain, so that they cannot be regrouped",
             path=checkpoint.source,
-            advice="give --names FILE, one name a line: stage by stage, in the order of each optimizer",
+            advice=NAMES_BY_STAGE_ADVICE,
         )
     layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
     keys = {number: layer.tied for number, layer in enumerate(layers) if layer.tied is not None}

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from zckpt.errors import DamagedFileError
+from zckpt.evidence import NAMES_ADVICE
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, flat_optimizer
@@ -45,8 +46,8 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
         if flat is None:
             checkpoint.warnings.append(
                 f"{path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in which "
-                f"order parameters make it up is not certain; they are left out, the weights are there (give --names "
-                f"FILE, one name a line in the optimizer's order)"
+                f"order parameters make it up is not certain; they are left out, the weights are there "
+                f"({NAMES_ADVICE})"
             )
             return
         attach(checkpoint, flat.state, path, certain=flat.names)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
+from zckpt.evidence import NAMES_ADVICE
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_optimizers import content_of
@@ -143,7 +144,7 @@ def _rank(
         raise UnsupportedError(
             f"which expert's the optimizer's parameters {listed(doubtful)} are is not known",
             path=file.path,
-            advice="give --names FILE, one name a line in the optimizer's order",
+            advice=NAMES_ADVICE,
         )
     return _Rank(rank, file.path, own)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.experts import Files
 from zckpt.formats.deepspeed.origin import RankFiles
@@ -57,8 +58,8 @@ def attach_experts_to_ranks(
         attach_experts(own, its, one.models[0], given[number // tp])
         if not has_all_names(own):
             return [
-                f"{its[0][1].path}: which parameters the optimizer numbers is not certain; its state is left out (give "
-                f"--names FILE, one name a line: stage by stage, in the order of each optimizer)"
+                f"{its[0][1].path}: which parameters the optimizer numbers is not certain; its state is left out "
+                f"({NAMES_BY_STAGE_ADVICE})"
             ]
         found.append(own)
     for one, own in zip(ranks, found, strict=True):

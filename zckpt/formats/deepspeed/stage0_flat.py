@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.evidence import NAMES_OF_RANK_ADVICE, orders_of
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import slot_of
@@ -45,15 +46,16 @@ def certain_flat(
     path: str,
     names: Sequence[str] | None,
     *,
+    sorted_too: bool = True,
     last: Collection[str] = (),
 ) -> Unflattened:
     """Return what `flat_optimizer` does, or raise UnsupportedError where the order is not certain."""
-    found = flat_optimizer(checkpoint, content, path, names, last=last)
+    found = flat_optimizer(checkpoint, content, path, names, sorted_too=sorted_too, last=last)
     if found is None:
         raise UnsupportedError(
             "flat masters with experts among them, and in which order parameters make them up is not certain",
             path=path,
-            advice="give --names FILE, one name a line in the optimizer's order, experts by their number on a rank",
+            advice=NAMES_OF_RANK_ADVICE,
         )
     return found
 
@@ -64,6 +66,7 @@ def flat_optimizer(
     path: str,
     names: Sequence[str] | None,
     *,
+    sorted_too: bool = True,
     last: Collection[str] = (),
 ) -> Unflattened | None:
     """Return the optimizer with the state of each parameter; None where their order is not certain.
@@ -74,8 +77,8 @@ def flat_optimizer(
         Has its parameters already.
     names : sequence of str, optional
         All of the optimizer's, in its order, from the user.
-    last : collection of str
-        Names that groups may also list after all others.
+    sorted_too, last
+        In which orders groups may have their parameters, as for `Evidence.certain`.
 
     Raises
     ------
@@ -98,14 +101,17 @@ def flat_optimizer(
         if p.tied_to is None and p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
     }  # fmt: skip
     orders: list[list[str]] = []
+    possible = orders_of(list(candidates), sorted_too=sorted_too, last=last)
+    numels = {name: one.numel for name, one in candidates.items()}
     with Sources() as sources:
         rest = list(names or ())
         for flat in flats:
             fits = _by_value(slot_of(MASTER, flat, path), candidates, sources)
             if names is None:
-                found = _order(list(candidates), {n: p.numel for n, p in candidates.items()}, flat.numel, fits, last)
-                if found is None:
+                ways = {tuple(way) for order in possible for way in _reading(order, numels, flat.numel, fits)}
+                if len(ways) != 1:
                     return None
+                found = list(ways.pop())
             else:
                 found = _given(rest, candidates, flat.numel, fits, path)
                 rest = rest[len(found) :]
@@ -135,16 +141,6 @@ def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fit
     if at != numel:
         raise UsageError("too few parameter names for a flat master", path=path, expected=f"{numel} elements", found=at)
     return found
-
-
-def _order(
-    names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits, last: Collection[str]
-) -> list[str] | None:
-    """Return the names that make up a flat tensor in its order; None where that is not certain."""
-    orders = [list(names), sorted(names), *([sorted(names, key=lambda name: name in last)] if last else ())]
-    readings = [_reading(order, numels, numel, fits) for order in orders]
-    ways = {tuple(way) for found in readings for way in found}
-    return list(ways.pop()) if len(ways) == 1 else None
 
 
 def _reading(order: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[list[str]]:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.evidence import NAMES_ADVICE, NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.origin import RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import TIED
 from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numbers_of, recorded_names
@@ -142,8 +143,8 @@ def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[st
         groups = [group.parameters for group in one.param_groups]
         if not has_all_names(one) or (found and groups != [group.parameters for group in found[0].param_groups]):
             return [
-                f"{path}: which slices the optimizer's parameters are is not certain; its state is left out (give "
-                f"--names FILE, one name a line in the optimizer's order)"
+                f"{path}: which slices the optimizer's parameters are is not certain; its state is left out "
+                f"({NAMES_ADVICE})"
             ]
         found.append(one)
     for files, one in zip(ranks, found, strict=True):
@@ -172,7 +173,7 @@ def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Se
             return [
                 f"{ranks[number].models[0].shard.path}: which layers' parameters the optimizer of stage {number // tp} "
                 f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "
-                f"(give --names FILE, one name a line: stage by stage, in the order of each optimizer)"
+                f"({NAMES_BY_STAGE_ADVICE})"
             ]
     states = _states(ranks, found, tp)
     for files, state in zip(ranks, states, strict=True):
@@ -298,7 +299,7 @@ def name_tied_layers(
             path=path,
             expected="one tied layer",
             found=f"rules for {', '.join(sorted(mentioned))}, and {len(layers)} layers that several stages train",
-            advice="give --names FILE, one name a line: stage by stage, in the order of each optimizer",
+            advice=NAMES_BY_STAGE_ADVICE,
         )
 
 
