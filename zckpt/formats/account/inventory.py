@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.account.ranges import MANY, Coverage, Known, shares
+from zckpt.formats.account.ranges import Coverage, Known, shares
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
@@ -66,28 +65,19 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     return found
 
 
-def _account(
-    file: SourceFile, name: str, known: Mapping[str, Known], values: Taken, before: dict[object, _Account]
-) -> _Account:
+def _account(file: SourceFile, name: str, known: Known, values: Taken, before: dict[object, _Account]) -> _Account:
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
-    key = None
-    if file.path not in values.paths and sum(len(one.ranges) + len(one.merged) for one in known.values()) < MANY:
-        bytes_of = tuple((fate, tuple(one.ranges), *_digests(one)) for fate, one in sorted(known.items()))
-        key = id(file.tree), id(file.records), file.nbytes, file.role, file.rules, bytes_of
+    key = None if file.path in values.paths else known.key
+    if key is not None:
+        key = id(file.tree), id(file.records), file.nbytes, file.role, file.rules, key
         if key in before:
             items, nbytes = before[key]
             return [replace(item, file=name) for item in items], dict(nbytes)
     account = FileAccount(file, name, known, values)
-    found = account.items(), shares(file.nbytes, account.ranges)
+    found = account.items(), shares(file.nbytes, known, account.elements, account.ranges)
     if key is not None:
         before[key] = found
     return found
-
-
-def _digests(known: Known) -> Iterator[tuple[str, bytes]]:
-    """Yield each slot whose ranges are columns, and what tells them from others: the columns may be long."""
-    for slot, ranges in known.cut:
-        yield slot, blake2b(ranges.tobytes(), digest_size=16).digest()
 
 
 def shown(path: str, real: str, root: str) -> str:

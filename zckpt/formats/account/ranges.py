@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Union
 
@@ -27,7 +27,7 @@ ORDER = (STATE, CARRIED, COPY, IMPLIED, LEFT_OUT)
 
 
 Ranges = Union[list[Range], "cuts.Ranges"]
-"""Sorted, none over another. Thousands of them, as ZeRO-3's last ranks have, are an array."""
+"""Sorted, none touching another. Thousands of them, as ZeRO-3's last ranks have, are an array."""
 
 MANY = 1 << 8
 """Ranges from which on an array is faster."""
@@ -36,95 +36,94 @@ FEW = 1 << 4
 """Ranges of one rule in a file up to which they join the others: every array is looked into for each tensor."""
 
 
-@dataclass(slots=True)
 class Known:
-    """Byte ranges of one file that have one fate, sorted, with the slot that each is of; `merged` do not touch."""
+    """What is known of the bytes of one file.
 
-    ranges: list[tuple[int, int, str]] = field(default_factory=list)
-    cut: list[tuple[str, cuts.Ranges]] = field(default_factory=list)
-    merged: Ranges = field(default_factory=list)
+    Parameters
+    ----------
+    listed : mapping of str to list of (int, int, str)
+        By fate: low, high and the slot.
+    cut : mapping of str to list of (str, array)
+        By fate: a slot, and its ranges, sorted, none over another.
+    """
 
-    def close(self) -> None:
-        """Sort the ranges, and merge those that touch; to be called once all are there."""
-        few = MANY if sum(len(rows) for _, rows in self.cut) < MANY else FEW
-        self.ranges += [(low, high, slot) for slot, rows in self.cut if len(rows) < few for low, high in rows.tolist()]
-        self.cut = [(slot, rows) for slot, rows in self.cut if len(rows) >= few]
-        self.ranges.sort()
-        self.merged = merge([(low, high) for low, high, _ in self.ranges])
-        if self.cut:
-            import numpy as np
+    def __init__(
+        self,
+        listed: Mapping[str, list[tuple[int, int, str]]],
+        cut: Mapping[str, list[tuple[str, cuts.Ranges]]],
+    ) -> None:
+        self.listed: dict[str, list[tuple[int, int, str]]] = {}
+        self.cut: dict[str, list[tuple[str, cuts.Ranges]]] = {}
+        self._covered: dict[str, _Covered] = {}
+        every: Ranges = []
+        for fate in (fate for fate in ORDER if fate in listed or fate in cut):
+            columns = cut.get(fate, [])
+            few = MANY if sum(len(rows) for _, rows in columns) < MANY else FEW
+            short = [(low, high, slot) for slot, rows in columns if len(rows) < few for low, high in rows.tolist()]
+            self.listed[fate] = sorted([*listed.get(fate, ()), *short])
+            self.cut[fate] = [(slot, rows) for slot, rows in columns if len(rows) >= few]
+            pairs = [(low, high) for low, high, _ in self.listed[fate]]
+            every = _union(every, pairs, [rows for _, rows in self.cut[fate]])
+            self._covered[fate] = _Covered(every)
 
-            self.merged = merge(np.concatenate([_array(self.merged), *(rows for _, rows in self.cut)]))
+    @property
+    def key(self) -> object:
+        """What tells the bytes of this file from those of others; None where there are too many to ask."""
+        if sum(map(len, self.listed.values())) + sum(one.count for one in self._covered.values()) >= MANY:
+            return None
+        digests = [
+            (slot, blake2b(rows.tobytes(), digest_size=16).digest()) for cut in self.cut.values() for slot, rows in cut
+        ]
+        return *((fate, *listed) for fate, listed in self.listed.items()), *digests
 
-    def slots(self, low: int, high: int) -> Iterator[str]:
+    def shares(self, ranges: Iterable[Range]) -> dict[str, int]:
+        """Return how many bytes of some ranges have each fate that any of them has; the rest are no one's."""
+        found: dict[str, int] = {}
+        before = 0
+        for fate, covered in self._covered.items():
+            now = sum(covered.within(low, high) for low, high in ranges)
+            if now > before:
+                found[fate], before = now - before, now
+        return found
+
+    def slots(self, fate: str, low: int, high: int) -> Iterator[str]:
         """Yield the slots of ranges that lie within [low, high) in part."""
-        at = max(bisect_right(self.ranges, (low, low, "\U0010ffff")) - 1, 0)
-        for index in range(at, len(self.ranges)):
-            begin, end, slot = self.ranges[index]
+        listed = self.listed[fate]
+        at = max(bisect_right(listed, (low, low, "\U0010ffff")) - 1, 0)
+        for index in range(at, len(listed)):
+            begin, end, slot = listed[index]
             if begin >= high:
                 break
             if end > low:
                 yield slot
-        for slot, ranges in self.cut:
-            if ((ranges[:, 0] < high) & (ranges[:, 1] > low)).any():
+        for slot, rows in self.cut[fate]:
+            first = bisect_right(rows[:, 1], low)
+            if first < len(rows) and rows[first, 0] < high:
                 yield slot
 
-    def rest(self, ranges: Ranges) -> Ranges:
-        """Return what of these ranges is not covered."""
-        if isinstance(ranges, list) and isinstance(self.merged, list):
-            return _rest(ranges, self.merged)
-        return without(_array(ranges), _array(self.merged))
 
+class _Covered:
+    """Ranges, and how many bytes lie in each and those before it."""
 
-def _rest(ranges: Iterable[Range], merged: Sequence[Range]) -> list[Range]:
-    found: list[Range] = []
-    for low, high in ranges:
-        begin = low
-        at = max(bisect_right(merged, (low, low)) - 1, 0)
-        while begin < high and at < len(merged):
-            start, end = merged[at]
-            if start >= high:
-                break
-            if start > begin:
-                found.append((begin, start))
-            begin = max(begin, end)
-            at += 1
-        if begin < high:
-            found.append((begin, high))
-    return found
+    def __init__(self, ranges: Ranges) -> None:
+        self._lows: Sequence[int]
+        self._highs: Sequence[int]
+        self._before: Sequence[int]
+        self.count = len(ranges)
+        if isinstance(ranges, list):
+            self._lows, self._highs = [low for low, _ in ranges], [high for _, high in ranges]
+            self._before = list(accumulate(high - low for low, high in ranges))
+        else:
+            columns = (ranges[:, 0], ranges[:, 1], (ranges[:, 1] - ranges[:, 0]).cumsum())
+            self._lows, self._highs, self._before = (memoryview(one.data) for one in columns)
 
+    def within(self, low: int, high: int) -> int:
+        """Return how many bytes of [low, high) lie in the ranges."""
+        return self._below(high) - self._below(low)
 
-def without(ranges: Ranges, others: Ranges) -> Ranges:
-    """Return what of ranges is in none of others; both sorted, none over another."""
-    if isinstance(ranges, list) and isinstance(others, list):
-        return _rest(ranges, others)
-    import numpy as np
-
-    from zckpt.state import cuts
-
-    a, b = _array(ranges), _array(others)
-    bounds = np.sort(np.concatenate((a.ravel(), b.ravel())), kind="stable")  # two that are sorted: merged
-    inside, outside = (
-        np.searchsorted(one[:, 0], bounds, "right") > np.searchsorted(one[:, 1], bounds, "right") for one in (a, b)
-    )
-    low = np.flatnonzero(inside & ~outside)
-    found = cuts.merged_ranges(bounds[low], bounds[low + 1])
-    return found if len(found) >= MANY else [(low, high) for low, high in found.tolist()]
-
-
-def total(ranges: Ranges) -> int:
-    """Return the number of bytes in ranges."""
-    if isinstance(ranges, list):
-        return sum(high - low for low, high in ranges)
-    return int((ranges[:, 1] - ranges[:, 0]).sum())
-
-
-def _array(ranges: Ranges) -> cuts.Ranges:
-    if not isinstance(ranges, list):
-        return ranges
-    import numpy as np
-
-    return np.array(ranges, np.int64).reshape(-1, 2)
+    def _below(self, at: int) -> int:
+        last = bisect_right(self._lows, at) - 1
+        return self._before[last] - max(self._highs[last] - at, 0) if last >= 0 else 0
 
 
 class Coverage:
@@ -183,24 +182,25 @@ class Coverage:
                 self._slots.append(slot)
             self._found.setdefault(path, {}).setdefault(fate, array("q")).extend((low, high, number))
 
-    def of(self, path: str) -> dict[str, Known]:
+    def of(self, path: str) -> Known:
         """Return what is known of a file."""
-        found: dict[str, Known] = {}
+        listed: dict[str, list[tuple[int, int, str]]] = {}
         for fate, numbers in self._found.get(path, {}).items():
             slots = map(self._slots.__getitem__, numbers[2::3])
-            found[fate] = Known(list(zip(numbers[::3], numbers[1::3], slots, strict=True)))
+            listed[fate] = list(zip(numbers[::3], numbers[1::3], slots, strict=True))
+        cut: dict[str, list[tuple[str, cuts.Ranges]]] = {}
+        same: dict[tuple[int, int], cuts.Ranges] = {}
         for name, files, rules in self._rules:
             index = files.index(path)
-            if index is not None and len(ranges := rules.of(index)):
-                rows = files.offsets[index] + ranges * itemsize(files.dtype)
-                found.setdefault(STATE, Known()).cut.append((name, rows))
+            if index is None:
+                continue
+            if (id(rules), index) not in same:
+                same[id(rules), index] = rules.of(index)
+            if len(ranges := same[id(rules), index]):
+                cut.setdefault(STATE, []).append((name, files.offsets[index] + ranges * itemsize(files.dtype)))
         for runs in self._padding:
-            for rows in runs.within(path):
-                if len(rows):
-                    found.setdefault(IMPLIED, Known()).cut.append(("padding", rows))
-        for known in found.values():
-            known.close()
-        return found
+            cut.setdefault(IMPLIED, []).extend(("padding", rows) for rows in runs.within(path) if len(rows))
+        return Known(listed, cut)
 
 
 def spans_of(slot: Slot) -> Iterator[Span]:
@@ -219,12 +219,8 @@ def reach(span: Span) -> Range:
     return span.offset, span.offset + numel * size
 
 
-def merge(ranges: Ranges) -> Ranges:
+def merge(ranges: Iterable[Range]) -> list[Range]:
     """Return sorted ranges that do not touch and cover the same bytes; given ones are in any order, and may overlap."""
-    if not isinstance(ranges, list):
-        from zckpt.state import cuts
-
-        return cuts.merged_ranges(ranges[:, 0], ranges[:, 1])
     found: list[Range] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1]:
@@ -235,28 +231,64 @@ def merge(ranges: Ranges) -> Ranges:
     return found
 
 
-def shares(nbytes: int, ranges: dict[str, list[Ranges]]) -> dict[str, int]:
+def _union(ranges: Ranges, pairs: list[Range], columns: Sequence[cuts.Ranges]) -> Ranges:
+    if isinstance(ranges, list) and not columns:
+        return merge([*ranges, *pairs])
+    import numpy as np
+
+    from zckpt.state import cuts
+
+    every = np.concatenate([np.array(one, np.int64).reshape(-1, 2) for one in (ranges, pairs, *columns)])
+    return cuts.merged_ranges(every[:, 0], every[:, 1])
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """Return the number of bytes in ranges."""
+    return sum(high - low for low, high in ranges)
+
+
+def without(ranges: Iterable[Range], others: Sequence[Range]) -> list[Range]:
+    """Return what of ranges is in none of others; these are sorted, none over another."""
+    found: list[Range] = []
+    for low, high in ranges:
+        begin = low
+        at = max(bisect_right(others, (low, low)) - 1, 0)
+        while begin < high and at < len(others):
+            start, end = others[at]
+            if start >= high:
+                break
+            if start > begin:
+                found.append((begin, start))
+            begin = max(begin, end)
+            at += 1
+        if begin < high:
+            found.append((begin, high))
+    return found
+
+
+def shares(nbytes: int, known: Known, elements: list[Range], taken: Mapping[str, list[Range]]) -> dict[str, int]:
     """Return how many bytes of a file have each fate; those that no range covers are the format's own: implied.
 
     Parameters
     ----------
     nbytes : int, bytes
         Size of the file.
-    ranges : dict of str to list of ranges
-        By fate, in any order, overlapping or not.
+    known : Known
+    elements : list of (int, int)
+        What of it is elements, in any order, overlapping or not.
+    taken : mapping of str to list of (int, int)
+        By fate: what is not what `known` says.
     """
     found: dict[str, int] = {}
-    every: Ranges = []
-    before = 0
-    for fate in ORDER:
-        some = [every, *ranges.get(fate, [])]
-        if all(isinstance(one, list) for one in some):
-            every = merge([pair for one in some for pair in one])
-        else:
-            import numpy as np
-
-            every = merge(np.concatenate([_array(one) for one in some]))
-        now = total(every)
+    held, rest, before = list[Range](), merge(elements), 0
+    of = known.shares(rest)
+    for number, fate in enumerate(ORDER):
+        if fate in taken:
+            held = merge([*held, *taken[fate]])
+            rest = without(rest, held)
+            of = known.shares(rest)
+        now = total(rest) if fate == LEFT_OUT else sum(of.get(one, 0) for one in ORDER[: number + 1])
+        now += total(held)
         if now > before:
             found[fate] = now - before
         before = now

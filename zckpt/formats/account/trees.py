@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
-from zckpt.formats.account.ranges import ORDER, Known, Range, Ranges, merge, reach, spans_of, total, without
+from zckpt.formats.account.ranges import Known, Range, reach, spans_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
     ANY,
@@ -138,17 +138,18 @@ class FileAccount:
     file : SourceFile
     shown : str
         Its name in the inventory.
-    known : mapping of str to Known
-        What the checkpoint has of its bytes, by fate.
+    known : Known
+        What the checkpoint has of its bytes.
     taken : Taken
     """
 
-    def __init__(self, file: SourceFile, shown: str, known: Mapping[str, Known], taken: Taken) -> None:
+    def __init__(self, file: SourceFile, shown: str, known: Known, taken: Taken) -> None:
         self.file = file
         self.shown = shown
         self.known = known
         self.taken = taken
-        self.ranges: dict[str, list[Ranges]] = {}
+        self.elements: list[Range] = []
+        self.ranges: dict[str, list[Range]] = {}
         self._is_named = file.path in taken.paths
         self._sums: dict[tuple[str, str, str], _Sum] = {}
         self._lost: list[Item] = []
@@ -265,7 +266,7 @@ class FileAccount:
             seen.add(id(one))
             if isinstance(one, Tensor):
                 low, high = _range(one)
-                self.ranges.setdefault(fate, []).append([(low, high)])
+                self.ranges.setdefault(fate, []).append((low, high))
                 held += high - low
             waiting.extend(child for _, child in children(one))
         if fate == LEFT_OUT:
@@ -280,18 +281,14 @@ class FileAccount:
             return
         if rule is not None and rule.tensors:
             self._add(TENSOR, rule.fate, rule.about, steps, high - low)
-            self.ranges.setdefault(rule.fate, []).append([(low, high)])
+            self.ranges.setdefault(rule.fate, []).append((low, high))
             return
         is_value = rule is not None and tensor.numel == 1 and rule.fate != LEFT_OUT
-        if is_value and len(self._uncovered([(low, high)])) and self._value(tensor, steps, rule, high - low):
-            self.ranges.setdefault(rule.fate if rule else IMPLIED, []).append([(low, high)])
+        is_known = is_value and sum(self.known.shares([(low, high)]).values()) == high - low
+        if is_value and not is_known and self._value(tensor, steps, rule, high - low):
+            self.ranges.setdefault(rule.fate if rule else IMPLIED, []).append((low, high))
             return
         self._elements([(low, high)], steps, tensor)
-
-    def _uncovered(self, ranges: Ranges) -> Ranges:
-        for known in self.known.values():
-            ranges = known.rest(ranges)
-        return ranges
 
     def _elements(self, ranges: Sequence[Range], steps: Steps, tensor: Tensor | None) -> None:
         """Account for elements by where their bytes are."""
@@ -299,25 +296,17 @@ class FileAccount:
         if not nbytes:
             self._add(TENSOR, IMPLIED, "tensors without elements", steps)
             return
-        left: Ranges = list(ranges)
-        found = []
-        for fate in ORDER:
-            known = self.known.get(fate)
-            rest = left if known is None else known.rest(left)
-            if known is not None and total(rest) != total(left):
-                self.ranges.setdefault(fate, []).append(list(ranges) if not len(rest) else without(merge(left), rest))
-                found.append((fate, known))
-            left = rest
-        if len(left):
-            self.ranges.setdefault(LEFT_OUT, []).append(left)
-            lost = total(left)
+        self.elements += ranges
+        found = self.known.shares(ranges)
+        lost = nbytes - sum(found.values())
+        if lost:
             reason = "nothing has read it" if lost == nbytes else f"{lost} of {nbytes} bytes are in no parameter"
             if tensor is not None and tensor.subclass is not None:
                 reason += f"; it is a {tensor.subclass.qualified}"
             self._lose(TENSOR, reason, steps, lost, trained=self.file.role in TRAINED_ROLES)
             return
-        fate, known = found[0]
-        slots = dict.fromkeys(slot for low, high in ranges for slot in known.slots(low, high))
+        fate = next(iter(found))
+        slots = dict.fromkeys(slot for low, high in ranges for slot in self.known.slots(fate, low, high))
         self._add(TENSOR, fate, ", ".join(slots), steps, nbytes)
 
     def _value(self, node: object, steps: Steps, rule: Rule | None, nbytes: int = 0) -> bool:
