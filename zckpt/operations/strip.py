@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.engine.plan import fill
+from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint
@@ -184,4 +184,4 @@ def _prove(checkpoint: Checkpoint, written: Checkpoint, request: Request, target
                     found=None if copy is None else f"{copy.dtype} of shape {copy.shape}",
                     advice="please report this",
                 )
-            fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+            check_covered(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))

@@ -93,6 +93,8 @@ class _Work:
 
     def __init__(self, checkpoint: Checkpoint, origin: Origin, request: Request) -> None:
         self.request = request
+        self.trees = {file.path: id(file.tree) for file in checkpoint.files}
+        self.whole: set[int] = set()
         self.slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
         members = [member for one in origin.ranks for member in one.members]
         flat = any(member.stage != 3 for member in members)
@@ -113,8 +115,14 @@ class _Work:
             self.notes.append(_about_slots(checkpoint, request))
 
     def shard(self, shard: Shard, name: str) -> Rewritten:
-        """Return what becomes of one shard."""
-        return rewrite(Path(shard.path), name, self._edit(shard), unreferenced=self.request.unreferenced)
+        """Return what becomes of one shard; of those with one tree, as ZeRO-3's model files, one tells for all."""
+        path, tree = Path(shard.path), self.trees.get(shard.path, 0)
+        if tree in self.whole:
+            return as_it_is(path, name)
+        found = rewrite(path, name, self._edit(shard), unreferenced=self.request.unreferenced)
+        if found.file is not None and not found.file.literals:
+            self.whole.add(tree)
+        return found
 
     def _edit(self, shard: Shard) -> Edit:
         if shard.role == MODEL and self.without_files:
