@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from tests.report.documents import layout_map
 from tests.report.synthetic import flat, large, per_parameter
 from zckpt.formats import open_checkpoint
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, CutSpans
 from zckpt.state.partition import shard_share
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -153,6 +154,18 @@ def test_slots_may_be_chosen() -> None:
     data: Any = layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2"), slots=["exp_avg"])
     assert data["slots"] == ["exp_avg"]
     assert all(len(row["held"]) == 1 for row in data["rows"])
+
+
+@pytest.mark.parametrize("name", ["s1_fp32_dp3_palign", "s2_bf16_dp4", "s3_bf16_dp3", "tp2_s1_bf16_dp2"])
+def test_what_a_rule_says_is_drawn_without_its_spans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, data = opened(name)
+    listed = open_checkpoint(FIXTURES / name)
+    for parameter in listed.parameters.values():
+        parameter.slots = {key: replace(slot, spans=tuple(slot.spans)) for key, slot in parameter.slots.items()}
+    assert json.loads(json.dumps(layout_map(listed))) == data
+    assert any(isinstance(slot.spans, CutSpans) for p in checkpoint.parameters.values() for slot in p.slots.values())
+    monkeypatch.delattr(CutSpans, "_span")
+    assert json.loads(json.dumps(layout_map(checkpoint))) == data
 
 
 def test_equal_shares_of_many_ranks_are_one_entry() -> None:

@@ -19,18 +19,21 @@ import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, shares
 from zckpt.operations.places import takes_urls
-from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Slot, SourceFile
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from zckpt.state import CutFiles
 
 SEVERAL = -2
 NONE = -1
@@ -122,8 +125,12 @@ def map(  # noqa: A001  # the verb's name, as `open`
     padded: dict[int, int] = {}
     for _, row, _, nbytes in padding:
         padded[row] = padded.get(row, 0) + nbytes
-    order = rows.order()
+    drawing.count_cut()
+    order = rows.order(drawing.held)
     position = {row: index for index, row in enumerate(order)}
+    ends = _ends([position.get(row, NONE) for row in range(len(rows.files))])
+    for cut in (cut for one in parameters for cut in cast("list[list[Any]]", one["cuts"])):
+        cut[3] = _moved(cut[3], position, ends)
     paths, root = drawing.relative_paths()
     return Map(
         source=checkpoint.source,
@@ -135,7 +142,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
         root=root,
         paths=paths,
         rows=[drawing.row(row, padded.get(row, 0)) for row in order],
-        parameters=[_renumbered(one, position) for one in parameters],
+        parameters=parameters,
         boxes=[[list(b.offsets), list(b.sizes), start] for b, start in drawing.boxes],
         padding=[[group, position[row], numel, nbytes] for group, row, numel, nbytes in padding],
     )
@@ -157,6 +164,8 @@ class _Drawing:
     boxes: list[tuple[Extent, int]] = field(default_factory=list)
     held: dict[int, list[int]] = field(default_factory=dict)
     sources: dict[tuple[int, int], str | None] = field(default_factory=dict)
+    _cut: dict[tuple[int, int], tuple[CutFiles, list[int]]] = field(default_factory=dict)
+    _rows_of_files: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
     _box_numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
     _path_numbers: dict[str, int] = field(default_factory=dict)
 
@@ -189,19 +198,48 @@ class _Drawing:
 
     def _extents(self, slot: Slot, number: int) -> list[int]:
         extents: list[int] = []
-        for span in [*slot.spans, *(span for spans in slot.replicas for span in spans)]:
-            row = self.rows.of(span.path)
-            self._count(span, row, number)
-            if span.extent.numel:
-                start, box = self._position(span.extent, slot.shape)
-                _add_extent(extents, row, start, span.extent.numel, box)
+        for spans in (slot.spans, *slot.replicas):
+            if isinstance(spans, CutSpans) and spans.shape == slot.shape:
+                self._add_cut(extents, spans, number)
+                continue
+            for span in spans:
+                row = self.rows.of(span.path)
+                self._count(row, number, span.path, span.extent.numel * itemsize(span.dtype))
+                if span.extent.numel:
+                    start, box = self._position(span.extent, slot.shape)
+                    _add_extent(extents, row, 1, start, span.extent.numel, start + span.extent.numel, box)
         return extents
 
-    def _count(self, span: Span, row: int, slot: int) -> None:
-        held = self.held.setdefault(row, [0] * len(self.slots))
-        held[slot] += span.extent.numel * itemsize(span.dtype)
-        path = self.sources.setdefault((row, slot), span.path)
-        if path != span.path:
+    def _add_cut(self, extents: list[int], spans: CutSpans, number: int) -> None:
+        """Append what a rule says, which is one extent for all files whose rows follow one another."""
+        files, width, origin = spans.files, spans.width, spans.origin
+        if id(files) not in self._rows_of_files:
+            rows = [self.rows.of(path) for path in files.paths]
+            self._rows_of_files[id(files)] = rows, _ends(rows)
+        rows, ends = self._rows_of_files[id(files)]
+        _, steps = self._cut.setdefault((id(files), number), (files, [0] * (len(rows) + 1)))
+        at, end = spans.files_of(0, spans.numel)
+        while at < end:
+            stop = at + 1 if at * width < origin else min(end, ends[at])
+            low, high = max(at * width - origin, 0), min(stop * width - origin, spans.numel)
+            share = min(width, high - low)
+            last = high - low - (stop - at - 1) * share
+            for place, change in ((at, share), (stop - 1, last - share), (stop, -last)):
+                steps[place] += change
+            _add_extent(extents, rows[at], stop - at, low, share, high, NONE)
+            at = stop
+
+    def count_cut(self) -> None:
+        """Count what files hold by rules, which have noted from which file on they hold more or less."""
+        for (_, number), (files, steps) in self._cut.items():
+            rows, _ = self._rows_of_files[id(files)]
+            for row, path, numel in zip(rows, files.paths, accumulate(steps)):  # noqa: B905  # one step more than files
+                if numel:
+                    self._count(row, number, path, numel * itemsize(files.dtype))
+
+    def _count(self, row: int, slot: int, path: str, nbytes: int) -> None:
+        self.held.setdefault(row, [0] * len(self.slots))[slot] += nbytes
+        if self.sources.setdefault((row, slot), path) != path:
             self.sources[row, slot] = None
 
     def _position(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -265,32 +303,40 @@ EXTENT_NUMBERS = 6
 """How many numbers each of the `extents` has: row, count, start, share, stop, box."""
 
 
-def _add_extent(extents: list[int], row: int, start: int, numel: int, box: int) -> None:
-    """Append an extent, or let the one before it cover one row more."""
+def _add_extent(extents: list[int], row: int, count: int, start: int, share: int, stop: int, box: int) -> None:
+    """Append an extent, or let the one before it cover its rows, or the first of them, too."""
     if extents:
-        first, count, begin, share, stop, last_box = extents[-EXTENT_NUMBERS:]
-        full = stop - begin == count * share
-        if row == first + count and start == stop and box == last_box and full and numel <= share:
-            extents[-EXTENT_NUMBERS + 1] += 1
-            extents[-EXTENT_NUMBERS + 4] += numel
-            return
-    extents += (row, 1, start, numel, start + numel, box)
+        first, rows, begin, size, end, last_box = extents[-EXTENT_NUMBERS:]
+        follows = (row, start, box) == (first + rows, end, last_box)
+        if follows and end - begin == rows * size and share <= size:
+            joined = count if share == size else 1
+            extents[-EXTENT_NUMBERS + 1] += joined
+            extents[-EXTENT_NUMBERS + 4] = stop if joined == count else start + share
+            row, count, start = row + joined, count - joined, start + share
+            share = min(share, stop - start)
+    if count:
+        extents += (row, count, start, share, stop, box)
 
 
-def _renumbered(parameter: dict[str, object], position: dict[int, int]) -> dict[str, object]:
-    """Return the parameter with rows by their position in the map instead of the order in which they were met."""
-    cuts = cast("list[tuple[list[int], list[int], int, list[int]]]", parameter["cuts"])
-    parameter["cuts"] = [[slots, dtypes, numel, _moved(extents, position)] for slots, dtypes, numel, extents in cuts]
-    return parameter
+def _ends(numbers: Sequence[int]) -> list[int]:
+    """Return for each place where those end that go on counting from there."""
+    ends = list(range(1, len(numbers) + 1))
+    for at in reversed(range(len(numbers) - 1)):
+        if numbers[at] + 1 == numbers[at + 1]:
+            ends[at] = ends[at + 1]
+    return ends
 
 
-def _moved(extents: list[int], position: dict[int, int]) -> list[int]:
+def _moved(extents: list[int], position: dict[int, int], ends: list[int]) -> list[int]:
+    """Return extents with rows by their position in the map instead of the order in which they were met."""
     moved: list[int] = []
     for at in range(0, len(extents), EXTENT_NUMBERS):
         row, count, start, share, stop, box = extents[at : at + EXTENT_NUMBERS]
-        for i in range(count):
-            begin = start + i * share
-            _add_extent(moved, position[row + i], begin, min(begin + share, stop) - begin, box)
+        while count:
+            rows = min(count, ends[row] - row)
+            end = min(start + rows * share, stop)
+            _add_extent(moved, position[row], rows, start, min(share, end - start), end, box)
+            row, count, start = row + rows, count - rows, end
     return moved
 
 
@@ -322,13 +368,10 @@ class Rows:
         self._ranked = any(file.dp_rank is not None for file in files)
         plain = [Path(file.path).name for file in files]
         self._each_file = not self._ranked and len(set(plain)) == len(plain) <= MOST_FILE_ROWS
-        self._used: set[int] = set()
         for file in files:
             row = self._row(self._key(file))
             self.files[row].append(file)
             self._by_path[file.path] = row
-            if file.dp_rank is not None:
-                self._used.add(row)
         self._slices = len({file.mp_rank for file in files if file.dp_rank is not None}) > 1
 
     def _key(self, file: SourceFile) -> tuple[object, ...]:
@@ -348,7 +391,6 @@ class Rows:
         if row is None:  # an adapter that does not list all it reads
             row = self._by_path[path] = self._row(("file", path))
             self.files[row].append(SourceFile(path, 0, "file"))
-        self._used.add(row)
         return row
 
     def of_rank(self, dp_rank: int) -> list[int]:
@@ -356,14 +398,15 @@ class Rows:
         found = [row for row, files in enumerate(self.files) if files and files[0].dp_rank == dp_rank]
         return sorted(found, key=lambda row: self.files[row][0].mp_rank or 0)
 
-    def order(self) -> list[int]:
+    def order(self, held: Collection[int]) -> list[int]:
         """Return the rows that hold something or belong to a rank: files of no rank first, then slice by slice."""
 
         def key(row: int) -> tuple[int, int, int]:
             file = self.files[row][0]
             return (file.dp_rank is not None, file.mp_rank or 0, file.dp_rank or 0)
 
-        return sorted(self._used, key=key)
+        ranks = (row for row, files in enumerate(self.files) if any(file.dp_rank is not None for file in files))
+        return sorted({*held, *ranks}, key=key)
 
     def label(self, row: int) -> str:
         """Return what a person calls the row."""
