@@ -161,7 +161,8 @@ def test_what_a_rule_says_is_drawn_without_its_spans(name: str, monkeypatch: pyt
     checkpoint, data = opened(name)
     listed = open_checkpoint(FIXTURES / name)
     for parameter in listed.parameters.values():
-        parameter.slots = {key: replace(slot, spans=tuple(slot.spans)) for key, slot in parameter.slots.items()}
+        for key, slot in parameter.slots.items():
+            parameter.slots[key] = replace(slot, spans=tuple(slot.spans))
     assert json.loads(json.dumps(layout_map(listed))) == data
     assert any(isinstance(slot.spans, CutSpans) for p in checkpoint.parameters.values() for slot in p.slots.values())
     monkeypatch.delattr(CutSpans, "_span")

@@ -15,7 +15,7 @@ from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import ShardError, SourceError, UsageError
 from zckpt.formats import alike_files, stripping
 from zckpt.operations.strip import strip
-from zckpt.torchfile import read_torchfile
+from zckpt.torchfile import TorchFile, read_torchfile
 
 FLAT = ["s1_bf16_dp2_bf16opt", "s1_bf16_dp2_elastic", "s1_bf16_dp2_empty", "s1_bf16_dp3_fused", "s1_bf16_dp4",
         "s1_fp32_dp3_palign", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_adagrad1g", "s2_bf16_dp2_bf16master",
@@ -51,10 +51,15 @@ def test_of_files_with_one_tree_one_is_looked_through(tmp_path: Path, monkeypatc
     for constant in ("FEWEST_RECORDS", "ENOUGH_RECORDS"):
         monkeypatch.setattr(alike_files, constant, 0)
     read: list[str] = []
-    monkeypatch.setattr(stripping, "read_torchfile", lambda path: read.append(path.name) or read_torchfile(path))
+
+    def reading(path: Path) -> TorchFile:
+        read.append(path.name)
+        return read_torchfile(path)
+
+    monkeypatch.setattr(stripping, "read_torchfile", reading)
     source = FIXTURES / "s3_bf16_dp3"
     strip(source, tmp_path / "bare", optimizer=True)
-    assert sorted(name.count("model_states") for name in read) == [0, 0, 0, 1]
+    assert sum("model_states" in name for name in read) == 2  # rank 0's pickle differs
     for path in source.rglob("*model_states.pt"):
         assert (tmp_path / "bare" / path.relative_to(source)).read_bytes() == path.read_bytes()
 
