@@ -28,7 +28,8 @@ from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
 from zckpt.storage.purpose import Purpose
 from zckpt.storage.remote.mount import check_sources, mount_of, mounted
-from zckpt.storage.remote.uploads import Sent, Uploads, uploads_of
+from zckpt.storage.remote.schemes import uploads_of
+from zckpt.storage.remote.uploads import Sent, Uploads
 
 SMALL_NBYTES = 1 << 28
 """A file of metadata is sent as a whole, and last, if it is at most this."""

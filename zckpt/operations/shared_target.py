@@ -50,7 +50,7 @@ class SharedTarget:
 
     def __init__(self, url: str, *, last: Sequence[str] = ()) -> None:
         from zckpt.storage.remote.mount import Mount
-        from zckpt.storage.remote.uploads import uploads_of
+        from zckpt.storage.remote.schemes import uploads_of
 
         self._mount = Mount(url, missing=True)
         try:

@@ -143,7 +143,7 @@ class StoredRun(RunPlace):
     def settle(self, saving: Saved) -> None:
         """Abort uploads, and remove objects among which no document has come."""
         from zckpt.storage.remote.mount import mount_of
-        from zckpt.storage.remote.uploads import uploads_of
+        from zckpt.storage.remote.schemes import uploads_of
 
         with self.seen() as directory:
             path, mount = directory / saving.name, mount_of(directory)

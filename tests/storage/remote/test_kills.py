@@ -35,7 +35,7 @@ def noted(log: Path) -> None:
     from zckpt.storage import journal
     from zckpt.storage.remote import finished
     from zckpt.storage.remote.named_uploads import FileSink
-    from zckpt.storage.remote.s3_sink import S3Sink
+    from zckpt.storage.remote.s3 import S3Sink
 
     journal.LEAST_NBYTES = finished.RECORD_NBYTES = 0
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -84,7 +84,7 @@ def content(here: Path) -> dict[str, bytes]:
 
 def kill_and_resume(verb: str, url: str, served: Path, settings: dict[str, str], times: int, tmp: Path) -> list[str]:
     """Kill a verb at random times, each time resume it; return what was wrong."""
-    import s3fs  # noqa: F401  # here, so that those that are forked need not
+    import botocore.session  # noqa: F401  # here, so that those that are forked need not
 
     os.environ.update(settings)
 

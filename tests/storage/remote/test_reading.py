@@ -180,7 +180,7 @@ def test_a_source_that_changes_where_versions_are_not_known(
     sftp = served("sftp")
     file = sftp.directory / "changing.safetensors"
     save_file({"w": torch.zeros(1 << 10)}, file)
-    from zckpt.storage.remote.sftp import SftpStore
+    from zckpt.storage.remote.fsspec_stores import SftpStore
 
     kept = SftpStore._fetch
 

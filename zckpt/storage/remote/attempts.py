@@ -39,7 +39,7 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
           NotImplementedError, TypeError, AttributeError, KeyError, MemoryError)  # fmt: skip
 """What another attempt would not change."""
 
-_FINAL_NAMES = frozenset({"NoCredentialsError", "PartialCredentialsError", "ValueError"})
+_FINAL_NAMES = frozenset({"NoCredentialsError", "PartialCredentialsError", "ParamValidationError", "ValueError"})
 """Nor of these: ValueError itself is of settings, and classes derived from it are of answers that were cut, too."""
 
 _ENDPOINT = re.compile(r"(endpoint URL: \"\w+://[^/\"]+)[^\"]*")
@@ -119,13 +119,10 @@ def passes(error: BaseException) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status that a library's error carries, if it is one of HTTP."""
-    for one in (error, error.__cause__):  # s3fs raises its own from botocore's
-        response = getattr(one, "response", None)
-        if isinstance(response, dict):
-            found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if isinstance(found, int):
-                return found
     response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return response if isinstance(response, int) else None
     for holder, name in ((error, "status"), (error, "status_code"), (error, "code"), (response, "status_code")):
         found = getattr(holder, name, None)
         if isinstance(found, int):
@@ -140,15 +137,13 @@ def failed(error: BaseException, shown: str, *, writing: bool, tried: tuple[int,
         advice = "the store's own settings say who you are; docs/remote.md lists them"
     kind = TargetError if writing else SourceError
     message = "cannot be written" if writing else "cannot be read"
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) or status_of(error) == 404:
         return kind(message, path=shown, found="nothing there")
     often = f" (asked {tried[0]} times in {tried[1]:.0f} s)" if tried[0] > 1 else ""
     return kind(message, path=shown, found=_told(error) + often, advice=advice)
 
 
 def _told(error: BaseException) -> str:
-    """Return what an error says; of what s3fs makes an errno of, botocore's own."""
-    said = error.__cause__ if isinstance(getattr(error.__cause__, "response", None), dict) else error
-    text = _ENDPOINT.sub(r"\1", without_secrets(" ".join(str(said).split())))
-    name = type(said).__name__
+    text = _ENDPOINT.sub(r"\1", without_secrets(" ".join(str(error).split())))
+    name = type(error).__name__
     return f"{name}: {text or ('no answer in time' if 'Timeout' in name else 'no reason given')}"

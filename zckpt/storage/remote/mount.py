@@ -202,6 +202,7 @@ class Mount:
             distant.forget(path)
             file.close()
         self.files.clear()
+        self.store.close()
         _LIVE.pop(str(self._tree), None)
         shutil.rmtree(self._tree, ignore_errors=True)
 

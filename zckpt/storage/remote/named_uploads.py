@@ -13,10 +13,9 @@ from contextlib import suppress
 from zckpt.errors import TargetError
 from zckpt.storage.remote.attempts import ShortBodyError, attempt
 from zckpt.storage.remote.finished import Finished, Record, new_digest
-from zckpt.storage.remote.sftp import SftpStore
-from zckpt.storage.remote.stores import Listed, Store
+from zckpt.storage.remote.fsspec_stores import FsspecStore
+from zckpt.storage.remote.stores import Listed
 from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
-from zckpt.storage.remote.web import WebdavStore
 
 READ_NBYTES = 8 << 20
 """Of a file that is read back, at once."""
@@ -25,7 +24,9 @@ READ_NBYTES = 8 << 20
 class NamedUploads(Uploads):
     """Files under temporary names, which are renamed."""
 
-    def __init__(self, store: Store, key: str, *, is_directory: bool) -> None:
+    store: FsspecStore
+
+    def __init__(self, store: FsspecStore, key: str, *, is_directory: bool) -> None:
         super().__init__(store, key, is_directory=is_directory)
         self.journal = self.partial.removesuffix("partial") + "journal"
         self._named: list[str] = []
@@ -39,8 +40,8 @@ class NamedUploads(Uploads):
         if resume:
             self._read_record()
         else:
-            self._remove(self.partial)
-            self._remove(self.journal)
+            self.store.remove_folder(self.partial)
+            self.store.remove_folder(self.journal)
             self._record = Record(self._write_record)
 
     @property
@@ -63,40 +64,17 @@ class NamedUploads(Uploads):
     def _read_record(self) -> None:
         """Read what is recorded of files that are there as they came."""
         self._record = Record(self._write_record)
-        for key in sorted(self._below(self.journal)):
+        for key in sorted(self.store.below(self.journal)):
             with suppress(ValueError):  # of a name that is none of the record's
                 number = int(key.rpartition("/")[2])
-                self._record.read(number, self._read(key) or b"")
+                self._record.read(number, self.store.read(key) or b"")
         for name, one in list(self._record.files.items()):
             if not self._is_there(name, one):
                 del self._record.files[name]
 
     def _is_there(self, name: str, one: Finished) -> bool:
-        found = self._described(self._temporary(name))
+        found = self.store.described(self._temporary(name))
         return found is not None and (found.nbytes, found.version) == (one.nbytes, one.version)
-
-    def _described(self, key: str) -> Listed | None:
-        return attempt(lambda: self.store.described(key), self.store.address.shown, writing=True)
-
-    def _below(self, key: str) -> list[str]:
-        """Return the files below a directory."""
-
-        def once() -> list[str]:
-            with self.store.turn() as fs:
-                fs.invalidate_cache()
-                found: list[str] = fs.find(key) if fs.exists(key) else []
-                return found
-
-        return attempt(once, self.store.address.shown, writing=True)
-
-    def _read(self, key: str) -> bytes | None:
-        def once() -> bytes | None:
-            with self.store.turn() as fs:
-                fs.invalidate_cache()
-                found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
-                return found
-
-        return attempt(once, self.store.address.shown, writing=True)
 
     def _write(self, key: str, shown: str, data: bytes) -> None:
         FileSink(self.store, key, shown).write(len(data), lambda: iter([bytearray(data)]))
@@ -122,8 +100,8 @@ class NamedUploads(Uploads):
         """Return which files of a note have their names: those without a temporary one whose bytes are those sent."""
         found = []
         for name, about in sent.items():
-            if about is not None and self._described(self._temporary(name)) is None:
-                there = self._described(self.at(name))
+            if about is not None and self.store.described(self._temporary(name)) is None:
+                there = self.store.described(self.at(name))
                 if there is not None and self._is(there, Finished(*about)):
                     found.append(name)
         self._named = [self.at(name) for name in found]
@@ -143,7 +121,7 @@ class NamedUploads(Uploads):
         """Remove files of a note that have their names."""
         found = self.completed(sent)
         for key in self._named:
-            self._remove(key)
+            self.store.remove_folder(key)
         self._named.clear()
         return found
 
@@ -153,11 +131,11 @@ class NamedUploads(Uploads):
 
     def noted(self) -> bytes | None:
         """Return what the file holds."""
-        return self._read(f"{self.journal}/{NOTE}")
+        return self.store.read(f"{self.journal}/{NOTE}")
 
     def remains(self) -> bytes | None:
         """Return the note, if something still has a temporary name."""
-        return self.noted() if self._below(self.partial) else None
+        return self.noted() if self.store.below(self.partial) else None
 
     def _temporary(self, name: str) -> str:
         return f"{self.partial}/{name}"
@@ -197,48 +175,30 @@ class NamedUploads(Uploads):
         except Exception as error:
             raise TargetError("could not be named", path=self.store.address.shown,
                               found=f"{type(error).__name__}: {error}") from error  # fmt: skip
-        self._remove(self.partial)
-        self._remove(self.journal)
+        self.store.remove_folder(self.partial)
+        self.store.remove_folder(self.journal)
 
     def _remove_others(self, names: Sequence[str]) -> None:
         """Remove what has a temporary name of this target, and is none of these files."""
         own = {self._temporary(name).strip("/") for name in names}
-        for key in self._below(self.partial) if self._resumes else ():
+        for key in self.store.below(self.partial) if self._resumes else ():
             if key.strip("/") not in own:
-                self._remove(key)
+                self.store.remove_folder(key)
 
     def _rename(self, names: Sequence[str], old: Sequence[str]) -> None:
-        fs = self.store.fs
-        if self.is_directory and isinstance(self.store, SftpStore | WebdavStore):
+        if self.is_directory and self.store.moves_folders:
             self._remove_others(names)
-            self._remove(self.key)
-            self._move(self.partial, self.key)
+            self.store.remove_folder(self.key)
+            self.store.move(self.partial, self.key)
             return
         for key in old:
-            self._remove(key)
+            self.store.remove_folder(key)
         for name in names:
             target = self.at(name)
             if target not in self._named:
-                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-                self._move(self._temporary(name), target)
+                self.store.make_folder_of(target)
+                self.store.move(self._temporary(name), target)
                 self._named.append(target)
-
-    def _move(self, one: str, other: str) -> None:
-        if isinstance(self.store, WebdavStore):
-            self.store.fs.client.move(one, other, overwrite=True)
-        else:
-            if not isinstance(self.store, SftpStore) and self.store.fs.exists(other):
-                self.store.fs.rm(other)
-            self.store.fs.mv(one, other)
-
-    def _remove(self, key: str) -> None:
-        def once() -> None:
-            fs = self.store.fs
-            fs.invalidate_cache()
-            if fs.exists(key):
-                fs.rm(key, recursive=True)
-
-        attempt(once, self.store.address.shown, writing=True)
 
     def abort(self, *, everything: bool = True) -> None:
         """Remove the temporary names, and what has been named."""
@@ -246,7 +206,7 @@ class NamedUploads(Uploads):
             return
         for key in [*self._named, self.partial, self.journal]:
             try:
-                self._remove(key)
+                self.store.remove_folder(key)
             except Exception as error:
                 raise TargetError(
                     "could not be removed", path=self.store.address.shown, found=key, advice="remove it"
@@ -258,7 +218,7 @@ class FileSink:
 
     def __init__(
         self,
-        store: Store,
+        store: FsspecStore,
         key: str,
         shown: str,
         record: Record | None = None,
@@ -297,24 +257,8 @@ class FileSink:
 
     def _write(self, nbytes: int, parts: Iterator[bytearray]) -> str:
         """Write; return which version the store says that it is."""
-        store = self._store
-        with store.turn() as fs:
-            fs.makedirs(self._key.rpartition("/")[0], exist_ok=True)
-        if isinstance(store, SftpStore):
-            with store.channel() as channel, channel.open(self._key, "wb") as file:
-                file.set_pipelined(True)
-                for part in parts:
-                    file.write(part)
-        elif isinstance(store, WebdavStore):
-            client = store.fs.client
-            headers = {"Content-Length": str(nbytes)}
-            found = client.http.request("PUT", client.join_url(self._key), content=map(bytes, parts), headers=headers)
-            found.raise_for_status()
-        else:
-            with store.turn() as fs, fs.open(self._key, "wb") as file:
-                for part in parts:
-                    file.write(bytes(part))
-        there = store.described(self._key)
+        self._store.write(self._key, nbytes, parts)
+        there = self._store.described(self._key)
         size = None if there is None else there.nbytes
         if there is None or size != nbytes:
             raise ShortBodyError(f"{size} bytes of {nbytes} have come")

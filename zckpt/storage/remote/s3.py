@@ -1,42 +1,65 @@
-"""S3, and what speaks as it does, through s3fs."""
+"""S3, and what speaks as it does, by botocore.
+
+What is read is asked for of the version that was listed, by its ETag. What is written is an upload in parts, which is
+no object before it is completed. A part that is a range of another object, unchanged, is copied by the store, where it
+can; whether it can is found out once, with an upload that is aborted.
+
+What a run that was killed has left is gone on with by content: a part that the store has under the same number, of the
+same size and with the MD5 of what would be sent, is not sent again. When all parts of all files have come, a note
+beside the target lists them, so that a run that was killed while it completed them need not make any of them again.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from functools import lru_cache, partial
+from hashlib import md5
 from typing import Any
 
+from zckpt.errors import TargetError
+from zckpt.storage import distant
 from zckpt.storage.remote.addresses import Address
-from zckpt.storage.remote.attempts import status_of
-from zckpt.storage.remote.stores import Listed, Store, changed
+from zckpt.storage.remote.attempts import attempt, status_of
+from zckpt.storage.remote.cache import RemoteFile
+from zckpt.storage.remote.stores import Entries, Listed, Store, changed
+from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
 
 CONNECTIONS = 32
 """Open at once to one store; as many requests are under way at most."""
 
+CONNECT_SECONDS, SILENT_SECONDS = 5, 15
+"""What a server may take to answer at all, and between two bytes that it sends."""
 
-def _settings() -> tuple[tuple[str, str], ...]:
-    """Return what the environment says of who we are, and where S3 is."""
-    return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "FSSPEC_"))))
+MOST_COPIED_NBYTES = 5 << 30
+"""What S3 copies by one request."""
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
+_OF_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
+"""The ETag of an object that was made of parts: the MD5 of their MD5s, and how many they are."""
 
 
 @lru_cache(maxsize=4)
-def _file_system(_pid: int, _environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ANN401  # fsspec has no types
-    """Return one for each process and each environment, with its connections; opening one takes a while."""
-    import s3fs
+def _client(_pid: int, _environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ANN401  # botocore has no types
+    """Return one for each process and each environment, with its connections; making one takes a while."""
+    import botocore.session
     from botocore.config import Config
 
-    config: dict[str, Any] = {"max_pool_connections": CONNECTIONS, "retries": {"total_max_attempts": 1}}
-    if hasattr(Config, "OPTION_DEFAULTS") and "response_checksum_validation" in Config.OPTION_DEFAULTS:
-        config["response_checksum_validation"] = "when_required"  # some servers send that of the object with a range
-    found = s3fs.S3FileSystem(config_kwargs=config, skip_instance_cache=True)
-    found.retries = 1  # `attempt` makes them
-    return found
+    config = Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=SILENT_SECONDS,
+        max_pool_connections=CONNECTIONS,
+        retries={"total_max_attempts": 1},  # `attempt` makes them
+        response_checksum_validation="when_required",  # some servers send that of the object with a range
+    )
+    return botocore.session.get_session().create_client("s3", config=config)
 
 
 class S3Store(Store):
-    """S3, and what speaks as it does. Every range is asked for of the version that was listed, by its ETag."""
+    """Buckets of S3; a key begins with the bucket."""
 
     checks_versions = True
 
@@ -46,16 +69,38 @@ class S3Store(Store):
         super().__init__(address)
 
     def _open(self) -> tuple[Any, str]:
-        return _file_system(os.getpid(), _settings()), "/".join([self.address.host, *self.address.parts])
+        said = tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith("AWS_")))
+        return _client(os.getpid(), said), "/".join([self.address.host, *self.address.parts])
 
-    def _find(self) -> Mapping[str, Mapping[str, Any]]:
-        self.fs.invalidate_cache()
-        found: Mapping[str, Mapping[str, Any]] = self.fs.find(self.root, detail=True)
-        return found
+    def call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401  # what botocore returns
+        """Make one request; errors are botocore's."""
+        return getattr(self.client, method)(**arguments)
+
+    def ask(self, method: str, arguments: Mapping[str, object], shown: str | None = None) -> Any:  # noqa: ANN401
+        """Make one request of those by which something is written; errors are those of `attempt`."""
+        return attempt(lambda: self.call(method, **arguments), shown or self.address.shown, writing=True)
+
+    def pages(
+        self, method: str, name: str, arguments: Mapping[str, str], *markers: str, writing: bool = True
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what is listed, page by page; each is `attempt`ed."""
+        following: dict[str, str] = {}
+        while True:
+            once = partial(self.call, method, **{**arguments, **following})
+            page = attempt(once, self.address.shown, writing=writing)
+            yield from page.get(name, ())
+            following = {key: page[f"Next{key}"] for key in markers if page.get(f"Next{key}")}
+            if not page.get("IsTruncated") or not following:
+                return
+
+    def place(self, key: str) -> dict[str, str]:
+        """Return the bucket of a key, and what the bucket calls it."""
+        bucket, _, rest = key.partition("/")
+        return {"Bucket": bucket, "Key": rest}
 
     def same_as(self, other: S3Store) -> bool:
         """Tell whether the other is the same server, and who we are there: it copies from one to the other."""
-        return self.fs is other.fs
+        return self.client is other.client
 
     def copies(self, ask: Callable[[], bool]) -> bool:
         """Tell whether it makes parts of ranges of its objects; `ask` finds out, and is called once."""
@@ -64,47 +109,382 @@ class S3Store(Store):
                 self._copies = ask()
             return self._copies
 
-    def call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401  # what botocore returns
-        """Make one request; errors are those of s3fs."""
-        from fsspec.asyn import sync
+    def _below(self, folder: str, **more: str) -> Entries:
+        place = self.place(folder)
+        which = {"Bucket": place["Bucket"], "Prefix": f"{place['Key']}/" if place["Key"] else "", **more}
+        every = self.pages("list_objects_v2", "Contents", which, "ContinuationToken", writing=False)
+        return {f"{place['Bucket']}/{one['Key']}": {**one, "size": one["Size"]} for one in every}
 
-        return sync(self.fs.loop, self.fs._call_s3, method, **arguments)
+    def _find(self) -> Entries:
+        found, place = self._below(self.root), self.place(self.root)
+        if found or not place["Key"]:
+            return found
+        try:
+            one = self.call("head_object", **place)
+        except Exception as error:
+            if status_of(error) == 404:
+                return {}
+            raise
+        return {self.root: {**one, "size": one["ContentLength"]}}
 
-    def place(self, key: str) -> dict[str, str]:
-        """Return the bucket and key of what s3fs calls `key`."""
-        bucket, _, rest = key.partition("/")
-        return {"Bucket": bucket, "Key": rest}
-
-    def _remove(self, key: str) -> None:
-        self.call("delete_object", **self.place(key))
-
-    def remove_folder(self, key: str) -> None:
-        """Do nothing: there are objects only."""
+    def _beside(self, folder: str) -> Entries:
+        return self._below(folder, Delimiter="/")
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        from fsspec.asyn import sync
-
-        data: bytes = sync(self.fs.loop, self._body, one, offset, nbytes)
-        return data
-
-    async def _body(self, one: Listed, offset: int, nbytes: int) -> bytes:
         etag = one.version.strip('"')
         try:
-            found = await self.fs._call_s3(
-                "get_object", self.fs.req_kw, **self.place(one.key),
-                Range=f"bytes={offset}-{offset + nbytes - 1}", IfMatch=f'"{etag}"',
-            )  # fmt: skip
+            found = self.call("get_object", **self.place(one.key), Range=f"bytes={offset}-{offset + nbytes - 1}",
+                              IfMatch=f'"{etag}"')  # fmt: skip
         except Exception as error:
             if is_precondition(error):
                 raise changed(one.key) from error
             raise
-        async with found["Body"] as body:
+        with closing(found["Body"]) as body:
             if found.get("ETag", etag).strip('"') != etag:  # of servers that do not know If-Match
                 raise changed(one.key)
-            data: bytes = await body.read()
+            data: bytes = body.read()
             return data
+
+    def body(self, which: Mapping[str, str]) -> bytes:
+        """Return an object, or a range of it. Not `attempt`ed."""
+        with closing(self.call("get_object", **which)["Body"]) as body:
+            data: bytes = body.read()
+            return data
+
+    def _remove(self, key: str) -> None:
+        self.call("delete_object", **self.place(key))
 
 
 def is_precondition(error: BaseException) -> bool:
     """Tell whether a request was refused since an object is another one by now."""
     return status_of(error) == 412 or "PreconditionFailed" in str(error) or "pre-conditions" in str(error)
+
+
+class S3Sink:
+    """One upload in parts; `upload` is the id of one that is gone on with."""
+
+    def __init__(self, store: S3Store, key: str, shown: str, upload: str | None = None) -> None:
+        self._store = store
+        self._key = key
+        self._place = store.place(key)
+        self._shown = shown
+        self.parts: dict[int, tuple[str, int]] = {}
+        """ETag and bytes of those that have come, by their numbers from 1 on."""
+        self.there: dict[int, dict[str, Any]] = {}
+        """What the store has of an upload that is gone on with."""
+        self._copied: set[int] = set()
+        self._place["UploadId"] = upload or self._call("create_multipart_upload")["UploadId"]
+
+    def _call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401
+        return self._store.ask(method, {**self._place, **arguments}, self._shown)
+
+    @property
+    def part_nbytes(self) -> int | None:
+        """Of parts that were sent before, the size, so that they fit those that are made now; None: any."""
+        return max((part["Size"] for part in self.there.values()), default=None) if len(self.there) > 1 else None
+
+    def send(self, number: int, data: bytearray) -> None:
+        """Send a part, unless the store has it; sending it twice does no harm."""
+        there = self.there.get(number + 1)
+        if there is not None and there["Size"] == len(data):
+            etag = there["ETag"].strip('"')
+            if _MD5.fullmatch(etag) and md5(data, usedforsecurity=False).hexdigest() == etag:
+                self.parts[number + 1] = there["ETag"], len(data)
+                return
+        found = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
+        self.parts[number + 1] = found["ETag"], len(data)
+
+    def copy(self, number: int, path: str, offset: int, nbytes: int) -> bool:
+        """Let the store make a part of what one of its objects has, of the version that was listed.
+
+        Returns
+        -------
+        bool
+            False: the file is elsewhere, or the store does not do that, and is not asked again.
+        """
+        file = distant.found(path)
+        origin = file.origin if isinstance(file, RemoteFile) else None
+        if origin is None or nbytes > MOST_COPIED_NBYTES:
+            return False
+        store, one = origin
+        if not isinstance(store, S3Store) or not self._store.same_as(store):
+            return False
+        arguments: dict[str, object] = {
+            "PartNumber": number + 1,
+            "CopySource": store.place(one.key),
+            "CopySourceRange": f"bytes={offset}-{offset + nbytes - 1}",
+            "CopySourceIfMatch": one.version,
+        }
+        if not self._store.copies(lambda: self._is_copied(arguments)):
+            return False
+        try:
+            answer = self._call("upload_part_copy", **arguments)
+        except TargetError as error:
+            if error.__cause__ is not None and is_precondition(error.__cause__):
+                raise changed(path) from error
+            raise
+        self.parts[number + 1] = answer["CopyPartResult"]["ETag"], nbytes
+        self._copied.add(number + 1)
+        return True
+
+    def _is_copied(self, arguments: Mapping[str, object]) -> bool:
+        """Tell whether the store copies ranges; of another upload: some take the request for a part without bytes."""
+        place = {key: self._place[key] for key in ("Bucket", "Key")}
+        place["UploadId"] = self._store.call("create_multipart_upload", **place)["UploadId"]
+        try:
+            answer = self._store.call("upload_part_copy", **place, **arguments)
+            return bool(answer.get("CopyPartResult", {}).get("ETag"))
+        except Exception:  # noqa: BLE001  # whatever it is, the bytes can come by here
+            return False
+        finally:
+            with suppress(Exception):
+                self._store.call("abort_multipart_upload", **place)
+
+    def check(self) -> None:
+        """Raise TargetError unless the parts that the store has made are as large as they should be."""
+        if not self._copied:
+            return
+        pages = self._store.pages("list_parts", "Parts", self._place, "PartNumberMarker")
+        there = {part["PartNumber"]: part["Size"] for part in pages}
+        wrong = min((one for one in self._copied if there.get(one) != self.parts[one][1]), default=None)
+        if wrong is not None:
+            raise TargetError(
+                f"part {wrong} is not as it was to be copied", path=self._shown,
+                expected=f"{self.parts[wrong][1]} bytes", found=there.get(wrong),
+            )  # fmt: skip
+        self._copied.clear()
+
+    def state(self) -> tuple[str, dict[int, tuple[str, int]]]:
+        """Return the upload's id and its parts."""
+        return self._place["UploadId"], self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have come."""
+        return sum(nbytes for _, nbytes in self.parts.values())
+
+    def complete(self) -> None:
+        """Make an object of the parts."""
+        self.check()
+        every = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self.parts.items())]
+        try:
+            self._call("complete_multipart_upload", MultipartUpload={"Parts": every})
+        except TargetError:
+            if not self.is_completed():
+                raise
+
+    def is_completed(self, *, surely: bool = False) -> bool:
+        """Tell whether the upload is an object: the answer to a request may be lost that was done, or a run killed.
+
+        The upload is gone then, and there is an object of as many bytes; its ETag is that of the parts where it is of
+        that form. `surely`: or else the object is read, and is of them; it is nobody else's of the same size.
+        """
+        try:
+            self._call("list_parts")
+        except TargetError as error:
+            if not _is_gone(error):
+                return False
+        else:
+            return False
+        try:
+            found = self._store.ask("head_object", self._store.place(self._key), self._shown)
+        except TargetError:  # the first error says more
+            return False
+        etag = found.get("ETag", "").strip('"')
+        is_encrypted = bool(found.get("SSEKMSKeyId") or found.get("SSECustomerAlgorithm"))  # then no ETag is an MD5
+        if etag == self._etag() or (_OF_PARTS.fullmatch(etag) and not is_encrypted):
+            return bool(found["ContentLength"] == self.nbytes) and etag == self._etag()
+        return bool(found["ContentLength"] == self.nbytes) and (not surely or self._has_parts())
+
+    def _has_parts(self) -> bool:
+        """Read the object; tell whether it is what the parts' ETags say, if these are MD5s."""
+        at = 0
+        for _, (etag, nbytes) in sorted(self.parts.items()):
+            which = {**self._store.place(self._key), "Range": f"bytes={at}-{at + nbytes - 1}"}
+            read = partial(self._store.body, which)
+            if md5(attempt(read, self._shown), usedforsecurity=False).hexdigest() != etag.strip('"'):
+                return False
+            at += nbytes
+        return True
+
+    def _etag(self) -> str:
+        """Return the ETag that S3 gives an object of these parts."""
+        each = [etag.strip('"') for _, (etag, _) in sorted(self.parts.items())]
+        if not all(map(_MD5.fullmatch, each)):
+            return ""
+        return f"{md5(b''.join(map(bytes.fromhex, each)), usedforsecurity=False).hexdigest()}-{len(each)}"
+
+    def abort(self) -> bool:
+        """Remove all parts; return whether the store has done so."""
+        try:
+            self._call("abort_multipart_upload")
+        except TargetError as error:
+            return _is_gone(error)
+        return True
+
+
+def _is_gone(error: TargetError) -> bool:
+    """Tell whether a request was refused since there is no such upload."""
+    return error.found == "nothing there" or "NoSuchUpload" in str(error)
+
+
+class S3Uploads(Uploads):
+    """Uploads in parts."""
+
+    store: S3Store
+
+    def __init__(self, store: S3Store, key: str, *, is_directory: bool) -> None:
+        super().__init__(store, key, is_directory=is_directory)
+        self._open: dict[str, S3Sink] = {}
+        self._finished: list[str] = []
+        self._found: dict[str, str] = {}
+        self._has_note = False
+
+    def begin(self, *, resume: bool = False, keep: bool = False) -> None:  # noqa: ARG002  # the store keeps all
+        """Abort uploads to the same keys, or note them; whose run still goes on fails with its next part."""
+        if resume:
+            self._found = {one["Key"]: one["UploadId"] for one in self._unfinished() or ()}
+        else:
+            self._sweep()
+
+    kept_in = "unfinished uploads"
+
+    def left(self) -> int:
+        """Return how many bytes are in unfinished uploads; where the store does not say, how many this run has sent."""
+        every = self._unfinished()
+        if every is None:
+            return sum(one.nbytes for one in self._open.values())
+        return sum(part["Size"] for which in every for part in self._parts(which))
+
+    def _unfinished(self) -> list[dict[str, str]] | None:
+        """Return the uploads to the target's keys; None: who may write is not allowed to list them, or none answers."""
+        place = self.store.place(self.key)
+        which = {"Bucket": place["Bucket"], "Prefix": place["Key"]}
+        try:
+            found = list(self.store.pages("list_multipart_uploads", "Uploads", which, "KeyMarker", "UploadIdMarker"))
+        except TargetError:
+            return None
+        every = ({"Bucket": place["Bucket"], "Key": one["Key"], "UploadId": one["UploadId"]} for one in found)
+        return [one for one in every if one["Key"] == place["Key"] or one["Key"].startswith(f"{place['Key']}/")]
+
+    def _parts(self, which: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        with suppress(TargetError):  # it is gone by now
+            yield from self.store.pages("list_parts", "Parts", which, "PartNumberMarker")
+
+    def _sweep(self) -> None:
+        """Abort what is unfinished: of runs that were killed, and where the answer was lost that named an upload."""
+        for which in self._unfinished() or ():
+            with suppress(TargetError):
+                self.store.ask("abort_multipart_upload", which)
+
+    def sink(self, name: str) -> S3Sink:
+        """Begin an upload, or go on with one."""
+        place = self.store.place(self.at(name))
+        upload = self._found.pop(place["Key"], None)
+        one = self._open[name] = S3Sink(self.store, self.at(name), self.shown(name), upload)
+        if upload is not None:
+            one.there = {part["PartNumber"]: part for part in self._parts({**place, "UploadId": upload})}
+        return one
+
+    def sent(self) -> Sent:
+        """Return of each upload its id and its parts."""
+        for one in self._open.values():
+            one.check()
+        return {name: one.state() for name, one in self._open.items()}
+
+    def adopt(self, sent: Sent) -> None:
+        """Take over uploads whose parts have all come."""
+        for name, (upload, parts) in sent.items():
+            one = self._open[name] = S3Sink(self.store, self.at(name), self.shown(name), upload)
+            one.parts = {int(number): (etag, nbytes) for number, (etag, nbytes) in parts.items()}
+
+    def completed(self, sent: Sent) -> list[str]:
+        """Return which of the files of a note are objects already."""
+        self.adopt(sent)
+        found = [name for name in sent if self._open[name].is_completed(surely=True)]
+        self._open.clear()
+        return found
+
+    def discard(self, sent: Sent) -> list[str]:
+        """Remove objects that a run has completed, and its note; return their names."""
+        found = self.completed(sent)
+        for name in found:
+            self.store.remove(self.at(name))
+        self.forget()
+        return found
+
+    def put(self, name: str, data: bytes) -> None:
+        """Send a whole object."""
+        self.store.ask("put_object", {**self.store.place(self.at(name)), "Body": data}, self.shown(name))
+        self._finished.append(name)
+
+    def note(self, data: bytes) -> None:
+        """Put an object beside the target."""
+        self._has_note = True
+        self.store.ask("put_object", {**self.store.place(f"{self.partial}/{NOTE}"), "Body": data})
+
+    def noted(self) -> bytes | None:
+        """Return the object beside the target."""
+        place = self.store.place(f"{self.partial}/{NOTE}")
+
+        def once() -> bytes | None:
+            try:
+                return self.store.body(place)
+            except Exception as error:
+                if status_of(error) in (403, 404):
+                    return None  # of what is not there, who may not list learns nothing
+                raise
+
+        found = attempt(once, self.store.address.shown, writing=True)
+        self._has_note = self._has_note or found is not None
+        return found
+
+    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
+        """Remove what is replaced, so that no old object is ever with a new one, and complete uploads."""
+        for key in old:
+            self.store.remove(key)
+        for name in names:
+            self._open[name].complete()
+            self._finished.append(name)
+            del self._open[name]
+
+    def url(self) -> str:
+        """Return the target's."""
+        return self.store.address.url
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the target is a directory."""
+        return self.is_directory
+
+    def name(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002
+        """Leave nothing behind: they have their names."""
+        self.forget()
+        self._sweep()
+
+    def forget(self) -> None:
+        """Remove the note."""
+        if self._has_note:
+            self.store.remove(f"{self.partial}/{NOTE}")
+            self._has_note = False
+
+    def abort(self, *, everything: bool = True) -> None:
+        """Abort uploads, and remove objects that were completed."""
+        left: list[str] = []
+        for name, one in self._open.items():
+            if not one.abort():
+                left.append(self.shown(name))
+        for name in self._finished:
+            try:
+                self.store.remove(self.at(name))
+            except TargetError:
+                left.append(self.shown(name))
+        self._open.clear()
+        self._finished.clear()
+        if everything:
+            self._sweep()
+            with suppress(TargetError):  # of nothing that is there any more
+                self.forget()
+        if left:
+            raise TargetError("could not be removed", path=left[0], found=f"{len(left)} of them",
+                              advice="abort its unfinished uploads, and remove it")  # fmt: skip

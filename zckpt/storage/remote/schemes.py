@@ -1,17 +1,21 @@
-"""Which store a URL's scheme means."""
+"""Which store a URL's scheme means, and how files get into it."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from zckpt.errors import MissingPackageError
+from zckpt.errors import TargetError
 from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.stores import Store
+
+if TYPE_CHECKING:
+    from zckpt.storage.remote.uploads import Uploads
 
 _STORES = {
     "s3": "s3:S3Store", "s3a": "s3:S3Store", "http": "web:HttpStore", "https": "web:HttpStore",
     "webdav": "web:WebdavStore", "webdavs": "web:WebdavStore", "dav": "web:WebdavStore", "davs": "web:WebdavStore",
-    "sftp": "sftp:SftpStore", "ssh": "sftp:SftpStore",
+    "sftp": "fsspec_stores:SftpStore", "ssh": "fsspec_stores:SftpStore",
 }  # fmt: skip
 """Module and class of the schemes whose stores have their own."""
 
@@ -26,14 +30,26 @@ def store_of(address: Address) -> Store:
     MissingPackageError
         The package for it is not installed.
     """
-    try:
-        import fsspec  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{address.scheme}:// needs fsspec, which is not installed", advice="pip install 'zckpt[remote]'"
-        ) from error
-    if address.scheme not in _STORES:
-        return Store(address)
-    module, _, name = _STORES[address.scheme].partition(":")
+    module, _, name = _STORES.get(address.scheme, "fsspec_stores:FsspecStore").partition(":")
     found: type[Store] = getattr(import_module(f"zckpt.storage.remote.{module}"), name)
     return found(address)
+
+
+def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
+    """Return how the files of a target get into a store.
+
+    Raises
+    ------
+    TargetError
+        Nothing can be written there.
+    """
+    from zckpt.storage.remote.fsspec_stores import FsspecStore
+    from zckpt.storage.remote.named_uploads import NamedUploads
+    from zckpt.storage.remote.s3 import S3Store, S3Uploads
+
+    if isinstance(store, S3Store):
+        return S3Uploads(store, key, is_directory=is_directory)
+    if isinstance(store, FsspecStore):
+        return NamedUploads(store, key, is_directory=is_directory)
+    raise TargetError("cannot be written", path=store.address.shown, found="a web server, which is read only",
+                      advice="write to a store: S3, SFTP, WebDAV, ...")  # fmt: skip

@@ -1,17 +1,12 @@
-"""A store through fsspec: what there is, and ranges of bytes of it, with what every file system of fsspec has.
-
-Those that can say which version of an object a range is of, and those whose libraries hide whether a range was
-understood at all, have a class of their own (`s3`, `web`, `sftp`).
-"""
+"""What every store can do: say what there is, and give ranges of bytes of it, of the version that it has listed."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from zckpt.errors import MissingPackageError, SourceError, UnsupportedError, UsageError
 from zckpt.storage.remote.addresses import Address, without_secrets
@@ -21,10 +16,10 @@ _VERSIONS = ("ETag", "etag", "generation", "oid", "blob_id", "content_md5", "md5
              "last_modified", "modified", "created")  # fmt: skip
 """Keys under which stores say what tells one version of a file from the next, the best first."""
 
-_THREADED = frozenset({"memory", "hf", "file", "webdav", "webdavs", "dav", "davs"})
-"""Schemes whose libraries do not mind threads, besides those that have an event loop."""
-
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
+
+Entries = Mapping[str, Mapping[str, Any]]
+"""What a store says of files, by their keys: `size` in bytes, and what of `_VERSIONS` and `_TIMES` it knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +54,8 @@ def changed(shown: str) -> ChangedError:
     return ChangedError("has changed while it was read", path=shown, advice="run it again when nobody writes there")
 
 
-class Store:
-    """A file system of fsspec, opened where an address says.
+class Store(ABC):
+    """A store, opened where an address says.
 
     Parameters
     ----------
@@ -69,22 +64,24 @@ class Store:
     Raises
     ------
     UsageError
-        There is no such scheme.
+        There is no such place.
     MissingPackageError
         The package for it is not installed.
     """
 
+    checks_versions = False
+    """Whether every range is known to be of the version that was listed."""
+
     def __init__(self, address: Address) -> None:
         self.address = address
         self._pid = -1
-        self._turn = threading.Lock()
         self._opened: Any = None
         self.root: str = ""
-        _ = self.fs
+        _ = self.client
 
     @property
-    def fs(self) -> Any:  # noqa: ANN401  # fsspec has no types
-        """The file system; in a process that was forked, another one."""
+    def client(self) -> Any:  # noqa: ANN401  # no library of a store has types
+        """What speaks with the store; in a process that was forked, another one."""
         if self._pid != os.getpid():
             try:
                 self._opened, self.root = self._open()
@@ -99,19 +96,36 @@ class Store:
                 raise UsageError("no such place", path=self.address.shown, found=without_secrets(str(error))) from error
             self.root = self.root.rstrip("/")
             self._pid = os.getpid()
-            if self._opened.async_impl:  # what fails beside a request, this one raises
-                self._opened.loop.set_exception_handler(lambda *_: None)
         return self._opened
 
+    # --- what a kind of store says for itself; none of it is `attempt`ed
+
+    @abstractmethod
     def _open(self) -> tuple[Any, str]:
-        from fsspec.core import url_to_fs
+        """Return what speaks with the store, and what it calls the place of the address."""
 
-        fs, root = url_to_fs(self.address.url, **self.settings)
-        if self.address.scheme == "hf":
-            root = root.removeprefix("models/")  # which its keys do not have, as those of data sets have theirs
-        return fs, root
+    @abstractmethod
+    def _find(self) -> Entries:
+        """Return what there is: the file itself, or all below a directory."""
 
-    # --- what there is
+    @abstractmethod
+    def _beside(self, folder: str) -> Entries:
+        """Return the files in a directory."""
+
+    @abstractmethod
+    def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes: ...
+
+    def _remove(self, key: str) -> None:
+        """Remove a file, if it is there."""
+        raise NotImplementedError
+
+    def remove_folder(self, key: str) -> None:  # noqa: B027
+        """Remove a directory in which no file is left, where a store has any."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of connections that nobody else uses."""
+
+    # --- what follows
 
     def listed(self) -> list[Listed]:
         """List a file, or all files below a directory, in as few requests as the store has.
@@ -129,35 +143,13 @@ class Store:
 
     def listed_beside(self) -> list[Listed]:
         """List the files in the directory of a file; none where that cannot be done."""
-        parent = self.root.rpartition("/")[0]
+        folder = self.root.rpartition("/")[0]
         try:
-            self.fs.invalidate_cache()
-            entries = {info["name"]: info for info in self.fs.ls(parent, detail=True)}
+            entries = self._beside(folder)
         except Exception:  # noqa: BLE001  # who may read one file need not be able to list its neighbours
             return []
-        found = [self._listed(key, info, parent) for key, info in entries.items() if _is_file(key, info)]
+        found = [self._listed(key, info, folder) for key, info in entries.items() if _is_file(key, info)]
         return [one for one in found if len(one.parts) == 1]
-
-    def _find(self) -> Mapping[str, Mapping[str, Any]]:
-        self.fs.invalidate_cache()
-        try:
-            info = self.fs.info(self.root)
-        except FileNotFoundError:
-            info = {"type": "directory"}  # of a store that has names only
-        if info["type"] == "file":
-            return {self.root: info}
-        found: Mapping[str, Mapping[str, Any]] = self.fs.find(self.root, detail=True)
-        return found
-
-    def described(self, key: str) -> Listed | None:
-        """Return what the store says of one file; None: it is not there. Not `attempt`ed."""
-        with self.turn() as fs:
-            fs.invalidate_cache()
-            try:
-                info = fs.info(key)
-            except FileNotFoundError:
-                return None
-        return self._listed(key, info, key)
 
     def _listed(self, key: str, info: Mapping[str, Any], root: str | None = None) -> Listed:
         root = self.root if root is None else root
@@ -177,8 +169,6 @@ class Store:
         version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
         times = (info.get(name) for name in _TIMES)
         return Listed(parts, key, int(size), version, next(filter(None, map(_seconds, times)), None))
-
-    # --- bytes of it
 
     def fetch(self, one: Listed, offset: int, nbytes: int, shown: str) -> bytes:
         """Return a range of a file, in one request at a time.
@@ -202,20 +192,6 @@ class Store:
         except ChangedError:
             raise changed(shown) from None
 
-    def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        with self.turn() as fs:
-            data: bytes = fs.cat_file(one.key, start=offset, end=offset + nbytes)
-            return data
-
-    @contextmanager
-    def turn(self) -> Iterator[Any]:
-        """Yield the file system; to one thread at a time, unless its library minds none."""
-        fs = self.fs
-        with nullcontext() if fs.async_impl or self.address.scheme in _THREADED else self._turn:
-            yield fs
-
-    # --- removing
-
     def remove(self, key: str) -> None:
         """Remove a file, if it is there.
 
@@ -224,33 +200,7 @@ class Store:
         TargetError
             The store refuses.
         """
-
-        def once() -> None:
-            with suppress(FileNotFoundError):
-                self._remove(key)
-
-        attempt(once, self.address.shown, writing=True)
-
-    def _remove(self, key: str) -> None:
-        with self.turn() as fs:
-            fs.rm_file(key)
-
-    def remove_folder(self, key: str) -> None:
-        """Remove a directory in which no file is left; some stores have none."""
-
-        def once() -> None:
-            with self.turn() as fs, suppress(FileNotFoundError):
-                fs.invalidate_cache()
-                if fs.isdir(key):
-                    fs.rm(key, recursive=True)
-
-        attempt(once, self.address.shown, writing=True)
-
-    checks_versions = False
-    """Whether every range is known to be of the version that was listed."""
-
-    settings: ClassVar[Mapping[str, object]] = {}
-    """What its library is given besides the URL."""
+        attempt(lambda: self._remove(key), self.address.shown, writing=True)
 
 
 def _is_file(key: str, info: Mapping[str, Any]) -> bool:

@@ -15,9 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from zckpt.errors import TargetError
 from zckpt.storage.remote.stores import Store
-from zckpt.storage.remote.web import HttpStore
 
 NOTE = "note"
 
@@ -133,23 +131,3 @@ class Uploads(ABC):
     @abstractmethod
     def abort(self, *, everything: bool = True) -> None:
         """Remove what has come; or what this process has sent, and another removes all."""
-
-
-def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
-    """Return how files get into a store.
-
-    Raises
-    ------
-    TargetError
-        Nothing can be written there.
-    """
-    if isinstance(store, HttpStore):
-        raise TargetError("cannot be written", path=store.address.shown, found="a web server, which is read only",
-                          advice="write to a store: S3, SFTP, WebDAV, ...")  # fmt: skip
-    from zckpt.storage.remote.named_uploads import NamedUploads
-    from zckpt.storage.remote.s3 import S3Store
-    from zckpt.storage.remote.s3_uploads import S3Uploads
-
-    if isinstance(store, S3Store):
-        return S3Uploads(store, key, is_directory=is_directory)
-    return NamedUploads(store, key, is_directory=is_directory)

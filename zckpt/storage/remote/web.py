@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import html
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote, urljoin
 
 from zckpt.errors import UnsupportedError
 from zckpt.state.names import is_number
 from zckpt.storage.remote.attempts import ShortBodyError
-from zckpt.storage.remote.stores import Listed, Store, changed
+from zckpt.storage.remote.fsspec_stores import FsspecStore
+from zckpt.storage.remote.stores import Entries, Listed, Store, changed
 
 ASKED_AT_ONCE = 16
 """Files whose sizes are asked for at once where a listing has none."""
@@ -19,6 +23,10 @@ CONNECT_SECONDS, SILENT_SECONDS = 10, 20
 MOST_FOLDERS = 32
 """In each other: a server that has one page for every name has no end."""
 
+_AS_IT_IS = {"Accept-Encoding": "identity"}
+
+_LINK = re.compile(r"""<a\s[^>]*?href=["']([^"']+)|(https?://[-\w@:%+.~#?&/=]+)""", re.IGNORECASE)
+
 
 class HttpStore(Store):
     """A web server: a file, or the pages with links that it makes of a directory. For reading."""
@@ -26,56 +34,52 @@ class HttpStore(Store):
     checks_versions = True
 
     def _open(self) -> tuple[Any, str]:
-        from aiohttp import ClientTimeout
-        from fsspec.implementations.http import HTTPFileSystem
+        import httpx
 
         root, _, query = self.address.url.partition("#")[0].partition("?")
-        timeout = ClientTimeout(total=300, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
-        given = {"params": query} if query else {}  # for what lies below, too
-        return HTTPFileSystem(asynchronous=False, client_kwargs={"timeout": timeout}, **given), root
+        self._query = f"?{query}" if query else ""  # for what lies below, too
+        timeout = httpx.Timeout(SILENT_SECONDS, connect=CONNECT_SECONDS)
+        return httpx.Client(timeout=timeout, headers=_AS_IT_IS, follow_redirects=True), root
 
-    def _find(self) -> Mapping[str, Mapping[str, Any]]:
-        self.fs.invalidate_cache()
+    def _find(self) -> Entries:
         if not self.address.url.partition("?")[0].endswith("/"):
-            try:
-                found = self._info(self.root)
-            except FileNotFoundError:  # some servers have a directory under its name with a slash only
-                found = {"html": True}
-            if not found["html"]:
-                return {self.root: found}
+            found = self._info(self.root)
+            if found is not None and not found["html"]:
+                return {self.root: found}  # else a directory: some servers have it under its name with a slash only
         return self._sizes(sorted(self._links(self.root + "/")))
 
-    def _info(self, url: str) -> dict[str, Any]:
-        from fsspec.asyn import sync
+    def close(self) -> None:
+        """Close all connections."""
+        self.client.close()
 
-        found: dict[str, Any] = sync(self.fs.loop, self._head, url)
-        return found
+    def _beside(self, folder: str) -> Entries:  # noqa: ARG002
+        return {}  # who serves one file need not serve lists
 
-    async def _head(self, url: str) -> dict[str, Any]:
-        session = await self.fs.set_session()
-        headers = {"Accept-Encoding": "identity"}
-        async with session.head(
-            self.fs.encode_url(url), headers=headers, allow_redirects=True, **self.fs.kwargs
-        ) as found:
-            if found.status == 404:
-                raise FileNotFoundError(url)
-            if found.status >= 400:
-                raise AnswerError(found.status)
-            size, version = found.headers.get("Content-Length"), found.headers.get("ETag")
-            return {
-                "html": "html" in found.headers.get("Content-Type", ""),
-                "size": int(size) if size and is_number(size) else None,
-                "etag": version or found.headers.get("Last-Modified"),
-                "ranges": found.headers.get("Accept-Ranges") != "none",
-            }
+    def _info(self, url: str) -> dict[str, Any] | None:
+        found = self.client.head(url + self._query)
+        if found.status_code == 404:
+            return None
+        if found.status_code >= 400:
+            raise AnswerError(found.status_code)
+        size, version = found.headers.get("Content-Length"), found.headers.get("ETag")
+        return {
+            "html": "html" in found.headers.get("Content-Type", ""),
+            "size": int(size) if size and is_number(size) else None,
+            "etag": version or found.headers.get("Last-Modified"),
+            "ranges": found.headers.get("Accept-Ranges") != "none",
+        }
 
     def _links(self, url: str, depth: int = 0) -> Iterator[str]:
         """Yield the files that pages link to, below a URL that ends in a slash."""
         if depth > MOST_FOLDERS:
             raise UnsupportedError("has directories in directories without an end", path=self.address.shown, found=url,
                                    advice="download it, and read it from there")  # fmt: skip
-        for info in self.fs.ls(url, detail=True):
-            name: str = info["name"].replace("/./", "/")
+        page = self.client.get(url + self._query)
+        if page.status_code >= 400:
+            raise AnswerError(page.status_code)
+        is_page = "html" in page.headers.get("Content-Type", "html")
+        links = {urljoin(url, html.unescape(one[0] or one[1])) for one in _LINK.findall(page.text)} if is_page else ()
+        for name in links:
             rest = name.removeprefix(url)
             if name == rest or not rest or "?" in rest or "#" in rest or "/" in rest.rstrip("/"):
                 continue  # up, elsewhere, or the same in another order
@@ -84,15 +88,14 @@ class HttpStore(Store):
             else:
                 yield name
 
-    def _sizes(self, urls: list[str]) -> dict[str, Any]:
+    def _sizes(self, urls: list[str]) -> Entries:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            return dict(zip(urls, pool.map(self._info, urls), strict=True))
+            every = zip(urls, pool.map(self._info, urls), strict=True)
+            return {url: info for url, info in every if info is not None}
 
     def _listed(self, key: str, info: Mapping[str, Any], root: str | None = None) -> Listed:
-        from urllib.parse import unquote
-
         found = super()._listed(key, info, root)
         if not info["ranges"]:
             raise UnsupportedError(
@@ -101,23 +104,15 @@ class HttpStore(Store):
             )  # fmt: skip
         return Listed(tuple(map(unquote, found.parts)), key, found.nbytes, found.version, found.modified)
 
-    def listed_beside(self) -> list[Listed]:
-        """Return nothing: who serves one file need not serve lists."""
-        return []
-
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        from fsspec.asyn import sync
-
-        data: bytes = sync(self.fs.loop, self._body, one, offset, nbytes)
+        found = self.client.get(one.key + self._query, headers=_range(offset, nbytes))
+        check_range(found.status_code, found.headers, one, offset)
+        data: bytes = found.content
         return data
 
-    async def _body(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        session = await self.fs.set_session()
-        headers = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
-        async with session.get(self.fs.encode_url(one.key), headers=headers, **self.fs.kwargs) as found:
-            check_range(found.status, found.headers, one, offset)
-            data: bytes = await found.read()
-            return data
+
+def _range(offset: int, nbytes: int) -> dict[str, str]:
+    return {"Range": f"bytes={offset}-{offset + nbytes - 1}", **_AS_IT_IS}
 
 
 def check_range(status: int, headers: Mapping[str, str], one: Listed, offset: int) -> None:
@@ -143,10 +138,10 @@ class AnswerError(Exception):
         self.status = 501 if status == 200 else status
 
 
-class WebdavStore(Store):
+class WebdavStore(FsspecStore):
     """WebDAV: `webdav://` by http, `webdavs://` by https. User and password of the URL, or fsspec's settings."""
 
-    checks_versions = False
+    moves_folders = True
 
     def _open(self) -> tuple[Any, str]:
         from webdav4.fsspec import WebdavFileSystem
@@ -158,9 +153,18 @@ class WebdavStore(Store):
         return WebdavFileSystem(f"{scheme}://{self.address.host}", **auth), "/".join(self.address.parts)
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        headers = {"Range": f"bytes={offset}-{offset + nbytes - 1}", "Accept-Encoding": "identity"}
-        client = self.fs.client
-        found = client.http.request("GET", client.join_url(one.key), headers=headers)
+        client = self.client.client
+        found = client.http.request("GET", client.join_url(one.key), headers=_range(offset, nbytes))
         check_range(found.status_code, found.headers, one, offset)
         data: bytes = found.content
         return data
+
+    def _write(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> None:
+        client = self.client.client
+        headers = {"Content-Length": str(nbytes)}
+        found = client.http.request("PUT", client.join_url(key), content=map(bytes, parts), headers=headers)
+        found.raise_for_status()
+
+    def move(self, one: str, other: str) -> None:
+        """As for any; the server replaces what is there."""
+        self.client.client.move(one, other, overwrite=True)

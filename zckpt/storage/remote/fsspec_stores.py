@@ -1,0 +1,194 @@
+"""Stores through fsspec: all whose schemes it knows, SFTP among them, with what every file system of fsspec has.
+
+What is written goes from its beginning to its end under a name, and is moved (`named_uploads`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, ClassVar
+
+from zckpt.storage.remote.addresses import Address
+from zckpt.storage.remote.attempts import attempt
+from zckpt.storage.remote.stores import Entries, Listed, Store
+
+_THREADED = frozenset({"memory", "hf", "file", "webdav", "webdavs", "dav", "davs"})
+"""Schemes whose libraries do not mind threads, besides those that have an event loop."""
+
+CHANNELS = 6
+"""Of one SFTP connection; servers allow ten by default."""
+
+SILENT_SECONDS = 20
+"""Without a byte from an SFTP server, after which something is asked for again."""
+
+
+class FsspecStore(Store):
+    """A file system of fsspec."""
+
+    settings: ClassVar[Mapping[str, object]] = {}
+    """What its library is given besides the URL."""
+
+    moves_folders = False
+    """Whether a directory gets another name in one step."""
+
+    def __init__(self, address: Address) -> None:
+        self._turn = threading.Lock()
+        super().__init__(address)
+
+    def _open(self) -> tuple[Any, str]:
+        from fsspec.core import url_to_fs
+
+        fs, root = url_to_fs(self.address.url, **self.settings)
+        if self.address.scheme == "hf":
+            root = root.removeprefix("models/")  # which its keys do not have, as those of data sets have theirs
+        if fs.async_impl:  # what fails beside a request, this one raises
+            fs.loop.set_exception_handler(lambda *_: None)
+        return fs, root
+
+    @contextmanager
+    def turn(self, *, fresh: bool = True) -> Iterator[Any]:
+        """Yield the file system, which knows nothing from before; to one thread at a time, unless it minds none."""
+        fs = self.client
+        with nullcontext() if fs.async_impl or self.address.scheme in _THREADED else self._turn:
+            if fresh:
+                fs.invalidate_cache()
+            yield fs
+
+    def _find(self) -> Entries:
+        with self.turn() as fs:
+            try:
+                info = fs.info(self.root)
+            except FileNotFoundError:
+                info = {"type": "directory"}  # of a store that has names only
+            if info["type"] == "file":
+                return {self.root: info}
+            found: Entries = fs.find(self.root, detail=True)
+            return found
+
+    def _beside(self, folder: str) -> Entries:
+        with self.turn() as fs:
+            return {info["name"]: info for info in fs.ls(folder, detail=True)}
+
+    def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
+        with self.turn(fresh=False) as fs:
+            data: bytes = fs.cat_file(one.key, start=offset, end=offset + nbytes)
+            return data
+
+    def _remove(self, key: str) -> None:
+        with self.turn() as fs, suppress(FileNotFoundError):
+            fs.rm_file(key)
+
+    def remove_folder(self, key: str) -> None:
+        """Remove what is below a directory, and it; or a file."""
+
+        def once() -> None:
+            with self.turn() as fs:
+                if fs.exists(key):
+                    fs.rm(key, recursive=True)
+
+        attempt(once, self.address.shown, writing=True)
+
+    # --- for what is written
+
+    def described(self, key: str) -> Listed | None:
+        """Return what the store says of one file; None: it is not there."""
+
+        def once() -> Mapping[str, Any] | None:
+            with self.turn() as fs, suppress(FileNotFoundError):
+                found: Mapping[str, Any] = fs.info(key)
+                return found
+            return None
+
+        info = attempt(once, self.address.shown, writing=True)
+        return None if info is None else self._listed(key, info, key)
+
+    def below(self, key: str) -> list[str]:
+        """Return the files below a directory."""
+
+        def once() -> list[str]:
+            with self.turn() as fs:
+                found: list[str] = fs.find(key) if fs.exists(key) else []
+                return found
+
+        return attempt(once, self.address.shown, writing=True)
+
+    def read(self, key: str) -> bytes | None:
+        """Return a small file; None: it is not there."""
+
+        def once() -> bytes | None:
+            with self.turn() as fs:
+                found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
+                return found
+
+        return attempt(once, self.address.shown, writing=True)
+
+    def write(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> None:
+        """Write a file from its beginning to its end, and the directories that it is in. Not `attempt`ed."""
+        self.make_folder_of(key)
+        self._write(key, nbytes, parts)
+
+    def make_folder_of(self, key: str) -> None:
+        """Make the directory that a file is to be in. Not `attempt`ed."""
+        with self.turn() as fs:
+            fs.makedirs(key.rpartition("/")[0], exist_ok=True)
+
+    def _write(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> None:  # noqa: ARG002
+        with self.turn() as fs, fs.open(key, "wb") as file:
+            for part in parts:
+                file.write(bytes(part))
+
+    def move(self, one: str, other: str) -> None:
+        """Let something have another name, in the place of what has it. Not `attempt`ed."""
+        fs = self.client
+        if fs.exists(other):
+            fs.rm(other)
+        fs.mv(one, other)
+
+
+class SftpStore(FsspecStore):
+    """SFTP, by paramiko. A channel of its connection answers one thread at a time; there are a few."""
+
+    settings: ClassVar = {"timeout": 10}
+    moves_folders = True
+
+    def __init__(self, address: Address) -> None:
+        self._idle: queue.LifoQueue[Any] = queue.LifoQueue()
+        self._channels = threading.BoundedSemaphore(CHANNELS)
+        super().__init__(address)
+
+    def _open(self) -> tuple[Any, str]:
+        self._idle = queue.LifoQueue()  # of another process, if there were any
+        self._channels = threading.BoundedSemaphore(CHANNELS)
+        fs, root = attempt(super()._open, self.address.shown)
+        fs.ftp.get_channel().settimeout(SILENT_SECONDS)
+        return fs, root
+
+    @contextmanager
+    def channel(self) -> Iterator[Any]:
+        """Yield a channel that nobody else uses; one that has failed is not used again."""
+        fs = self.client
+        with self._channels:
+            try:
+                one = self._idle.get_nowait()
+            except queue.Empty:
+                one = fs.client.open_sftp()
+                one.get_channel().settimeout(SILENT_SECONDS)
+            yield one
+            self._idle.put(one)
+
+    def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
+        with self.channel() as channel, channel.open(one.key, "rb") as file:
+            return b"".join(file.readv([(offset, nbytes)]))
+
+    def _write(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> None:  # noqa: ARG002
+        with self.channel() as channel, channel.open(key, "wb") as file:
+            file.set_pipelined(True)
+            for part in parts:
+                file.write(part)
+
+    def move(self, one: str, other: str) -> None:
+        """As for any; the server replaces what is there."""
+        self.client.mv(one, other)
