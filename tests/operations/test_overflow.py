@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 import zckpt
+import zckpt.dcp
 from tests.cli.console import FIXTURES, run
 from tests.operations.test_merge_adapter import adapter, factors
 
@@ -47,7 +50,7 @@ def test_a_store_and_the_command_line_refuse_too(model: Path, tmp_path: Path) ->
     for target in (tmp_path / "m", "memory://overflow/m"):
         done = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "-q")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "give --overflow allow" in done.stderr
+        assert "--overflow allow" in done.stderr
         allowed = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "--overflow", "allow")
         assert allowed.returncode == 0
         assert "1 values of own overflow float16" in allowed.stderr
@@ -125,3 +128,22 @@ def test_what_is_within_the_type_says_nothing(tmp_path: Path) -> None:
     source = FIXTURES / "s2_bf16_dp2"
     for number, arguments in enumerate((("--dtype", "float16"), ("--dtype", "bfloat16"), ("--slots", "all"))):
         assert documents("consolidate", source, tmp_path / f"{number}.pt", *arguments)["notes"] == []
+
+
+def test_a_load_refuses_too_and_takes_it_unverified(tmp_path: Path) -> None:
+    tensors = {"weight": torch.full((2, 3), 70_000.0), "bias": torch.ones(2)}
+    torch.save(tensors, tmp_path / "a.pt")
+    model = torch.nn.Linear(3, 2, dtype=torch.float16)
+    with pytest.raises(zckpt.UsageError, match=r"6 values of weight overflow float16: .* must not be used"):
+        zckpt.load(tmp_path / "a.pt", model=model)
+    state = model.state_dict()
+    with pytest.raises(CheckpointException, match="6 values of weight overflow float16"):
+        dcp.load(state, storage_reader=zckpt.dcp.Reader(tmp_path / "a.pt"))
+    zckpt.load(tmp_path / "a.pt", model=model, verify=False)
+    assert model.weight.isinf().all()
+    assert model.bias.eq(1).all()
+    tensors["weight"][0] = torch.inf  # which the source says itself
+    tensors["weight"][1] = 7
+    torch.save(tensors, tmp_path / "a.pt")
+    zckpt.load(tmp_path / "a.pt", model=model)
+    assert model.weight.float().equal(tensors["weight"])

@@ -198,7 +198,7 @@ class Reader(StorageReader):
             tensor = planner.resolve_tensor(item)
             meaning = self._opened().find(item.storage_index.fqn)
             if isinstance(meaning, Elements):
-                reads.append(TensorRead(meaning.like(tensor.dtype), _extent(item), tensor))
+                reads.append(TensorRead(meaning.like(tensor.dtype), _extent(item), tensor, item.storage_index.fqn))
             elif isinstance(meaning, Zeros):
                 tensor.detach().zero_()
             ready.append((item, tensor))

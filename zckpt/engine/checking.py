@@ -281,8 +281,9 @@ class Checks:
         overflowed = _counted(self._overflowed)
         if overflowed and not self.allows_overflow:
             raise UsageError(
-                f"{overflowed}: finite in the source, and beyond the type that is written",
-                advice="write a type that holds them (--dtype float32, bfloat16), or give --overflow allow",
+                f"{overflowed}: finite in the source, and beyond the type that they get",
+                advice="use a type that holds them (float32, bfloat16); --overflow allow (where training loads, "
+                "verify=False) makes them infinite",
             )
         return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)
 

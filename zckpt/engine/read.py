@@ -12,7 +12,7 @@ import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
-from zckpt.engine.copy import Piece, elements, pieces, ranges_read
+from zckpt.engine.copy import Piece, elements, overflowed, pieces, ranges_read
 from zckpt.engine.plan import Copy, Fill, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
@@ -39,12 +39,15 @@ class Read:
         Element type in memory.
     into : memoryview
         As many bytes as these elements have, in the order of the extent.
+    name : str
+        Of what they are, for messages; by default the slot's.
     """
 
     slot: Slot
     extent: Extent
     dtype: str
     into: memoryview
+    name: str = ""
 
 
 def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bool = True) -> None:
@@ -160,22 +163,24 @@ def _all_pieces(reads: Iterable[Read]) -> Iterator[tuple[Piece, memoryview]]:
     indexes = SpanIndexes()
     for read in reads:
         reaching = indexes.reaching(read.slot, read.extent)
-        for piece in _pieces(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
+        for piece in _pieces(Hole(0, read.name or read.slot.name, reaching, read.extent, read.dtype)):
             yield piece, read.into
 
 
 def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:
     with WatchedSources(watched) as sources, ahead(ranges_read([piece for piece, _ in batch])):
+        found: list[Seen] = []
         for piece, into in batch:
-            read_piece(piece, into, sources)
-        return sources.seen
+            found += overflowed(piece, read_piece(piece, into, sources), sources)
+        return [*sources.seen, *found]
 
 
-def read_piece(piece: Piece, into: memoryview, sources: Sources) -> None:
-    """Read a piece into a buffer, at its offset; bytes that are moved as they are are not copied on the way."""
+def read_piece(piece: Piece, into: memoryview, sources: Sources) -> memoryview:
+    """Read a piece into a buffer, at its offset, and return it; what is moved as it is is not copied on the way."""
     view = into[piece.offset : piece.offset + piece.nbytes]
     if piece.is_bytewise:
         source = piece.copies[0].sources[0]
         sources.read(source.path, source.offset, view)
     else:
         view[:] = elements(piece, sources)
+    return view

@@ -25,11 +25,14 @@ class TensorRead:
     extent : Extent
     tensor : Tensor
         With as many elements, which are those of the extent in its order; of any floating-point type, or of the slot's.
+    name : str
+        Of what they are, for messages; by default the slot's.
     """
 
     slot: Slot
     extent: Extent
     tensor: torch.Tensor
+    name: str = ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -65,7 +68,7 @@ def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -
             memory = torch.empty(tensor.shape, dtype=tensor.dtype)
             staged.append((tensor, memory))
             nbytes += memory.nbytes
-        batch.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory)))
+        batch.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory), one.name))
         if nbytes >= STAGED_NBYTES:
             _read(batch, staged, checks)
             batch, staged, nbytes = [], [], 0

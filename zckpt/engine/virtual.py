@@ -155,7 +155,7 @@ def _of_hole(hole: Hole, view: memoryview, start: int, end: int) -> tuple[Read, 
     extent: Extent = replace(hole.extent, start=hole.extent.start + first, numel=last - first)
     whole = first * size == start and last * size == end
     into = view if whole else memoryview(bytearray((last - first) * size))
-    return Read(hole.slot, extent, hole.dtype, into), start - first * size
+    return Read(hole.slot, extent, hole.dtype, into, hole.label), start - first * size
 
 
 def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[PackPiece, int, memoryview]]:

@@ -7,9 +7,6 @@ from typing import overload
 
 from zckpt.torchfile import Record
 
-WHOLE_NBYTES = 1 << 22
-"""A file of at most this is kept with its tree, and others are held against all of it at once."""
-
 
 class AlikeRecords(Sequence[Record]):
     """The records of a file that is like another, of which only what differs is kept.

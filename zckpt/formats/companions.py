@@ -15,7 +15,6 @@ compares it with that. A tensor of another name is one if it has the elements of
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -31,7 +30,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.files import is_file, read_whole
+from zckpt.storage.files import is_file, read_json
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(
@@ -114,11 +113,8 @@ def carry(checkpoint: Checkpoint, path: Path) -> None:
 
 def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
     """Keep an object of JSON; one that is not is no account of the Trainer's."""
-    try:
-        found = json.loads(read_whole(str(path), most=MAXIMUM_JSON_NBYTES))
-    except (SourceError, ValueError, RecursionError):
-        return
-    if isinstance(found, dict) and path.stem not in checkpoint.metadata:
+    found = read_json(path, most=MAXIMUM_JSON_NBYTES)
+    if found is not None and path.stem not in checkpoint.metadata:
         checkpoint.metadata[path.stem] = found
         checkpoint.claims[str(path)] = Claim(CARRIED_AS_IS, path.stem)
 

@@ -10,16 +10,15 @@ Or any of these where the model's config.json has a quantization_config, and oth
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
-from zckpt.formats.assets import CONFIG_NAME, FOLDERS, MAXIMUM_CONFIG_NBYTES
+from zckpt.formats.assets import CONFIG_NAME, FOLDERS
 from zckpt.state import MASTER, Checkpoint, Slot
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.storage.files import read_head
+from zckpt.storage.files import read_json
 
 _SCALE = re.compile(
     r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
@@ -80,11 +79,8 @@ def _says_so(checkpoint: Checkpoint) -> bool:
     """Tell whether files beside the weights say that these are quantised; what is no JSON says nothing."""
     roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
     for path in (root / folder / name for root in roots for folder in FOLDERS for name in _SETTINGS):
-        try:
-            found = json.loads(read_head(str(path), MAXIMUM_CONFIG_NBYTES)) if path.is_file() else None
-        except (ValueError, RecursionError):
-            continue
-        inner = [found, found.get("text_config")] if isinstance(found, dict) else []
-        if any(one.get(key) for one in inner if isinstance(one, dict) for key in _SETTINGS[path.name]):
+        found = read_json(path) or {}
+        inner = [one for one in (found, found.get("text_config")) if isinstance(one, dict)]
+        if any(one.get(key) for one in inner for key in _SETTINGS[path.name]):
             return True
     return False

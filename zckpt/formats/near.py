@@ -85,7 +85,7 @@ def settle(
             return unsure
         found = next(iter(misses), None) or _of_others(path)
         error: SourceError = found.error(path) if found is not None else _unknown(path)
-        error.advice = error.advice or _parent(path)
+        error.advice = error.advice or _parent(path) or _file_in(path)
     else:
         found = pointer(path) or next(iter(misses), None) or _of_other(path)
         if found is None and unsure is not None and not broken:
@@ -183,6 +183,12 @@ def _parent(path: Path) -> str | None:
     inside = [f for f in folders if (f / "latest").is_file() or any(one.is_checkpoint(f) for one in own)]
     latest = max(inside, key=lambda folder: _numbered(folder.name), default=None)
     return f"did you mean {latest}?" if latest is not None else None
+
+
+def _file_in(path: Path) -> str | None:
+    """Name a file that torch may have saved: what it is said to be where it is given itself is more."""
+    files = (path / one.name for one in _entries(path) if one.name.endswith((".pt", ".pth", ".bin", ".ckpt")))
+    return next((f"give one of its files, such as {one}" for one in files if _head(one).startswith(b"PK\3\4")), None)
 
 
 def tags_in(path: Path) -> list[str] | None:

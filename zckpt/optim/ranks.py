@@ -5,10 +5,9 @@ A failure of one is one of all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
-from zckpt.storage.crc32 import crc32
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import Owned
 
@@ -34,6 +32,9 @@ all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 ALONE = "alone"
 """The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
+
+BELOW = "\0"
+"""Stands for what is read, which another rank may have under another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +121,6 @@ class Ranks:
             given = list(of_first) if self.rank == 0 else None
             dist.scatter_object_list(received, given, src=self.members[0], group=self.group)
         return received[0]  # type: ignore[no-any-return]
-
-    def exchange(self, for_each: Sequence[T]) -> list[T]:
-        """Return what each rank has for this one, given what this one has for each: what JSON can say."""
-        if self.group is None:
-            return list(for_each)
-        given = [json.dumps(one).encode() for one in for_each]
-        sent = torch.tensor([len(one) for one in given])
-        sizes = torch.empty_like(sent)
-        with answering():
-            dist.all_to_all_single(sizes, sent, group=self.group)
-            received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-            data = torch.frombuffer(bytearray(b"".join(given)), dtype=torch.uint8)
-            dist.all_to_all_single(received, data, sizes.tolist(), sent.tolist(), group=self.group)
-        parts = received.split(sizes.tolist())  # type: ignore[no-untyped-call]
-        return [json.loads(one.numpy().tobytes()) for one in parts]
 
     def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank."""
@@ -260,16 +246,18 @@ def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | No
     if checks.find is None:
         return
     if ranks.world_size > 1:
-        for_each: list[list[list[Any]]] = [[] for _ in range(ranks.world_size)]
-        for one, seen in checks.hand_over():
-            path = one.path.removeprefix(root)  # which another rank may have under another name
-            told = [one.path != path, path, one.name, one.offset, one.nbytes, one.crc32, one.always]
-            to = crc32(f"{path}:{one.offset}".encode("utf-8", "surrogateescape")) % ranks.world_size
-            for_each[to].append([*told, [(each.offset, each.nbytes, each.crc32) for each in seen]])
-        for is_below, rest, name, *numbers, parts in (one for some in ranks.exchange(for_each) for one in some):
-            path = root + rest if is_below else rest
-            checks.take_over(Sum(name, path, *numbers), [Seen(path, *part) for part in parts])
+        together: dict[Sum, list[Seen]] = {}
+        mine = [(_moved(one, root, BELOW), seen) for one, seen in checks.hand_over()]
+        for one, seen in (each for some in ranks.gather(mine) for each in some):
+            together.setdefault(one, []).extend(seen)
+        every = list(together.items())
+        for one, seen in ranks.scatter([every[rank :: ranks.world_size] for rank in range(ranks.world_size)]):
+            checks.take_over(_moved(one, BELOW, root), seen)
     ranks.do(checks.finish, spoiled=spoiled)
+
+
+def _moved(one: Sum, was: str, now: str) -> Sum:
+    return replace(one, path=now + one.path.removeprefix(was)) if one.path.startswith(was) else one
 
 
 @contextmanager

@@ -10,12 +10,13 @@ A `FileRange` is a range that is read by itself: offsets count from its start, a
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from stat import S_ISREG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
@@ -83,6 +84,15 @@ def read_whole(path: str, *, most: int) -> bytes:
     if len(data) > most:
         raise DamagedFileError("too large", path=path, expected=f"at most {most} bytes")
     return data
+
+
+def read_json(path: str | os.PathLike[str], *, most: int = 1 << 24) -> dict[str, Any] | None:
+    """Return an object in a file of JSON of at most so many bytes; None where there is none, or something else."""
+    try:
+        found = json.loads(read_whole(os.fspath(path), most=most)) if is_file(path) else None
+    except (SourceError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:

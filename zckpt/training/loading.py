@@ -327,7 +327,7 @@ class _Loading:
             tensor = self.tensors.tensors[name]
             share = None if name in made_of_masters else share_of(tensor, name)
             if share is not None and share.tensor.numel():
-                read = TensorRead(_weight_like(its, tensor.dtype), share.extent, share.tensor)
+                read = TensorRead(_weight_like(its, tensor.dtype), share.extent, share.tensor, name)
                 (replicated if share.ranks is None else sharded).append(read)
         return replicated, sharded
 

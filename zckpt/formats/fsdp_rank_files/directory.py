@@ -11,7 +11,6 @@ STATE/pytorch_model_fsdp[_I]_rankR.bin, optimizer_I_rankR.bin        Accelerate,
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
-from zckpt.storage.files import is_file, read_head
+from zckpt.storage.files import is_file, read_head, read_json
 from zckpt.storage.ownership import Owned
 
 FORMAT = "fsdp-rank-files"
@@ -184,7 +183,7 @@ def _trackers(path: Path) -> tuple[Path, ...]:
 
 
 def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> Directory:
-    config = _config(path / CONFIG_NAME)
+    config = read_json(path / CONFIG_NAME, most=MAX_TEXT_NBYTES) or {}
     by_size: dict[int, dict[str, dict[int, Path]]] = {}
     for kind, size, rank, name in _rank_files(path):
         by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
@@ -288,14 +287,3 @@ def _folders(directory: Path) -> list[Path]:
 
 def _text(path: Path) -> str:
     return read_head(str(path), MAX_TEXT_NBYTES).decode("utf-8", "replace")
-
-
-def _config(path: Path) -> dict[str, object]:
-    """Return what verl says of the run; empty where there is no such file, or it is none of verl's."""
-    if not is_file(path):
-        return {}
-    try:
-        found = json.loads(_text(path))
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -6,7 +6,6 @@ sizes of the optimizer's state or the model's configuration.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate
-from zckpt.storage.files import opened, read_at, read_whole
+from zckpt.storage.files import opened, read_at, read_json
 from zckpt.torchfile import Tensor
 
 HEAD_NBYTES = 256
@@ -22,8 +21,6 @@ HEAD_NBYTES = 256
 
 READ_NBYTES = 1 << 20
 """Read at once, where bytes have to be compared."""
-
-MAXIMUM_CONFIG_NBYTES = 1 << 24
 
 Ties = list[tuple[str, str]]
 """A name, and the one before it that is another name of the same parameter."""
@@ -113,12 +110,7 @@ def tie_as_configured(checkpoint: Checkpoint, model: Model, directory: Path) -> 
 
 def _vocabularies(path: Path) -> Iterator[int]:
     """Yield the size of the vocabulary whose embeddings a configuration of transformers says are tied."""
-    try:
-        config = json.loads(read_whole(str(path), most=MAXIMUM_CONFIG_NBYTES))
-    except (OSError, ValueError, RecursionError):
-        return
-    if not isinstance(config, dict):
-        return
+    config = read_json(path) or {}
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict) or type(part.get("vocab_size")) is not int:
             continue

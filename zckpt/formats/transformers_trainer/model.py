@@ -8,13 +8,12 @@ sorted tells nothing.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.safetensors.file import aliases_in, carry_texts, read_header, rules_of, source_file, weight_map
 from zckpt.formats.torch_files.content import is_state_dict
@@ -26,12 +25,11 @@ from zckpt.formats.transformers_trainer.readings import Weights
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.files import is_file, read_whole
+from zckpt.storage.files import read_json
 from zckpt.torchfile import brief, is_tensor, read_torchfile
 
 CONFIG_NAME = "config.json"
 
-MAXIMUM_CONFIG_NBYTES = 1 << 24
 
 COUNT = "num_batches_tracked"
 RUNNING = ("running_mean", "running_var")
@@ -161,12 +159,3 @@ def _model_type(directory: Directory) -> str | None:
             config = read_json(directory.path / base / CONFIG_NAME)
     found = (config or {}).get("model_type")
     return found if isinstance(found, str) else None
-
-
-def read_json(path: Path) -> dict[str, object] | None:
-    """Return an object in a file of JSON; None where there is no such file, or something else in it."""
-    try:
-        found = json.loads(read_whole(str(path), most=MAXIMUM_CONFIG_NBYTES)) if is_file(path) else None
-    except (SourceError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -13,10 +13,11 @@ from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, STATE_NAME, Directory
-from zckpt.formats.transformers_trainer.model import read_json, read_model
+from zckpt.formats.transformers_trainer.model import read_model
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint
 from zckpt.state.order import put_in_order, tells_order
+from zckpt.storage.files import read_json
 from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "transformers-trainer"

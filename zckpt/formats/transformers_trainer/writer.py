@@ -31,9 +31,9 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, OWN_NAME, STATE_NAME
 from zckpt.formats.transformers_trainer.groups import as_the_trainer_has_them
-from zckpt.formats.transformers_trainer.model import read_json
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.storage.files import read_json
 from zckpt.torchfile import FromFile, Object
 
 OPTIMIZER_NAME = "optimizer.pt"
