@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 from zckpt.errors import UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, number_of
 from zckpt.state.names import canonical_names
 from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
 
@@ -42,7 +42,7 @@ def single(value: object) -> object:
     if isinstance(value, FromFile):
         digest = _digest(value)
         return plain(value.node) if digest is None else {"tensors": digest, "in": plain(value.node)}
-    return plain(value.value if isinstance(value, Scalar) else value)
+    return plain(number_of(value))
 
 
 def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type

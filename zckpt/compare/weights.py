@@ -18,7 +18,7 @@ from zckpt.errors import WeightMismatchError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.files import Sources
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of
 
 SPANS_PER_PARAMETER = 4
 """Spans of a master that are sampled, besides the first one of each file."""
@@ -181,7 +181,7 @@ def steps_weights(checkpoint: Checkpoint) -> bool:
     DeepSpeed's ZenFlow does, as the configuration says that every format carries.
     """
     value = checkpoint.metadata.get("ds_config")
-    config = value.node if isinstance(value, FromFile) else value
+    config = node_of(value)
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return isinstance(zero, Mapping) and zero.get("zenflow") is not None
 

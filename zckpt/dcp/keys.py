@@ -30,7 +30,7 @@ from zckpt.formats.dcp.write_items import items
 from zckpt.formats.torch_files.content import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot, number_of
 from zckpt.state.names import bare_names, is_number, plain_name, without_wrappers
 
 APP = "app."
@@ -281,7 +281,7 @@ class Keys(dict[str, StorageEntry]):
         found = [self.checkpoint.param_groups[group].hyperparameters[key] for group in groups]
         if not found:
             raise KeyError(key)
-        values = [one.value if isinstance(one, Scalar) else one for one in found]
+        values = [number_of(one) for one in found]
         if any(value != values[0] for value in values):
             raise UsageError(
                 f"a param group has parameters that have several values of {key} in the checkpoint",

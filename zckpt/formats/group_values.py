@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 from zckpt.compare.logical import number_in
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.state import Checkpoint, ParamGroup, Scalar
-from zckpt.torchfile import Digests, FromFile
+from zckpt.state import Checkpoint, ParamGroup, Scalar, number_of
+from zckpt.torchfile import Digests, node_of
 
 STEP = "step"
 
@@ -41,7 +41,7 @@ def group_values(checkpoint: Checkpoint, group: ParamGroup, keys: Collection[str
 
 def same(one: object, other: object) -> bool:
     """Tell whether two single values are the same, however they are stored."""
-    a, b = (x.value if isinstance(x, Scalar) else x for x in (one, other))
+    a, b = (number_of(x) for x in (one, other))
     if _is_plain(a) and _is_plain(b):
         digests = Digests()
         return digests.of(a) == digests.of(b)
@@ -50,5 +50,5 @@ def same(one: object, other: object) -> bool:
 
 def _is_plain(value: object) -> bool:
     """Tell whether a value is a list, a tuple or a dict without tensors."""
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     return isinstance(node, (list, tuple, dict)) and not holds_tensors(node)

@@ -13,7 +13,7 @@ from zckpt.formats.deepspeed.gpt_model import JOINED
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of
 from zckpt.torchfile.nodes import Object
 
 FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
@@ -58,7 +58,7 @@ ORDER = "query_key_value"
 def arguments_of(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the arguments of Megatron-LM, or Megatron-DeepSpeed, in a checkpoint; empty where it has none."""
     arguments = checkpoint.metadata.get("args")
-    node = arguments.node if isinstance(arguments, FromFile) else arguments
+    node = node_of(arguments)
     if isinstance(node, Object) and isinstance(node.state, dict):
         node = node.state
     if not isinstance(node, dict):

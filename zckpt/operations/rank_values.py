@@ -10,7 +10,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import BESIDE, OPTIMIZERS
 from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import RankValue, how_to_drop, keys_listed
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of
 
 
 def without_rank_values(
@@ -76,7 +76,7 @@ def keeps_beside(checkpoint: Checkpoint) -> bool:
     """Tell whether an optimizer kept more than state of parameters, or one of several did."""
     found = checkpoint.optimizer_metadata
     several = found.get(OPTIMIZERS)
-    node = several.node if isinstance(several, FromFile) else several
+    node = node_of(several)
     return BESIDE in found or (isinstance(node, dict) and any(BESIDE in its for its in node.values()))
 
 

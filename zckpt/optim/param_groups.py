@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.tensors import own_names
-from zckpt.state import ParamGroup, Scalar
+from zckpt.state import ParamGroup, number_of
 
 SHOWN = 4
 """How many names a message lists."""
@@ -232,10 +232,7 @@ def group_hyperparameters(
                 path=path,
                 found=", ".join(only[:SHOWN]),
             )
-    return [
-        {key: value.value if isinstance(value, Scalar) else value for key, value in group.hyperparameters.items()}
-        for group in groups
-    ]
+    return [{key: number_of(value) for key, value in group.hyperparameters.items()} for group in groups]
 
 
 def _owner_name(checkpoint: OpenedCheckpoint, name: str) -> str:

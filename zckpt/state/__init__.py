@@ -18,6 +18,7 @@ from zckpt.state.checkpoint import (
     Topology,
     as_float,
     most_steps,
+    number_of,
 )
 from zckpt.state.spans import (
     ZEROS,
@@ -57,4 +58,5 @@ __all__ = [
     "Topology",
     "as_float",
     "most_steps",
+    "number_of",
 ]

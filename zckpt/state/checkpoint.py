@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
@@ -35,9 +36,14 @@ class Scalar:
     dtype: str
 
 
+def number_of(value: object) -> Any:  # noqa: ANN401  # whatever a state dict has
+    """Return the number of a value that may be a Scalar."""
+    return value.value if isinstance(value, Scalar) else value
+
+
 def as_float(value: object) -> float | None:
     """Return a single value, a Scalar or plain, as a float; None of what is none, or an integer beyond all floats."""
-    plain = value.value if isinstance(value, Scalar) else value
+    plain = number_of(value)
     try:
         return float(plain) if isinstance(plain, (int, float)) else None
     except OverflowError:

@@ -50,7 +50,7 @@ from zckpt.torchfile.plain import Renderer, brief, plain
 from zckpt.torchfile.reader import read_pickle, read_source, read_torchfile
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
 from zckpt.torchfile.rebuild_torch import dense
-from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PlainParts, TorchFile
+from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PlainParts, TorchFile, node_of, put_back
 from zckpt.torchfile.trees import (
     LEAVES,
     MAX_DEPTH,
@@ -123,9 +123,11 @@ __all__ = [
     "is_leaf",
     "is_tensor",
     "lay_out_archive",
+    "node_of",
     "oddity",
     "open_range",
     "plain",
+    "put_back",
     "read_archive",
     "read_directory",
     "read_pickle",

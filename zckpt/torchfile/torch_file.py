@@ -9,7 +9,7 @@ Sizes are in elements of the storage class. Several tensors may mention one key;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from zckpt.errors import PickleError, UnsupportedError
@@ -242,6 +242,16 @@ class FromFile:
         """Return a node of a file's tree, to be written as that file spells it."""
         new = any(names and _mentions(names) for names in file.globals.values())
         return cls(node, file.path, file.byteorder, NUMPY[1] if new else NUMPY[0])
+
+
+def node_of(value: object) -> object:
+    """Return the node of a value that may be a part of a file's tree."""
+    return value.node if isinstance(value, FromFile) else value
+
+
+def put_back(value: object, node: object) -> object:
+    """Return a node as a part of the tree that a value is of, if it is of a file's."""
+    return replace(value, node=node) if isinstance(value, FromFile) else node
 
 
 @lru_cache(maxsize=64)

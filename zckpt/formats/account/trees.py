@@ -34,6 +34,7 @@ from zckpt.torchfile import (
     Storage,
     Tensor,
     children,
+    node_of,
     oddity,
     walk_tensors,
 )
@@ -71,7 +72,7 @@ def taken(checkpoint: Checkpoint) -> Taken:
     every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
     for values in (checkpoint.metadata, checkpoint.optimizer_metadata):
         for key, value in values.items():
-            found.values[key, id(value.node if isinstance(value, FromFile) else value)] = key
+            found.values[key, id(node_of(value))] = key
             _mark(found, value, CARRIED, key)
     for number, group in enumerate(checkpoint.param_groups):
         for values in (group.hyperparameters, group.state):

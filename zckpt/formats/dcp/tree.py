@@ -25,7 +25,7 @@ from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import AVERAGES, STATE_DICT_KEYS, is_called_like, words
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state.names import aligned, bare_names
-from zckpt.torchfile import FromFile, each, walk_tensors
+from zckpt.torchfile import FromFile, each, node_of, walk_tensors
 
 Leaf = TensorItem | ObjectItem
 Node = object
@@ -133,7 +133,7 @@ def _of_one_file(whole: object, values: list[object], join: Callable[[list[objec
     about = {(part.path, part.byteorder, part.numpy) for part in parts}
     if len(about) != 1 or not all(isinstance(value, FromFile) or _is_plain(value) for value in values):
         return whole
-    return replace(parts[0], node=join([value.node if isinstance(value, FromFile) else value for value in values]))
+    return replace(parts[0], node=join([node_of(value) for value in values]))
 
 
 def _is_plain(value: object) -> bool:

@@ -36,6 +36,7 @@ from zckpt.torchfile import (
     Size,
     Tensor,
     each,
+    node_of,
     walk_tensors,
 )
 
@@ -159,7 +160,7 @@ def _flattened(optimizer: Mapping[str, Any], source: str) -> dict[str, object]:
 
 def _is_tensor(value: object) -> bool:
     """Tell whether a value besides model and optimizer would be taken for one of the model's, next to its names."""
-    return isinstance(value.node if isinstance(value, FromFile) else value, TENSORS)
+    return isinstance(node_of(value), TENSORS)
 
 
 def _check_size(dicts: list[dict[object, object]], source: str) -> None:
@@ -213,7 +214,7 @@ def _leaf(key: str, node: object, file: FromFile | None) -> object:
 
 def _is_readable(value: object) -> bool:
     """Tell whether torch by itself can read a value, and whether it is a tree of reasonable size."""
-    waiting: list[tuple[int, object]] = [(0, value.node if isinstance(value, FromFile) else value)]
+    waiting: list[tuple[int, object]] = [(0, node_of(value))]
     budget = MAXIMUM_NODES
     while waiting:
         depth, node = waiting.pop()

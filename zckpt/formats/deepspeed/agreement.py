@@ -17,7 +17,7 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS
 from zckpt.formats.remainder import jsonables
-from zckpt.state import ParamGroup, Scalar, as_float
+from zckpt.state import ParamGroup, as_float, number_of
 from zckpt.torchfile import plain
 
 
@@ -104,7 +104,7 @@ def _other_step(what: str, mp_rank: int, path: str, expected: object, found: obj
 
 def _number(value: object) -> object:
     """Return a single value without how it was stored."""
-    found = value.value if isinstance(value, Scalar) else value
+    found = number_of(value)
     number = as_float(found)
     return number if number is not None else found if isinstance(found, str) else repr(plain(found))
 

@@ -26,7 +26,7 @@ from zckpt.formats.group_values import group_values, numbers_in_slots, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology
-from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
+from zckpt.torchfile import OrderedMapping, TorchFile, node_of
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -237,7 +237,7 @@ def is_counted(key: str) -> bool:
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:
     config = checkpoint.metadata.get("ds_config")
-    node = config.node if isinstance(config, FromFile) else config
+    node = node_of(config)
     if isinstance(node, dict):
         return {"zero_optimization": {}, **node}
     found: dict[object, object] = {"zero_optimization": {}}

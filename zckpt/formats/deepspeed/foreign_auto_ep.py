@@ -16,7 +16,7 @@ from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of
 
 
 def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
@@ -45,7 +45,7 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 
 def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     info = checkpoint.metadata.get(INFO_KEY)
-    node = info.node if isinstance(info, FromFile) else info
+    node = node_of(info)
     listed = node.get(KEY) if isinstance(node, dict) else None
     return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
 

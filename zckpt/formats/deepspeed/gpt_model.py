@@ -31,7 +31,7 @@ from zckpt.formats.deepspeed.stage_bounds import Layer
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter
 from zckpt.state.names import is_number
-from zckpt.torchfile import FromFile, Object, plain
+from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
 
 ARGUMENTS = "args"
@@ -81,7 +81,7 @@ def shared_by_stages(name: str) -> bool:
 def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | None:
     """Return the program's arguments in a model file; None where it has none, or another program's."""
     value = content.get(ARGUMENTS)
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     node = node.state if isinstance(node, Object) else node
     return node if isinstance(node, dict) and "num_attention_heads" in node and "hidden_size" in node else None
 
@@ -156,7 +156,7 @@ def known_rules(
 def rules_of_whole(model: ModelShard, parameters: Mapping[str, Parameter]) -> Mapping[str, object] | None:
     """Return by what rules whole parameters can be cut: what `universal_checkpoint_info` says, completed."""
     found = model.content.get(INFO_KEY)
-    info = plain(found.node if isinstance(found, FromFile) else found)
+    info = plain(node_of(found))
     said = info if isinstance(info, dict) else None
     return completed(model, said, [RankState(0, dict(parameters))], sliced=False)
 
@@ -280,7 +280,7 @@ def rows_that_were(info: Mapping[str, object] | None, parameters: Mapping[str, P
 
 def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
     """Return the program's arguments with sizes that are others now; those that it has not are left out."""
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     attributes = node.state if isinstance(node, Object) else node
     if arguments_in({ARGUMENTS: value}) is None or not isinstance(attributes, dict):
         return value
@@ -294,7 +294,7 @@ def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
         inner = replace(node, state=changed)
     elif isinstance(node, Namespace):
         inner = Namespace(changed)
-    return replace(value, node=inner) if isinstance(value, FromFile) else inner
+    return put_back(value, inner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zckpt.state import Checkpoint
-from zckpt.torchfile import DType, FromFile, Global, Object, plain
+from zckpt.torchfile import DType, Global, Object, node_of, plain
 
 LOSS_SCALER = "loss_scaler"
 DYNAMIC = "dynamic_loss_scale"
@@ -110,7 +110,7 @@ def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, ob
             found.keys[LOSS_SCALER] = _static(1.0)
             found.notes.append("ZeRO-3 loads nothing without a loss scaler, and the source has none: it scales by 1")
     scaler = found.keys[LOSS_SCALER]
-    node = scaler.node if isinstance(scaler, FromFile) else scaler
+    node = node_of(scaler)
     dynamic = node.get("dynamic") if isinstance(node, Object) else False
     found.keys.setdefault(DYNAMIC, dynamic is True)
     found.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next

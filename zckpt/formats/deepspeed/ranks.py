@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_mode
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.state import Scalar, SourceFile, as_float
+from zckpt.state import SourceFile, as_float, number_of
 from zckpt.torchfile import plain, read_torchfile
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _shown(usual: str, odd: str) -> tuple[str, str]:
 
 def _number(value: object) -> str:
     """Return a single value as text that does not depend on how it was stored."""
-    plain_value = value.value if isinstance(value, Scalar) else value
+    plain_value = number_of(value)
     number = as_float(plain_value)
     return repr(plain(plain_value) if number is None else number)
 

@@ -15,7 +15,7 @@ from zckpt.formats.deepspeed.target import TargetGroup, TargetRank
 from zckpt.formats.deepspeed.write_optimizer import slot_contents
 from zckpt.formats.torch_files.writer import Content, SlotTensor, new_storage, value_node, view
 from zckpt.state import MASTER, WEIGHT, Parameter
-from zckpt.torchfile import FromFile, Object, Tensor
+from zckpt.torchfile import Object, Tensor, node_of
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 
@@ -146,7 +146,7 @@ def _known_scaling(mp: TargetRank) -> dict[str, object]:
         return {}
     content = mp.members[0].content
     scaler = content.get("loss_scaler")
-    node = scaler.node if isinstance(scaler, FromFile) else scaler
+    node = node_of(scaler)
     state = node.state if isinstance(node, Object) and isinstance(node.state, dict) else {}
     found = {str(key): value for key, value in state.items() if key in _SCALING}
     if "dynamic" in state:

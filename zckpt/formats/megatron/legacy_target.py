@@ -17,7 +17,7 @@ from zckpt.formats.megatron.objects import arguments_of
 from zckpt.formats.megatron.slices import VOCABULARY
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.state import Checkpoint, Topology
-from zckpt.torchfile import FromFile, Namespace, Object
+from zckpt.torchfile import Namespace, Object, node_of, put_back
 
 CHUNKS, BOUNDS, ROWS, EXPERTS = "virtual stages", "stage bounds", "padded vocabulary", "experts"
 """Under which `Checkpoint.details` have them."""
@@ -176,7 +176,7 @@ def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[ob
 
 def with_sizes(value: object, target: Target) -> object:
     """Return Megatron-LM's arguments with the target's sizes, where they are among them."""
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     attributes = arguments_of(node)
     top, context = target.topology, attributes.get("context_parallel_size")
     changed: dict[object, object] = {
@@ -202,4 +202,4 @@ def with_sizes(value: object, target: Target) -> object:
         if isinstance(node, Namespace)
         else state
     )
-    return replace(value, node=inner) if isinstance(value, FromFile) else inner
+    return put_back(value, inner)

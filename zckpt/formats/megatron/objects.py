@@ -18,7 +18,7 @@ from pathlib import Path
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.state import Checkpoint, Topology
-from zckpt.torchfile import FromFile, Object, TorchFile, read_torchfile
+from zckpt.torchfile import Object, TorchFile, node_of, read_torchfile
 
 OPTIMIZER = "optimizer"
 STEP_KEYS = ("iteration", "global_step")
@@ -65,7 +65,7 @@ class Common:
 
 def arguments_of(value: object) -> Mapping[object, object]:
     """Return the attributes of a program's arguments; of anything else none."""
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     node = node.state if isinstance(node, Object) else node
     return node if isinstance(node, dict) else {}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
@@ -17,7 +16,7 @@ from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP
 from zckpt.formats.megatron.write_groups import Group, groups_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of, put_back
 
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
 """Whose state it is: the distributed optimizer's, in either form, or another's."""
@@ -187,7 +186,7 @@ def text_file(name: str, text: str) -> TargetFile:
 
 def shards_of(value: object) -> dict[str, object]:
     """Return what ranks have of an object, by the keys that they have for it; nothing for other values."""
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     if not isinstance(node, dict) or not all(isinstance(key, str) and _SHARDS.fullmatch(key) for key in node):
         return {}
-    return {key: replace(value, node=one) if isinstance(value, FromFile) else one for key, one in node.items()}
+    return {key: put_back(value, one) for key, one in node.items()}

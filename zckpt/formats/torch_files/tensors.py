@@ -17,7 +17,7 @@ from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, walk_tensors
+from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, node_of, walk_tensors
 
 Value = TypeVar("Value")
 
@@ -138,7 +138,7 @@ def holds_tensors(value: object) -> bool:
 
 def description(value: object) -> Mapping[str, Any] | None:
     """Return what `zckpt.save` says of a slot that torchao has quantised, if that is what a parameter's value is."""
-    node = value.node if isinstance(value, FromFile) else value
+    node = node_of(value)
     return node if isinstance(node, Mapping) and TORCHAO in node else None
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 
 from zckpt.state import Checkpoint, as_float
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import node_of, put_back
 
 FILES = {"scaler": "scaler.pt", "training_args": "training_args.bin"}
 """Files of the Trainer's that are written as they were, by the key under which they are carried."""
@@ -40,7 +39,7 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
     found: Mapping[object, object] = {}
     for key in SCHEDULER_KEYS:
         value = checkpoint.metadata.get(key)
-        node = value.node if isinstance(value, FromFile) else value
+        node = node_of(value)
         if isinstance(node, Mapping) and type(node.get("last_epoch")) is int:
             found = node
             if all(_length(node.get(one)) in (None, count) for one in PER_GROUP):
@@ -89,8 +88,8 @@ def _restated(checkpoint: Checkpoint, names: re.Pattern[str], keys: Mapping[str,
     found: dict[int, object] = {}
     for key, value in checkpoint.metadata.items():
         match = names.fullmatch(key)
-        node = value.node if isinstance(value, FromFile) else value
+        node = node_of(value)
         if match is not None and isinstance(node, Mapping) and keys.keys() <= node.keys():
             state = {its: node[ours] for ours, its in keys.items()}
-            found[int(match[1] or 0)] = replace(value, node=state) if isinstance(value, FromFile) else state
+            found[int(match[1] or 0)] = put_back(value, state)
     return found

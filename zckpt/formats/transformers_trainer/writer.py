@@ -34,7 +34,7 @@ from zckpt.formats.transformers_trainer.groups import as_the_trainer_has_them
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
 from zckpt.storage.files import read_json
-from zckpt.torchfile import FromFile, Object
+from zckpt.torchfile import Object, node_of
 
 OPTIMIZER_NAME = "optimizer.pt"
 
@@ -160,7 +160,7 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
 def _arguments(checkpoint: Checkpoint) -> Mapping[object, object]:
     """Return the Trainer's arguments, if the source has them."""
     known = checkpoint.metadata.get("training_args")
-    node = known.node if isinstance(known, FromFile) else known
+    node = node_of(known)
     return node.state if isinstance(node, Object) and isinstance(node.state, Mapping) else {}
 
 

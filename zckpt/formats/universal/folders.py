@@ -42,7 +42,7 @@ from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, STATE, Rule
-from zckpt.torchfile import FromFile, Global, Object, Tensor, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Global, Object, Tensor, TorchFile, node_of, plain, read_torchfile
 
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
@@ -313,7 +313,7 @@ class Slices:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         info = checkpoint.metadata.get(INFO_KEY)
-        found = plain(info.node if isinstance(info, FromFile) else info)
+        found = plain(node_of(info))
         origin = origin_of(checkpoint)
         known = origin.rules if origin is not None and origin.rules is not None else found
         if origin is None:

@@ -43,7 +43,7 @@ from zckpt.formats.universal.directory import (
 from zckpt.formats.universal.folders import Folder, Slices, folders, weight
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import flat_partition_numel
-from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
+from zckpt.torchfile import OrderedMapping, Size, alike, node_of, plain
 
 DEEPSPEED_VERSION = "0.19.8"
 """The version whose form this is, where the source is not DeepSpeed's."""
@@ -135,7 +135,7 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
                      "rank its own: their layers are not listed under these names")  # fmt: skip
     config = checkpoint.metadata.get("ds_config")
-    zero = plain(config.node if isinstance(config, FromFile) else config)
+    zero = plain(node_of(config))
     zero = zero.get("zero_optimization") if isinstance(zero, dict) else None
     if isinstance(zero, dict) and zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "

@@ -24,7 +24,7 @@ from zckpt.errors import LayoutError, SourceError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Scalar, Slot, as_float
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Slot, as_float, number_of
 from zckpt.state.inventory import Item
 
 Ranks = Mapping[str, tuple[int, ...]]
@@ -213,5 +213,5 @@ def _file_of(checkpoint: Checkpoint, name: str) -> str | None:
 
 
 def _number(value: object) -> float | None:
-    plain = value.value if isinstance(value, Scalar) else value
+    plain = number_of(value)
     return as_float(plain) if not isinstance(plain, bool) else None

@@ -22,7 +22,7 @@ from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.states.expected import check_keys
 from zckpt.optim.states.values import as_stored, as_torch, read_numbers
 from zckpt.optim.tensors import Share
-from zckpt.state import Parameter, Scalar, Slot
+from zckpt.state import Parameter, Slot, number_of
 
 Held = Mapping[torch.Tensor, list[tuple[str, Member]]]
 """What each tensor of an optimizer has the elements of."""
@@ -157,7 +157,7 @@ class FlatRestoring(ByParameterRestoring):
 
     def _single(self, key: str, found: Sequence[object]) -> object:
         """Return a value that all parameters of a tensor have in common."""
-        plain = [value.value if isinstance(value, Scalar) else value for value in found]
+        plain = [number_of(value) for value in found]
         if any(value != plain[0] for value in plain):
             raise self._differ(key, plain)
         return as_torch(found[0])

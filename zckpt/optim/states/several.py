@@ -26,7 +26,7 @@ from zckpt.optim.param_groups import Names
 from zckpt.optim.states import NamedShare, OptimizerState, Restoring, Source, state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.state import ParamGroup
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import FromFile, node_of
 
 Given = Optimizer | list[Optimizer] | tuple[Optimizer, ...] | Mapping[str, Optimizer] | None
 """What `save` and `load` take as `optimizer`."""
@@ -387,7 +387,7 @@ def _had_one(checkpoint: OpenedCheckpoint) -> bool:
 def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
     """Return what each of several optimizers kept besides its state."""
     found = checkpoint.optimizer_metadata.get(OPTIMIZERS)
-    node = found.node if isinstance(found, FromFile) else found
+    node = node_of(found)
     if not isinstance(node, Mapping):
         return {}
     file = found if isinstance(found, FromFile) else None

@@ -28,9 +28,9 @@ from zckpt.optim.zero.files import experts_of
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import DynamicLossScaler, Scaler, scaler_like
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Slot, number_of
 from zckpt.state.partition import FlatShare
-from zckpt.torchfile import FromFile, Object, plain
+from zckpt.torchfile import Object, node_of, plain
 
 
 class ZeroState(ByParameter):
@@ -200,7 +200,7 @@ class ZeroRestoring(Restoring):
         """
         own, known = self.optimizer.loss_scaler, self.source.metadata
         found = known.get("loss_scaler")
-        node = found.node if isinstance(found, FromFile) else found
+        node = node_of(found)
         values = plain(node)
         if isinstance(node, Object) and isinstance(node.state, dict):
             values = {"dynamic": node.qualified.endswith(".DynamicLossScaler"), **node.state}
@@ -246,7 +246,7 @@ class ZeroRestoring(Restoring):
         return slot
 
     def _common(self, key: str, found: Sequence[object]) -> object:
-        numbers = {value.value if isinstance(value, Scalar) else value for value in found}
+        numbers = {number_of(value) for value in found}
         if len(numbers) > 1:
             raise UsageError(
                 f"{key} is not the same for all parameters of a group, which a flat group has only one for",
