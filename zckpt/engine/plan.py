@@ -21,12 +21,12 @@ from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, CutSpans, Span
 from zckpt.state.boxes import (
     Box,
+    Located,
     SpanIndexes,
     boxes_of,
     factored,
     factors_by_axis,
     intersection,
-    intersections,
     locate,
     overlap,
 )
@@ -284,44 +284,44 @@ def fill(hole: Hole) -> list[Copy]:
 
 
 def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
-    if hole.slot.factors is not None:
-        return _fill_factored(hole, spans, hole.slot.factors)
     copies: list[Copy] = []
     boxes: list[Box] = []
     ranges: list[tuple[int, int]] = []
-    want = hole.extent
+    want, factors, wanted = hole.extent, hole.slot.factors, list[Located]()
     for span in spans:
-        if span.extent.numel == 0:
-            continue
         have = span.extent
-        if span.strides is None and have.offsets == want.offsets and have.sizes == want.sizes:
+        if have.numel == 0:
+            continue
+        if span.strides is None and factors is None and have.offsets == want.offsets and have.sizes == want.sizes:
             low, high = max(have.start, want.start), min(have.start + have.numel, want.start + want.numel)
             if low < high:
                 ranges.append((low, high))
                 copies.append(_flat_copy(hole, span, low, high))
             continue
-        for box in intersections(span.extent, want):
-            boxes.append(box)
-            copies.append(_box_copy(hole, span, box))
+        wanted = wanted or list(_located(hole))
+        for one in boxes_of(have):
+            for box, first, steps in wanted:
+                both = intersection(one, box)
+                if both is not None:
+                    boxes.append(both)
+                    copies.append(_box_copy(hole, span, both, first + _distance(both, box, steps), steps))
     _check_coverage(hole, copies, ranges, boxes)
     return copies
 
 
-def _fill_factored(hole: Hole, spans: Sequence[Span], factors: tuple[int, ...]) -> list[Copy]:
-    """Fill a hole in boxes of a finer shape, in which the spans are boxes with strides."""
-    by_axis = factors_by_axis(hole.slot.shape, factors)
-    copies: list[Copy] = []
-    boxes: list[Box] = []
-    for plain in boxes_of(hole.extent):
-        for box, first, steps in factored(plain, *locate(hole.extent, plain, None), by_axis):
-            for span in spans:
-                both = intersection((span.extent.offsets, span.extent.sizes), box)
-                if both is not None:
-                    boxes.append(both)
-                    target = first + sum((a - b) * s for a, b, s in zip(both[0], box[0], steps, strict=True))
-                    copies.append(_strided_copy(hole, span, both, (target, steps)))
-    _check_coverage(hole, copies, [], boxes)
-    return copies
+def _located(hole: Hole) -> Iterator[Located]:
+    """Yield a hole as boxes of the shape of which the spans are, and where each lies in it."""
+    by_axis = None if hole.slot.factors is None else factors_by_axis(hole.slot.shape, hole.slot.factors)
+    for box in boxes_of(hole.extent):
+        place = locate(hole.extent, box, None)
+        if by_axis is None:
+            yield box, *place
+        else:
+            yield from factored(box, *place, by_axis)
+
+
+def _distance(one: Box, other: Box, steps: Sequence[int]) -> int:
+    return sum((a - b) * s for a, b, s in zip(one[0], other[0], steps, strict=True))
 
 
 def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
@@ -333,16 +333,11 @@ def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
     )
 
 
-def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
-    return _strided_copy(hole, span, box, locate(hole.extent, box, None))
-
-
-def _strided_copy(hole: Hole, span: Span, box: Box, target: tuple[int, tuple[int, ...]]) -> Copy:
+def _box_copy(hole: Hole, span: Span, box: Box, target_first: int, target_strides: tuple[int, ...]) -> Copy:
     """Return the copy of a box to where it lies in the hole: its first element, and strides, in elements."""
     shape = box[1]
     source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
     first, strides = locate(span.extent, box, span.strides)
-    target_first, target_strides = target
     if shape:
         source_steps = tuple(s * source_size for s in strides)
         target_steps = tuple(s * target_size for s in target_strides)

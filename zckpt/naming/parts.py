@@ -158,7 +158,7 @@ class Joined:
                     path=self._checkpoint.source,
                     found=f"{slot.dtype} and {first.dtype}",
                 )
-        return arranged(first, target, list(zip(self._arrangements, slots, strict=True)))
+        return arranged(target, list(zip(self._arrangements, slots, strict=True)))
 
     def _not_arranged(self, key: str, advice: str) -> UnsupportedError:
         return UnsupportedError(
@@ -169,11 +169,4 @@ class Joined:
 
     def _is_alike(self, target: Arrangement) -> bool:
         """Tell whether the parameter of the other side is the only part as it is."""
-        return len(self._parts) == 1 and self._is_same(target)
-
-    def _is_same(self, target: Arrangement) -> bool:
-        """Tell whether the only part has the elements of the target in the same order, and no others."""
-        (source,) = self._arrangements
-        return (source.shape, source.low, source.sizes, source.order) == (
-            target.shape, target.low, target.sizes, target.order,
-        )  # fmt: skip
+        return len(self._parts) == 1 and self._arrangements[0].seen == target.seen

@@ -80,11 +80,11 @@ def locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[i
 
 
 def factors_by_axis(shape: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return which factors each size of a shape is the product of, in their order."""
+    """Return which factors each size of a shape is the product of, in their order; a size of one has one or none."""
     found, at = [], 0
     for size in shape:
         first, product = at, 1
-        while product != size or at == first:
+        while product != size or (at == first and at < len(factors) and factors[at] == 1):
             product *= factors[at]
             at += 1
         found.append(tuple(factors[first:at]))
@@ -119,12 +119,13 @@ def factored(box: Box, first: int, strides: Sequence[int], by_axis: Sequence[tup
 
 
 def overlap(boxes: list[Box]) -> bool:
-    """Tell whether any two boxes share an element, by a sweep along the first dimension."""
-    if boxes and not boxes[0][0]:
+    """Tell whether any two boxes share an element, by a sweep along the dimension in which they begin most apart."""
+    if len(boxes) < 2 or not boxes[0][0]:
         return len(boxes) > 1
+    axis = max(range(len(boxes[0][0])), key=lambda n: len({offsets[n] for offsets, _ in boxes}))
     active: list[Box] = []
-    for box in sorted(boxes):
-        active = [a for a in active if a[0][0] + a[1][0] > box[0][0]]
+    for box in sorted(boxes, key=lambda one: one[0][axis]):
+        active = [a for a in active if a[0][axis] + a[1][axis] > box[0][axis]]
         if any(_meet(a, box) for a in active):
             return True
         active.append(box)
