@@ -224,7 +224,9 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
     if fine is None:
         return reshape(_plain(reshape(slot, (slot.numel,))), shape)
     numbers = iter(range(len(fine)))
-    order = [n for axis in factors_by_axis(shape, fine) for n in ([next(numbers) for _ in axis] or [None])]
+    order: list[int | None] = []
+    for axis in factors_by_axis(shape, fine):
+        order += [next(numbers) for _ in axis] or [None]
     split, zero = tuple(factors_by_axis(grain, fine)), (0,) * len(fine)
     move = Move(split, zero, fine, tuple(order), (0,) * len(order))
     return _moved(shape, move.there, [(move, slot)])
