@@ -59,18 +59,18 @@ def test_what_is_none_of_the_model_stays_where_it_was(tmp_path: Path) -> None:
     torch.save({"a": {"w": torch.ones(2), "x._extra_state": {"s": torch.ones(1)}}, "empty": {}, "n": 3}, tmp_path / "m")
     file = read_torchfile(tmp_path / "m")
     assert isinstance(file.root, dict)
-    found, rest = flattened(file.root, {"a.w"}, file.path, is_listed=True)
+    found, rest = flattened(file.root, {"a.w"}, is_listed=True)
     assert list(found) == ["a.w"]
     assert rest.keys() == {"a", "empty", "n"}
-    assert flattened(file.root, {"b"}, file.path, is_listed=True)[0] == {}
-    assert list(flattened(file.root, {"b"}, file.path, is_listed=False)[0]) == ["a.w"]
+    assert flattened(file.root, {"b"}, is_listed=True)[0] == {}
+    assert list(flattened(file.root, {"b"}, is_listed=False)[0]) == ["a.w"]
     whole = renested(file.root, {"a.w": "new"}, file)
     assert whole["a"]["w"] == "new"  # type: ignore[index]
     assert list(whole) == ["a", "empty", "n"]
     torch.save({"a": {"w": torch.ones(2)}, "a.w": torch.ones(2)}, tmp_path / "twice")
     twice = read_torchfile(tmp_path / "twice")
     with pytest.raises(DamagedFileError, match=r"two tensors are a\.w"):
-        flattened(twice.root, {"a.w"}, twice.path, is_listed=True)  # type: ignore[arg-type]
+        flattened(twice.root, {"a.w"}, is_listed=True)  # type: ignore[arg-type]
 
 
 class Megatron(torch.nn.Module):

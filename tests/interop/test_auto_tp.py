@@ -92,7 +92,7 @@ def test_a_map_is_read_and_written_as_deepspeed_does(kind: str, tmp_path: Path) 
     slices = [made.extract(whole, rank).contiguous() for rank in range(3)]
     info = {"affine_map": {"version": 1, "params": {r"^a\.b$": made.to_dict()}}}
     rules = Rules(info, "rules")
-    merged = merge([_state(rank, one, tmp_path) for rank, one in enumerate(slices)], rules, "rules")
+    merged = merge([_state(rank, one, tmp_path) for rank, one in enumerate(slices)], rules)
     parameter = merged.parameters["a.b"]
     assert np.array_equal(read_slot(parameter.slots["master"]), whole.numpy())
     for one in merged.duplicates:

@@ -43,7 +43,7 @@ from zckpt.deepspeed.engine import (
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.engine.virtual import VirtualFile, check_readable
-from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, listed
+from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, about, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
@@ -242,7 +242,8 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
         live = [name for names in training.names for name in names]
         checkpoint = open_for(path, live, [list(names) for names in training.numbered])
         _check_nothing_lost(checkpoint)
-    served = serve(checkpoint, training, optimizer=optimizer)
+    with about(checkpoint.source):
+        served = serve(checkpoint, training, optimizer=optimizer)
     if optimizer:
         served.complete(check_goes_on(engine, served.target.checkpoint))
     wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, about
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
@@ -99,7 +99,8 @@ def convert(
         notes += follow_names(checkpoint, found, followed)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
-    laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
+    with about(checkpoint.source):
+        laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = Proof(checkpoint, path, verify, recorded, how.memory, how.reporter, drop, laid.restated,
                   in_floats=laid.in_floats, direct=how.direct, rounded=laid.rounded)  # fmt: skip

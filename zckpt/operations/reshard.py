@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job
 from zckpt.formats.options import choose
@@ -105,7 +105,8 @@ def reshard(
         notes += follow_names(checkpoint, before, followed)
     asked = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, asked, own.name) if own.recut_options is not None else None
-    laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
+    with about(checkpoint.source):
+        laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     if not naming.changes:
         dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
     owned = own.owned_with(laid)

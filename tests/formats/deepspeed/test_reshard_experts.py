@@ -250,7 +250,7 @@ def test_experts_of_another_format_are_written(to: str, tmp_path: Path) -> None:
 def test_experts_among_other_parameters_are_refused() -> None:
     group = ParamGroup({}, ["a", f"{EXPERT}0.weight"], {})
     with pytest.raises(UnsupportedError, match="experts and other parameters in one param group"):
-        of_experts(group, {EXPERT: 1}, "file")
+        of_experts(group, {EXPERT: 1})
 
 
 # --- several degrees
@@ -268,7 +268,7 @@ def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]
         hyperparameters = {"lr": 0.1, "name": f"ep_size_{degree}"}
         state.groups.append(ParamGroup(hyperparameters, members, {}))
     options = RecutOptions(world_size=4, expert_parallel_size=size)
-    return [[name for rank in unit.names for name in rank] for unit in units(Checkpoint("source", "x"), state, options)]
+    return [[name for rank in unit.names for name in rank] for unit in units(state, options)]
 
 
 def test_layers_of_several_degrees_become_one_group_in_the_models_order() -> None:
@@ -302,13 +302,13 @@ def layers(experts: int, ranks: int) -> list[list[str]]:
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
 def test_experts_are_dealt_layer_by_layer(ranks: int, others: int) -> None:
-    assert spread_experts(layers(12, ranks), others, "file") == layers(12, others)
+    assert spread_experts(layers(12, ranks), others) == layers(12, others)
 
 
 def test_other_orders_are_refused() -> None:
     names = [sorted(one, key=lambda name: name.rpartition(".")[2]) for one in layers(4, 2)]
     with pytest.raises(UnsupportedError, match="neither layer by layer"):
-        spread_experts(names, 4, "file")
+        spread_experts(names, 4)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12))
@@ -373,12 +373,12 @@ def test_groups_that_were_split_by_size_come_back_from_other_formats(
 @pytest.mark.parametrize("name", ["ep_size_2", "mine"])
 def test_split_groups_have_the_order_of_the_degree_that_they_say(name: str) -> None:
     groups = [ParamGroup({"name": name}, [f"{EXPERT}{number}.w" for number in numbers]) for numbers in ((0, 2), (1, 3))]
-    ordered = [replace(one, parameters=of_experts(one, {EXPERT: 4}, "file")) for one in groups]
+    ordered = [replace(one, parameters=of_experts(one, {EXPERT: 4})) for one in groups]
     if name == "ep_size_2":
-        check_split(ordered, "file")
+        check_split(ordered)
         return
     with pytest.raises(UnsupportedError, match="that DeepSpeed does not have over 1 rank: expected groups whose names"):
-        check_split(ordered, "file")
+        check_split(ordered)
 
 
 def test_experts_that_were_slices_are_slices_again(tmp_path: Path) -> None:

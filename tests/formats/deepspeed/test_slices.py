@@ -91,7 +91,7 @@ def put_together(slots: list[Slot], rules: Rules) -> Parameter:
         RankState(rank, {NAME: Parameter(NAME, slot.shape, "float32", {"master": slot})})
         for rank, slot in enumerate(slots)
     ]
-    return merge(states, rules, "rules").parameters[NAME]
+    return merge(states, rules).parameters[NAME]
 
 
 @st.composite

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.errors import about
 from zckpt.formats.deepspeed.directory import classify, find, is_own
 from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
@@ -56,7 +57,8 @@ class DeepSpeed(Format):
         """Read the structure of every rank's files."""
         from zckpt.formats.deepspeed.reader import read
 
-        return read(found.place, names=search.names, tp_rules=search.tp_rules)
+        with about(found.place.path):
+            return read(found.place, names=search.names, tp_rules=search.tp_rules)
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a run directory."""

@@ -42,17 +42,16 @@ def check_models_alike(firsts: Sequence[ModelShard]) -> None:
             )
 
 
-def check_slices_alike(states: Sequence[RankState], path: str) -> None:
+def check_slices_alike(states: Sequence[RankState]) -> None:
     """Raise ShardError where tensor-parallel ranks have other steps or other hyperparameters of a group."""
     for other in states[1:]:
         for index, (mine, its) in enumerate(zip(states[0].groups, other.groups, strict=False)):
-            _check_steps(mine, its, index, other.mp_rank, path)
+            _check_steps(mine, its, index, other.mp_rank)
             first, second = jsonables([mine.hyperparameters, its.hyperparameters])
             for key, one, another in _differing(first, second):
                 raise ShardError(
                     f"mp_rank {other.mp_rank} is from another step or run: {key} of its param group {index} differs "
                     f"from that of mp_rank {states[0].mp_rank}, which has slices of the same parameters",
-                    path=path,
                     expected=repr(one),
                     found=repr(another),
                     advice="replace its files by those of this step",
@@ -62,10 +61,10 @@ def check_slices_alike(states: Sequence[RankState], path: str) -> None:
             a, b = parameter.state, other.parameters[name].state if name in other.parameters else {}
             for key in FOLLOWS_FROM_STEPS & a.keys() & b.keys() if a and b else ():
                 if _number(a[key]) != _number(b[key]):
-                    raise _other_step(f"{key} of {name}", other.mp_rank, path, a[key], b[key])
+                    raise _other_step(f"{key} of {name}", other.mp_rank, a[key], b[key])
 
 
-def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]], path: str) -> None:
+def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
     """Raise ShardError where stages have taken other steps with what they have of a group, or with all that they have.
 
     Parameters
@@ -76,25 +75,24 @@ def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[Para
     for index, row in enumerate(rows):
         known = [(stage, group) for stage, group in zip(stages, row, strict=True) if group is not None]
         for stage, group in known[1:]:
-            _check_steps(known[0][1], group, index, stage.mp_rank, path)
+            _check_steps(known[0][1], group, index, stage.mp_rank)
     taken = [(stage, {_number(g.state["step"]) for g in stage.groups if "step" in g.state}) for stage in stages]
     taken = [(stage, steps) for stage, steps in taken if steps]
     for stage, steps in taken[1:]:
         if steps.isdisjoint(taken[0][1]):
             expected, found = (listed(sorted(map(str, one))) for one in (taken[0][1], steps))
-            raise _other_step("step of its param groups", stage.mp_rank, path, expected, found)
+            raise _other_step("step of its param groups", stage.mp_rank, expected, found)
 
 
-def _check_steps(mine: ParamGroup, its: ParamGroup, index: int, mp_rank: int, path: str) -> None:
+def _check_steps(mine: ParamGroup, its: ParamGroup, index: int, mp_rank: int) -> None:
     for key in sorted(FOLLOWS_FROM_STEPS & mine.state.keys() & its.state.keys()):
         if _number(mine.state[key]) != _number(its.state[key]):
-            raise _other_step(f"{key} of its param group {index}", mp_rank, path, mine.state[key], its.state[key])
+            raise _other_step(f"{key} of its param group {index}", mp_rank, mine.state[key], its.state[key])
 
 
-def _other_step(what: str, mp_rank: int, path: str, expected: object, found: object) -> ShardError:
+def _other_step(what: str, mp_rank: int, expected: object, found: object) -> ShardError:
     return ShardError(
         f"mp_rank {mp_rank} is from another step or run: {what} differs",
-        path=path,
         expected=_number(expected),
         found=_number(found),
         advice="replace its files by those of this step",

@@ -82,7 +82,7 @@ def _join(state: dict[object, object], key: str, other: Mapping[object, object],
         state[key] = other[its]
 
 
-def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collection[str], path: str) -> None:
+def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collection[str]) -> None:
     """Raise UnsupportedError where a number that several partitions share would have to be for others.
 
     Parameters
@@ -95,7 +95,6 @@ def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collec
         raise UnsupportedError(
             f"{listed(across)}: one tensor for several of a rank's partitions, each of which may change it in a step, "
             f"and in the target there is another number of them",
-            path=path,
             expected=f"{partitions} partitions on a rank, as it is",
             found=count,
         )

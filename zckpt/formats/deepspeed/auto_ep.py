@@ -17,12 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.deepspeed.experts import expert_number, layer_of
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.state import Parameter, Slot
@@ -72,13 +71,13 @@ def auto_layers(model: ModelShard) -> list[AutoLayer]:
     listed = model.content.get(KEY)
     if not listed:
         return []
-    path = model.shard.path
-    if model.content.get(FOLDING_KEY) is not None:
-        raise UnsupportedError(SLICED_AS_WELL, path=path)
-    return [layer_from(entry, path) for entry in (listed if isinstance(listed, list) else [listed])]
+    with about(model.shard.path):
+        if model.content.get(FOLDING_KEY) is not None:
+            raise UnsupportedError(SLICED_AS_WELL)
+        return [layer_from(entry) for entry in (listed if isinstance(listed, list) else [listed])]
 
 
-def layer_from(entry: object, path: str) -> AutoLayer:
+def layer_from(entry: object) -> AutoLayer:
     """Return a layer as it is listed; errors are those of `auto_layers`."""
     known = entry if isinstance(entry, dict) else {}
     prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
@@ -90,15 +89,15 @@ def layer_from(entry: object, path: str) -> AutoLayer:
         or experts < 1
         or experts % degree
     ):
-        raise DamagedFileError(f"unreadable {KEY}", path=path, expected="layers with their experts and ranks",
+        raise DamagedFileError(f"unreadable {KEY}", expected="layers with their experts and ranks",
                                found=str(entry)[:80])  # fmt: skip
     number = known.get("moe_layer_id")
     layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
-    _check_placement(layer, known.get("expert_placement"), path)
+    _check_placement(layer, known.get("expert_placement"))
     return layer
 
 
-def _check_placement(layer: AutoLayer, placement: object, path: str) -> None:
+def _check_placement(layer: AutoLayer, placement: object) -> None:
     if placement is None:
         return
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
@@ -107,7 +106,6 @@ def _check_placement(layer: AutoLayer, placement: object, path: str) -> None:
     if held != {rank: list(range(rank * count, (rank + 1) * count)) for rank in range(layer.degree)}:
         raise UnsupportedError(
             f"the experts of {layer.prefix} are not placed on ranks in order",
-            path=path,
             expected=f"{count} on each of {layer.degree} ranks, one after the other",
             found=str(held)[:80],
         )
@@ -145,7 +143,7 @@ def split_model(model: ModelShard, layers: Sequence[AutoLayer]) -> ModelShard:
                 continue
             if len(shape) != 3 or shape[0] != layer.per_rank:
                 raise LayoutError(
-                    f"{name} is not of the experts of one rank", path=model.shard.path,
+                    f"{name} is not of the experts of one rank",
                     expected=f"{layer.per_rank} of them, rows and columns", found=shape,
                 )  # fmt: skip
             shapes |= {inner_name(name, number): shape[1:] for number in range(shape[0])}
@@ -176,7 +174,7 @@ def split_files(
     if not layers:
         return list(models), list(optimizers)
     if not optimizers and not of_experts and isinstance(models[0].content.get("optimizer"), dict):
-        raise ShardError("no optimizer files of expert ranks", path=models[0].shard.path, code=MISSING_FILE,
+        raise ShardError("no optimizer files of expert ranks", code=MISSING_FILE,
                          expected=f"expp_rank_*_mp_rank_00_optim_states.pt of {layers[0].degree} ranks")  # fmt: skip
     check_kind(models[0], optimizers, len({model.shard.mp_rank for model in models}))
     if optimizers and optimizers[0].stage == 3:  # see `auto_ep_shards`
@@ -200,16 +198,13 @@ def fused_pads(names: Sequence[str], pads: Sequence[int]) -> list[int]:
 
 def check_kind(model: ModelShard, optimizers: Sequence[OptimizerShard], mp: int) -> None:
     """Raise UnsupportedError for what is not read of AutoEP."""
-    path = model.shard.path
     if mp > 1:
-        raise UnsupportedError(
-            f"experts of AutoEP on {mp} ranks of a model, and nothing says how they are sliced", path=path
-        )
+        raise UnsupportedError(f"experts of AutoEP on {mp} ranks of a model, and nothing says how they are sliced")
     reordered = zero_option(model, "round_robin_gradients")
     if reordered or any(any(pads) for shard in optimizers[:1] for pads in shard.alignment_paddings or []):
         raise UnsupportedError(
             "round_robin_gradients or parameter_alignment, which place AutoEP's experts as one tensor of each rank",
-            path=path, advice="load it in DeepSpeed, switch both off, and save it again",
+            advice="load it in DeepSpeed, switch both off, and save it again",
         )  # fmt: skip
 
 

@@ -21,8 +21,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.tensors import slot_of
@@ -73,7 +72,7 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     dense = {name: shape for name, shape in every.items() if name not in layers}
     experts = {name: shape for name, shape in every.items() if name in layers}
     sharing = _sharing(members, of_experts)
-    _check(experts, layers, len(sharing), members[0].path)
+    _check(experts, layers, len(sharing))
     _check_numbers(models, sharing)
     own = [_only(member, of_experts, wanted=False) for member in members]
     slots, sub_groups, padding = cut_parameters(dense, own, keys)
@@ -169,16 +168,16 @@ def _sharing(members: Sequence[OptimizerShard], of_experts: Sequence[bool]) -> l
             if own and ranks not in found:
                 found.append(ranks)
     if sorted(n for ranks in found for n in ranks) != every or len({len(ranks) for ranks in found}) != 1:
-        raise LayoutError("experts are not shared by all ranks alike", path=members[0].path, found=str(found)[:80])
+        raise LayoutError("experts are not shared by all ranks alike", found=str(found)[:80])
     return sorted(found)
 
 
-def _check(experts: Shapes, layers: Mapping[str, AutoLayer], degree: int, path: str) -> None:
+def _check(experts: Shapes, layers: Mapping[str, AutoLayer], degree: int) -> None:
     for name, shape in experts.items():
         layer = layers[name]
         if layer.degree != degree or len(shape) != 3 or shape[0] != layer.per_rank:
             raise LayoutError(
-                f"{name} is not of the experts of one rank", path=path,
+                f"{name} is not of the experts of one rank",
                 expected=f"{layer.per_rank} of {layer.experts}, over {layer.degree} ranks",
                 found=f"{shape}, over {degree} ranks",
             )  # fmt: skip

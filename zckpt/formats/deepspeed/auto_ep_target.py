@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.tensor_parallel import moved
 from zckpt.formats.deepspeed.tp_shares import Share
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, Span
+from zckpt.state import Parameter, ParamGroup, Slot, Span
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.options import RecutOptions
@@ -33,19 +33,18 @@ GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed may begin another param group, see `target_groups`."""
 
 
-def check_in_order(origin: Origin, checkpoint: Checkpoint, options: RecutOptions) -> None:
+def check_in_order(origin: Origin, options: RecutOptions) -> None:
     """Raise UnsupportedError for experts of AutoEP under ZeRO-1 and 2 that are to be in another order, or aligned."""
     if (options.round_robin or options.parameter_alignment) and auto_layers(origin.model):
         raise UnsupportedError(
             "AutoEP's experts are written in order only: here each is a parameter, and what DeepSpeed would order or "
             "align is one tensor for all of a rank's",
-            path=checkpoint.source,
             expected="no round_robin, no parameter_alignment",
         )
 
 
 def check_sharded(
-    origin: Origin, parameters: Mapping[str, Parameter], path: str, stage: int, world_size: int, degree: int | None
+    origin: Origin, parameters: Mapping[str, Parameter], stage: int, world_size: int, degree: int | None
 ) -> bool:
     """Tell whether a target of ZeRO-3 has experts of AutoEP.
 
@@ -70,14 +69,14 @@ def check_sharded(
     if frozen:
         raise UnsupportedError(
             "frozen experts of AutoEP under ZeRO-3: what is frozen is cut over all ranks, and each has other experts",
-            path=path, expected="stage 1 or 2", found=listed(frozen, most=4),
+            expected="stage 1 or 2", found=listed(frozen, most=4),
         )  # fmt: skip
     for layer in layers:
         wanted = layer.degree if degree is None else degree
         if layer.experts % wanted or world_size % wanted:
             raise UsageError(
                 f"{layer.experts} experts of {layer.prefix} cannot be spread over {wanted} of {world_size} ranks",
-                path=path, expected="an expert-parallel size that divides both", found=wanted,
+                expected="an expert-parallel size that divides both", found=wanted,
                 advice="give another --expert-parallel-size",
             )  # fmt: skip
     return True
@@ -107,7 +106,7 @@ def shard_groups(
         old = layers[own[0]].degree if own else 1
         wanted = old if degree is None else degree
         if own and wanted != old:
-            _check_size(own, parameters, min(wanted, old), target.checkpoint.source)
+            _check_size(own, parameters, min(wanted, old))
             if group.hyperparameters.get("name") == f"ep_size_{old}":
                 values = replace(group, hyperparameters={**group.hyperparameters, "name": f"ep_size_{wanted}"})
         for sparse, names in kinds.items():
@@ -118,14 +117,13 @@ def shard_groups(
             yield TargetGroup(index, values, lists, pads, shared_by, data_first=data_first)
 
 
-def _check_size(names: Sequence[str], parameters: Mapping[str, Parameter], degree: int, path: str) -> None:
+def _check_size(names: Sequence[str], parameters: Mapping[str, Parameter], degree: int) -> None:
     """Raise where a rank's experts are so large that they may make several groups: with zero.Init they do not."""
     numel = sum(parameters[name].numel for name in names) // degree
     if numel > GROUP_NUMEL:
         raise UnsupportedError(
             "so large a param group of experts may be several at another expert-parallel size: it depends on how the "
             "model was made",
-            path=path,
             expected=f"at most {GROUP_NUMEL} elements of one rank, or --expert-parallel-size left out",
             found=numel,
             advice="`zckpt convert --to dcp` or zckpt keeps them whole",
@@ -175,10 +173,9 @@ def restated(state: RankState, origin: Origin, stage: int) -> RankState:
     if stage == 3:
         return fused(state)
     parameters, groups = expert_by_expert(state.parameters, state.groups, layers)
-    path = origin.model.shard.path
     totals = experts_per_rank(parameters)
-    groups = [replace(group, parameters=of_experts(group, totals, path)) for group in groups]
-    check_split(groups, path)
+    groups = [replace(group, parameters=of_experts(group, totals)) for group in groups]
+    check_split(groups)
     return replace(state, parameters=parameters, groups=groups, degrees=[])
 
 

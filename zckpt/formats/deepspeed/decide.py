@@ -62,13 +62,12 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     if origin is not None and not origin.members and not checkpoint.param_groups:
         raise UnsupportedError(
             "holds no optimizer, whose state is what `reshard` cuts for other ranks: all have the same weights",
-            path=checkpoint.source,
             found=f"DeepSpeed {checkpoint.format_version}, ZeRO stage {checkpoint.zero_stage}",
             advice="`zckpt consolidate` writes the model, with which a training on any ranks begins",
         )
     if origin is None or not origin.members:
         raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
-                               path=checkpoint.source, found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
+                               found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
                                advice="use `zckpt convert --to deepspeed --stage`")  # fmt: skip
     first = origin.members[0]
     stage = first.stage if options.stage is None else options.stage
@@ -96,7 +95,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
         groups = with_hyperparameters(own.groups, given)
         rank.groups.extend(shard_groups(target, groups, own.parameters, options) if sharded else ())
-        for unit in units(checkpoint, replace(own, groups=groups), options) if not sharded else ():
+        for unit in units(replace(own, groups=groups), options) if not sharded else ():
             lanes = own.lanes if unit.per_rank else 1
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
         target.ranks.append(rank)
@@ -151,34 +150,30 @@ def _given(
         return None
     path = Path(options.hyperparameters)
     if not is_bare(first):
-        raise UsageError("the checkpoint has hyperparameters, and they are carried", path=checkpoint.source,
-                         found=f"--hyperparameters {path}")  # fmt: skip
+        raise UsageError("the checkpoint has hyperparameters, and they are carried", found=f"--hyperparameters {path}")
     if not needed:
         raise UsageError("the elastic form holds no hyperparameters", path=path, expected="--rigid, or --stage 3")
     return read_hyperparameters(path, len(checkpoint.param_groups))
 
 
 def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int, elastic: bool) -> None:
-    path = checkpoint.source
     if origin.members[0].bf16_optimizer and (
         stage != 1 or elastic or options.round_robin or options.parameter_alignment
     ):
         raise UnsupportedError(
             "a checkpoint of BF16_Optimizer stays one, whose loader takes no other form: stage 1, rigid, in order",
-            path=path,
             advice="`zckpt convert --to dcp`, and from there `--to deepspeed --stage`, writes it for ZeRO's optimizers",
         )
     if is_bare(origin.members[0]) and options.hyperparameters is None and (stage == 3 or not elastic):
         needs = "ZeRO-3" if stage == 3 else "the rigid form"
         raise UnsupportedError(
             f"the elastic form holds no hyperparameters, which {needs} needs",
-            path=path, found=configured(origin.model.config),
+            found=configured(origin.model.config),
             advice="give them with --hyperparameters FILE, a JSON list with an object for each param group",
         )  # fmt: skip
     if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
         raise UnsupportedError(
             "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",
-            path=path,
             expected="the rigid form",
         )
 
@@ -188,7 +183,6 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
 
     Tell whether experts are cut as ZeRO-3 cuts those of AutoEP.
     """
-    path = checkpoint.source
     degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
     for name, value in degrees.items():
         if value is not None and value < 1:
@@ -199,44 +193,42 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if listed and not origin.ranks and options.tensor_parallel_size not in (None, 1):
         raise UnsupportedError(
             "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
-            path=path,
             expected="--tensor-parallel-size left out",
         )
-    if check_sharded(origin, checkpoint.parameters, path, stage, options.world_size, options.expert_parallel_size):
+    if check_sharded(origin, checkpoint.parameters, stage, options.world_size, options.expert_parallel_size):
         return True
     if not experts:
         if options.expert_parallel_size is not None:
-            raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
+            raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply")
         if options.sliced_experts is not None:
-            raise UsageError("the checkpoint has no experts that could be sliced or spread", path=path)
+            raise UsageError("the checkpoint has no experts that could be sliced or spread")
         return False
     _check_sliced_experts(checkpoint, origin, options)
     if origin.layers:  # DeepSpeed writes none
         raise UnsupportedError(
             "experts next to files of a pipeline's layers, which DeepSpeed writes in pipelines without experts only: "
             "which of both has a stage's weights is not known",
-            path=path,
         )
     if stage == 3:
         raise UnsupportedError("DeepSpeed's own layer of experts does not run under ZeRO-3: it saves none of it there",
-                               path=path, expected="stage 1 or 2")  # fmt: skip
-    check_in_order(origin, checkpoint, options)
+                               expected="stage 1 or 2")  # fmt: skip
+    check_in_order(origin, options)
     return False
 
 
 def _check_sliced_experts(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> None:
     """Raise where experts are to be slices, or spread, and that is nothing that can be changed."""
-    asked, path = options.sliced_experts, checkpoint.source
+    asked = options.sliced_experts
     if asked is None:
         return
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
     if degree == 1:
-        raise UsageError("the target is not sliced, so sliced or spread experts do not apply", path=path,
-                         expected="--tensor-parallel-size")  # fmt: skip
+        raise UsageError(
+            "the target is not sliced, so sliced or spread experts do not apply", expected="--tensor-parallel-size"
+        )
     if origin.ranks and checkpoint.topology.tp > 1 and asked != checkpoint.details.get(SLICED_EXPERTS):
         raise UnsupportedError(
             f"experts that are {'spread over' if asked else 'slices of'} tensor-parallel ranks stay so in `reshard`",
-            path=path,
             expected=f"--{'spread' if asked else 'sliced'}-experts, or neither",
             advice="`zckpt convert --to zckpt`, and from there `--to deepspeed --tensor-parallel-size`, changes it",
         )
@@ -261,7 +253,6 @@ def cut_rank_values(target: Target) -> None:
     raise UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
         f"cut for other ranks",
-        path=checkpoint.source,
         expected=f"{_ranks(dp, checkpoint.topology, first.stage, elastic=first.elastic)}, all cut as it is",
         found=_ranks(target.world_size, target, target.stage, elastic=target.elastic),
         advice=advice,
@@ -286,7 +277,6 @@ def _refuse_sums(target: Target) -> None:
         raise UnsupportedError(
             f"{', '.join(found)} of param groups: sums that the optimizer keeps of all elements that a rank has, and "
             f"nothing says what they are of fewer",
-            path=target.checkpoint.source,
             expected="one rank, or ranks that are cut as they are",
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
@@ -298,7 +288,7 @@ def _check_aliases(target: Target) -> None:
     first, own = target.origin.members[0], {value.key for value in target.checkpoint.per_rank}
     rank = target.ranks[0]
     count = sum(len(target.sub_groups(group)) for group in rank.groups) if target.stage == 3 else len(rank.groups)
-    aliases.check(aliases.aliases(first), len(first.masters), count, own, target.checkpoint.source)
+    aliases.check(aliases.aliases(first), len(first.masters), count, own)
 
 
 def is_cut_alike(target: Target) -> bool:

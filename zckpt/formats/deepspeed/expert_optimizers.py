@@ -74,7 +74,6 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     if len(ranks) != expected or ranks != list(range(expected)):  # a file name may have any number
         raise ShardError(
             "optimizer files of expert ranks are missing, or too many",
-            path=checkpoint.source,
             expected=f"{expected} ranks",
             found=", ".join(map(str, ranks)),
             code=MISSING_FILE,

@@ -244,7 +244,7 @@ def spread_over(
         if count < 1 or dp * tp % count:
             continue
         if all(totals.get(layer) == number * dp * tp // count for layer, number in local.items()):
-            _check_order(every, dp * tp // count, local, files, model)
+            _check_order(every, dp * tp // count, local, files)
             return every
         if dp % count == 0 and all(totals.get(layer) == number * dp // count for layer, number in local.items()):
             return alone
@@ -289,9 +289,7 @@ def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
     return totals
 
 
-def _check_order(
-    spread: Spread[OptimizerShard], degree: int, local: Mapping[str, int], files: ExpertFiles, model: ModelShard
-) -> None:
+def _check_order(spread: Spread[OptimizerShard], degree: int, local: Mapping[str, int], files: ExpertFiles) -> None:
     """Raise unless each expert is, or is missing, under the mp_rank of the first rank that has it."""
     placement = Placement(len(spread.members), spread.data_first)
     for name in files.all():
@@ -305,17 +303,15 @@ def _check_order(
             raise UnsupportedError(
                 f"the weights of expert {number} are not in the file of the rank that has it, if tensor-parallel ranks "
                 f"are numbered one after the other",
-                path=model.shard.path,
                 expected=f"mp_rank {writer}",
                 found=f"mp_rank {listed([str(one) for one in sorted(found)])}",
             )
 
 
-def lost_ranks(mp_rank: int, path: str) -> ShardError:
+def lost_ranks(mp_rank: int) -> ShardError:
     """Return the error for a model-parallel rank of a mixture of experts of which there is no model file."""
     return ShardError(
         f"no model file of mp_rank {mp_rank}",
-        path=path,
         expected=f"mp_rank_{mp_rank:02d}_model_states.pt",
         advice="DeepSpeed does not write it where experts are spread over fewer ranks than there are tensor-parallel "
         "ones: what only it would hold is lost. Else give the directory that holds it with --root",

@@ -98,18 +98,17 @@ def local_experts(names: Iterable[str], layers: Mapping[str, int], ranks: Mappin
     ]  # fmt: skip
 
 
-def check_divides(layer: str, count: int, degree: int, path: str) -> None:
+def check_divides(layer: str, count: int, degree: int) -> None:
     """Raise UsageError where the experts of a layer do not divide among ranks."""
     if count % degree:
         raise UsageError(
             f"{count} experts of {layer.removesuffix('.deepspeed_experts.')} cannot be spread over {degree} ranks",
-            path=path,
             expected=f"a divisor of {count}",
             found=degree,
         )
 
 
-def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> list[list[str]]:
+def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str]]:
     """Return the names of experts, under their global numbers, for each rank of another expert-parallel degree.
 
     Parameters
@@ -145,12 +144,11 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
         ]
 
     for layer, count in counts.items():
-        check_divides(layer, count, degree, path)
+        check_divides(layer, count, degree)
     if assigned(len(names)) != [list(one) for one in names]:
         raise UnsupportedError(
             "the optimizer has its experts neither layer by layer nor expert by expert: their order over other ranks "
             "is not known",
-            path=path,
             expected="--expert-parallel-size left out",
         )
     return assigned(degree)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of, unresolved
 from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
 from zckpt.state.partition import FlatShare, flat_padding, flat_partition_numel, flat_shares, flat_starts

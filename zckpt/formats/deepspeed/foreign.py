@@ -67,11 +67,11 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
     totals = experts_per_rank(parameters)
     for index, group in enumerate(checkpoint.param_groups):
         values = _common(checkpoint, group, index)
-        names = of_experts(group, totals, checkpoint.source)
+        names = of_experts(group, totals)
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             parameters[name] = _with_master(parameters[name], values)
-    check_split(groups, checkpoint.source)
+    check_split(groups)
     for parameter in parameters.values():
         if parameter.tied_to is None and parameter.group is None:
             parameters[parameter.name] = replace(parameter, frozen=True)
@@ -124,14 +124,14 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
 
 
 def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
-    path = checkpoint.source
     if not checkpoint.param_groups:
-        raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path,
-                               advice="`zckpt consolidate` writes the model by itself")  # fmt: skip
+        raise UnsupportedError(
+            "holds no optimizer, which a checkpoint of ZeRO is about",
+            advice="`zckpt consolidate` writes the model by itself",
+        )
     if checkpoint.optimizers():
         raise UnsupportedError(
             "holds several optimizers, and a checkpoint of ZeRO has one",
-            path=path,
             found=", ".join(checkpoint.optimizers()),
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
         )
@@ -139,15 +139,16 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
     if not any(group.hyperparameters for group in checkpoint.param_groups):
         raise UnsupportedError(
             "holds no hyperparameters, which a checkpoint of ZeRO needs",
-            path=path,
             expected="a source that is not elastic, or --hyperparameters FILE and --rigid",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
         )
     layers = [name for name in checkpoint.parameters if is_of_layer(name)]
     if checkpoint.topology.pp > 1 and layers and not staged:
-        raise UnsupportedError("a pipeline's layers, without the stages that they are for", path=path,
-                               found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}", advice="say which: "
-                               "--pipeline-parallel-size, --pipeline-layers; one model: --rename, --map")  # fmt: skip
+        raise UnsupportedError(
+            "a pipeline's layers, without the stages that they are for",
+            found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}",
+            advice="say which: --pipeline-parallel-size, --pipeline-layers; one model: --rename, --map",
+        )
 
 
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
@@ -162,7 +163,6 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
             raise UnsupportedError(
                 f"{listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
                 f"and not one value for each element",
-                path=checkpoint.source,
                 advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
             )
     return values

@@ -30,16 +30,16 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     listed = _listed(checkpoint)
     if not listed:
         if of_auto_ep(checkpoint):
-            raise _unknown(checkpoint, f"no {KEY} in {INFO_KEY}")
+            raise _unknown(f"no {KEY} in {INFO_KEY}")
         return []
     for entry in listed:
-        layer = layer_from(entry, checkpoint.source)
+        layer = layer_from(entry)
         for name in expert_names(layer):
             parameter = checkpoint.parameters.get(name)
             if parameter is None or len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
-                raise _unknown(checkpoint, f"{name}: {None if parameter is None else parameter.shape}")
+                raise _unknown(f"{name}: {None if parameter is None else parameter.shape}")
     if any(is_expert(name) for name in checkpoint.parameters):
-        raise _unknown(checkpoint, "experts of DeepSpeed's own layer as well")
+        raise _unknown("experts of DeepSpeed's own layer as well")
     return listed
 
 
@@ -52,16 +52,15 @@ def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 
 def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
     """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
-    layers = [layer_from(entry, checkpoint.source) for entry in _listed(checkpoint)]
+    layers = [layer_from(entry) for entry in _listed(checkpoint)]
     counts = {name: layer.experts for layer in layers for name in expert_names(layer)}
     shapes = {name: checkpoint.parameters[name].shape for name in counts if name in checkpoint.parameters}
     return {name: counts[name] for name, shape in shapes.items() if len(shape) == 3 and shape[0] == counts[name]}
 
 
-def _unknown(checkpoint: Checkpoint, found: str) -> UnsupportedError:
+def _unknown(found: str) -> UnsupportedError:
     return UnsupportedError(
         "experts that AutoEP has as one tensor, and not what DeepSpeed lists of their layers",
-        path=checkpoint.source,
         expected=f"{KEY} in {INFO_KEY}, of tensors under these names",
         found=found,
         advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
@@ -70,6 +69,6 @@ def _unknown(checkpoint: Checkpoint, found: str) -> UnsupportedError:
 
 def parted(checkpoint: Checkpoint, entries: Sequence[Mapping[str, object]]) -> Checkpoint:
     """Return a checkpoint in which each expert has parameters of its own."""
-    layers = [layer_from(entry, checkpoint.source) for entry in entries]
+    layers = [layer_from(entry) for entry in entries]
     parameters, groups = expert_by_expert(checkpoint.parameters, checkpoint.param_groups, layers)
     return replace(checkpoint, parameters=parameters, param_groups=groups)

@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.experts import (
 from zckpt.state import Checkpoint, ParamGroup
 
 
-def of_experts(group: ParamGroup, totals: Mapping[str, int], path: str) -> list[str]:
+def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     """Return the names of a group's parameters in the optimizer's order, expert rank by expert rank.
 
     Parameters
@@ -43,12 +43,11 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int], path: str) -> list[
         others = [name for name in group.parameters if not is_expert(name)]
         raise UnsupportedError(
             "experts and other parameters in one param group, which DeepSpeed keeps apart",
-            path=path,
             found=f"{listed(others, most=4)} with {listed(sparse, most=2)}",
         )
     degree = named_degree(group)
     for layer in dict.fromkeys(map(layer_of, sparse)):
-        check_divides(layer, totals[layer], degree, path)
+        check_divides(layer, totals[layer], degree)
     every = _by_layer(sparse)
     per_rank = {layer: max(total // degree, 1) for layer, total in totals.items()}
     ranks: list[list[str]] = [[] for _ in range(degree)]
@@ -58,13 +57,12 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int], path: str) -> list[
     if any(one != local[0] for one in local):
         raise UnsupportedError(
             f"a param group that does not have the same of the experts of each of {degree} ranks, as DeepSpeed's has",
-            path=path,
             found=listed(every, most=4),
         )
     return [name for names in ranks for name in names]
 
 
-def check_split(groups: Sequence[ParamGroup], path: str) -> None:
+def check_split(groups: Sequence[ParamGroup]) -> None:
     """Raise UnsupportedError where groups share experts that are not in the order in which DeepSpeed splits them.
 
     Parameters
@@ -83,7 +81,6 @@ def check_split(groups: Sequence[ParamGroup], path: str) -> None:
                 raise UnsupportedError(
                     f"experts of {layer.removesuffix('.deepspeed_experts.')} in several param groups, in an order that "
                     f"DeepSpeed does not have over {degree} rank{'s' if degree > 1 else ''}",
-                    path=path,
                     expected="groups whose names say over how many ranks their experts are spread (ep_size_N)",
                     found=str(group.hyperparameters.get("name"))[:80],
                 )

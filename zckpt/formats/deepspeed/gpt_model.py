@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, about
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage_bounds import Layer
@@ -106,7 +106,8 @@ def completed(
         There are slices, and how queries, keys and values lie in them is not known.
     """
     shapes = {name: parameter.shape for state in stages for name, parameter in state.parameters.items()}
-    return known_rules(model.content, info, shapes, model.shard.path, sliced=sliced)
+    with about(model.shard.path):
+        return known_rules(model.content, info, shapes, model.shard.path, sliced=sliced)
 
 
 def known_rules(
@@ -127,7 +128,7 @@ def known_rules(
         return None
     if arguments is None:
         if sliced:
-            _refuse_unknown_order(free, path)
+            _refuse_unknown_order(free)
         return info
     found: dict[str, object] = dict(info or {})
     if info is None:
@@ -139,7 +140,7 @@ def known_rules(
     if joined and _has_fewer_keys(arguments):
         joined = []
         if sliced:
-            _refuse_unknown_order(free, path)
+            _refuse_unknown_order(free)
     for key, patterns in (
         (REPLICATED_KEY, _WHOLE),
         ("parameter_with_row_parallelism_patterns", _BY_COLUMNS),
@@ -192,12 +193,11 @@ def _without_rule(info: Mapping[str, object] | None, names: Iterable[str], path:
     return [name for name in names if said.matching(name) is None]
 
 
-def _refuse_unknown_order(names: Iterable[str], path: str) -> None:
+def _refuse_unknown_order(names: Iterable[str]) -> None:
     first = next((name for name in names if re.match(_ATTENTION, name)), None)
     if first is not None:
         raise UnsupportedError(
             f"in which order queries, keys and values lie in the slices of {first} is not known",
-            path=path,
             expected=f"the program's arguments, `{ARGUMENTS}`, in the model file, of one of its versions",
             advice="say it with --tp-rules FILE: parameter_with_sub_params, where those of a rank are end to end",
         )
@@ -225,7 +225,7 @@ def check_degree(
         return
     known = arguments_in(arguments)
     if known is None or (JOINED in known and _has_fewer_keys(known)):
-        _refuse_unknown_order(_without_rule(info, every, path), path)
+        _refuse_unknown_order(_without_rule(info, every, path))
         return
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = known.get(key)

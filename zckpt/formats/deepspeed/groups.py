@@ -21,8 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import FlatGroup
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, Slot, Span
 from zckpt.state.partition import flat_partition_numel, flat_shares, round_robin_order
@@ -61,19 +60,16 @@ def flat_groups(
     first = members[0]
     if model.param_shapes is None:
         if reordered:
-            raise UnsupportedError(
-                "no param_shapes, and slice mappings are wrong under round_robin_gradients", path=model.shard.path
-            )
+            raise UnsupportedError("no param_shapes, and slice mappings are wrong under round_robin_gradients")
         every = spread or Spread(members)
         shapes = [_shapes_from_mappings(members, index, known, every) for index in range(len(first.masters))]
     elif len(model.param_shapes) == 1 < len(first.masters):
-        shapes = _split(model.param_shapes[0], members, model.shard.path)
+        shapes = _split(model.param_shapes[0], members)
     else:
         shapes = model.param_shapes
     if len(shapes) != len(first.masters):
         raise LayoutError(
             "param_shapes and the optimizer have different numbers of groups",
-            path=model.shard.path,
             expected=len(first.masters),
             found=len(shapes),
         )
@@ -126,7 +122,7 @@ def _shapes_from_mappings(
     return {name: known[name] for name in numels}
 
 
-def _split(shapes: Shapes, members: Sequence[OptimizerShard], path: str) -> list[Shapes]:
+def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
     """Cut one dict of all shapes (files before 2021) where the partitions of the groups say; the one way or none."""
     world = len(members)
     largest = [max(m.masters[g].numel for m in members) for g in range(len(members[0].masters))]
@@ -138,7 +134,6 @@ def _split(shapes: Shapes, members: Sequence[OptimizerShard], path: str) -> list
     if len(ways) != 1:
         raise LayoutError(
             "one param_shapes for several groups, which nothing tells apart",
-            path=path,
             expected="one way to cut it",
             found=f"{len(ways)} ways",
         )
@@ -300,7 +295,7 @@ def tied_names(
     return {alias: result.get(owner, owner) for alias, owner in result.items()}
 
 
-def complete_aliases(parameters: Mapping[str, Parameter], path: str) -> None:
+def complete_aliases(parameters: Mapping[str, Parameter]) -> None:
     """Give tied parameters the shape and dtype of their owners.
 
     Raises
@@ -313,5 +308,5 @@ def complete_aliases(parameters: Mapping[str, Parameter], path: str) -> None:
             continue
         owner = parameters.get(parameter.tied_to)
         if owner is None or owner.tied_to is not None:
-            raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
+            raise LayoutError(f"{name} is tied to a parameter that is not there", found=parameter.tied_to)
         parameter.shape, parameter.dtype = owner.shape, owner.dtype

@@ -173,7 +173,6 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             raise UnsupportedError(
                 "an engine with tensor parallelism loads in place what ZeRO-1 to 3 saved of the same param groups, "
                 "optimizer included, for these files say how to slice it",
-                path=checkpoint.source,
                 expected=f"DeepSpeed's, for {training}",
                 found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
                 advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
@@ -182,7 +181,6 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             raise UnsupportedError(
                 f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
                 f"cannot be cut for other ranks",
-                path=checkpoint.source,
                 expected=f"{checkpoint.topology.dp} ranks, all as they were",
                 found=training,
             )
@@ -216,7 +214,6 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
     ):
         raise UnsupportedError(
             "an engine of a pipeline loads in place what pipelines under ZeRO-1 saved, with the same kind of optimizer",
-            path=checkpoint.source,
             expected=f"DeepSpeed's, for {training}",
             found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
@@ -265,7 +262,7 @@ def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
     """Return the files' origin, with the engine's own sizes of what is cut."""
     origin = origin_of(checkpoint)
     if origin is None:
-        raise UnsupportedError("holds no files of DeepSpeed", path=checkpoint.source)
+        raise UnsupportedError("holds no files of DeepSpeed")
     known = origin.model.configuration
     config = known if isinstance(known, dict) else {}
     zero = config.get("zero_optimization")
@@ -306,7 +303,7 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
     else:
         absent = sorted(wanted - parameters.keys())
         if absent:
-            raise _other_model(checkpoint, f"has no parameters {listed(absent)}")
+            raise _other_model(f"has no parameters {listed(absent)}")
         groups = [_group_of(names, checkpoint, training) for names in owned]
     group_of = {name: index for index, group in enumerate(groups) for name in group.parameters}
     for name, one in parameters.items():
@@ -327,7 +324,6 @@ def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) 
         if set(members) == set(names):
             return replace(group, parameters=list(names))
     raise _other_model(
-        checkpoint,
         "has no param group of the parameters of one of the engine's",
         expected=listed(list(names)),
         found=" | ".join(listed(group.parameters) for group in checkpoint.param_groups) or "no optimizer",
@@ -338,12 +334,9 @@ def _slots(checkpoint: Checkpoint, name: str) -> Mapping[str, object]:
     return checkpoint.parameters[name].slots
 
 
-def _other_model(
-    checkpoint: Checkpoint, message: str, *, expected: str | None = None, found: str | None = None
-) -> UsageError:
+def _other_model(message: str, *, expected: str | None = None, found: str | None = None) -> UsageError:
     return UsageError(
         message,
-        path=checkpoint.source,
         expected=expected,
         found=found,
         advice="load_checkpoint(..., load_module_only=True) takes the weights alone",
@@ -370,13 +363,13 @@ def _check(served: Served) -> None:
         for one, other in zip(mine, its, strict=False):
             if one != other:
                 raise _other_model(
-                    target.checkpoint, f"parameters of partition {index} are not those of the engine",
+                    f"parameters of partition {index} are not those of the engine",
                     expected=f"{other[0]} {list(other[1])}", found=f"{one[0]} {list(one[1])}",
                 )  # fmt: skip
     counts = [len(one) for one in expected], [len(one) for one in found]
     for theirs, ours in (counts, (list(training.partitions), sizes)):
         if theirs != ours:
-            raise _other_model(target.checkpoint, "would be cut otherwise than the engine's state is",
+            raise _other_model("would be cut otherwise than the engine's state is",
                                expected=f"partitions of {listed([str(n) for n in theirs])}",
                                found=listed([str(n) for n in ours]))  # fmt: skip
 

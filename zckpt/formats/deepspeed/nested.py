@@ -27,7 +27,7 @@ def is_nested(module: Node) -> bool:
 
 
 def flattened(
-    module: Node, known: Collection[str], path: str, *, is_listed: bool
+    module: Node, known: Collection[str], *, is_listed: bool
 ) -> tuple[dict[object, object], dict[str, object]]:
     """Return a state dict's values by name, and what of it is none of the model's, as it is nested.
 
@@ -53,7 +53,7 @@ def flattened(
     for name, tensor in leaves:
         if name in module or (every and EXTRA_STATE not in name):
             if name in found:
-                raise DamagedFileError(f"two tensors are {name}", path=path, expected="one in its modules' dicts")
+                raise DamagedFileError(f"two tensors are {name}", expected="one in its modules' dicts")
             found[name] = tensor
     rest = {str(key): value for key, value in module.items() if not (is_tensor(value) or isinstance(value, dict))}
     for key, value in module.items():

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share

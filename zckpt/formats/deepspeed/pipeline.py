@@ -23,8 +23,7 @@ from zckpt.formats.deepspeed.agreement import check_stages_alike
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.wrapped import ATTRIBUTE, unwrapped
 from zckpt.state import Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Digests, Tensor, TorchFile
@@ -167,14 +166,12 @@ def with_shapes(
         members = sorted((o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank), key=lambda one: one.rank)
         if model.param_shapes is None and members and all(member.mappings is not None for member in members):
             own = [(shard, file) for shard, file in layers if (shard.mp_rank or 0) == mp_rank % tp]
-            model = replace(model, param_shapes=_shapes(model, members, own))  # noqa: PLW2901
+            model = replace(model, param_shapes=_shapes(members, own))  # noqa: PLW2901
         found.append(model)
     return found
 
 
-def _shapes(
-    model: ModelShard, members: Sequence[OptimizerShard], files: Sequence[tuple[Shard, TorchFile]]
-) -> list[Shapes]:
+def _shapes(members: Sequence[OptimizerShard], files: Sequence[tuple[Shard, TorchFile]]) -> list[Shapes]:
     weights = {
         f"{shard.layer}.{key}": tensor.shape
         for shard, file in files
@@ -189,11 +186,11 @@ def _shapes(
             mapping = (member.mappings or [])[index]
             for name, (_, numel) in sorted(mapping.items(), key=lambda item: item[1][0]):
                 numels[name] = numels.get(name, 0) + numel
-        found.append({name: _shape_of(name, numel, weights, model.shard.path) for name, numel in numels.items()})
+        found.append({name: _shape_of(name, numel, weights) for name, numel in numels.items()})
     return found
 
 
-def _shape_of(name: str, numel: int, weights: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]:
+def _shape_of(name: str, numel: int, weights: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     if name in weights:
         return weights[name]
     key = name.removeprefix(TIED).partition(".")[2]
@@ -201,7 +198,6 @@ def _shape_of(name: str, numel: int, weights: Mapping[str, tuple[int, ...]], pat
     if len(fitting) != 1:
         raise UnsupportedError(
             f"the shape of {name} is not known",
-            path=path,
             expected=f"one weight {key} of {numel} elements in the layers' files",
             found=", ".join(map(str, sorted(fitting))) or "none",
         )
@@ -304,7 +300,7 @@ def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | No
     )
 
 
-def join(stages: Sequence[RankState], path: str) -> RankState:
+def join(stages: Sequence[RankState]) -> RankState:
     """Return one state for all stages; of a tied layer, the first stage's.
 
     Raises
@@ -322,7 +318,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         tied = stage.tied
         twice = [n for n in stage.parameters if n in joined.parameters and not n.startswith(TIED) and n not in tied]
         if twice:
-            raise LayoutError(f"{twice[0]} is in two pipeline stages", path=path)
+            raise LayoutError(f"{twice[0]} is in two pipeline stages")
         joined.buffers.update(stage.buffers)
         joined.padding += stage.padding
         joined.padding_spans += stage.padding_spans
@@ -337,7 +333,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
             joined.parameters.setdefault(name, parameter)
     degrees = {id(g): degree for one in stages for g, degree in zip(one.groups, one.degrees, strict=False)}
     rows = align_groups([stage.groups for stage in stages])
-    check_stages_alike(stages, rows, path)
+    check_stages_alike(stages, rows)
     for row, groups in enumerate(rows):
         own = [group for group in groups if group is not None]
         names = _names_in_order(own, degrees)

@@ -31,8 +31,7 @@ from zckpt.formats.deepspeed.groups import (
 )
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, by_group, cut_parameters, frozen_weight
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import (
     Apart,
     group_values,
@@ -119,7 +118,7 @@ def _read_flat(
     groups = flat_groups(model, members, known, spread)
     if uses_zenflow(model.config):
         held = model.module | {name: tensor for name, (_, tensor) in weights.items()}
-        state.transposed = are_transposed(held, [group.shapes for group in groups], model.shard.path)
+        state.transposed = are_transposed(held, [group.shapes for group in groups])
     if state.transposed:
         groups = [replace(group, shapes=flipped(group.shapes)) for group in groups]
     by_group = [sharing(members, spread, group.index, list(group.shapes)) for group in groups]
@@ -155,7 +154,7 @@ def _read_flat(
             state.padding_spans.append([one for one in padding_spans if one.path in paths])
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
-                _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
+                _claim(trained, renamed[name], shape, slots[name], group.index)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
         _add_group(state, members, group.index, [group.index], names, own, apart_from_others.groups)
     state.per_rank += rank_values(members, {index: index for index in read}, own, read)
@@ -179,9 +178,9 @@ def _apart(group: FlatGroup, ranks: Sequence[OptimizerShard], model: ModelShard)
     return [quantised_keys(member.tensors[group.index]) | whole for member in ranks]
 
 
-def _claim(trained: Trained, name: str, shape: tuple[int, ...], slots: dict[str, Slot], group: int, path: str) -> None:
+def _claim(trained: Trained, name: str, shape: tuple[int, ...], slots: dict[str, Slot], group: int) -> None:
     if name in trained:
-        raise LayoutError(f"{name} is in two param groups", path=path, found=f"groups {trained[name][2]} and {group}")
+        raise LayoutError(f"{name} is in two param groups", found=f"groups {trained[name][2]} and {group}")
     trained[name] = (shape, slots, group)
 
 
@@ -194,12 +193,12 @@ def _read_parameterwise(
 ) -> None:
     model = models[0]
     if model.param_shapes is None:
-        raise LayoutError("no param_shapes", path=model.shard.path, advice="the order of the shards is not known")
+        raise LayoutError("no param_shapes", advice="the order of the shards is not known")
     shapes: Shapes = {}
     for one in model.param_shapes:
         shapes.update(one)
     if len(shapes) != sum(map(len, model.param_shapes)):
-        raise LayoutError("a parameter is in two param groups", path=model.shard.path)
+        raise LayoutError("a parameter is in two param groups")
     sizes = [(member, index, master.numel) for member in members for index, master in enumerate(member.masters)]
     keys = element_slots(
         Case(member, index, numel, numel, quantised_keys(member.tensors[index])) for member, index, numel in sizes
@@ -290,7 +289,7 @@ def _place_parameters(
             lost.append(name)
     _place_outside(state, trained, model, weights)
     _place_without_weight(state, trained, model)
-    complete_aliases(state.parameters, path)
+    complete_aliases(state.parameters)
     _note_duplicates(state, models, parameterwise=parameterwise)
     if lost:
         state.warnings.append(f"{path}: no file holds the values of {listed(lost)}; left out")
@@ -321,7 +320,6 @@ def _place_without_weight(state: RankState, trained: Trained, model: ModelShard)
             number = expert_number(name)
             raise ShardError(
                 f"no file holds the weights of expert {number} ({name})",
-                path=model.shard.path,
                 expected=f"a file layer_*_expert_{number}_mp_rank_*_model_states.pt next to it",
                 code=MISSING_FILE,
                 parameters=[name],

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.deepspeed.agreement import check_models_alike
 from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
@@ -70,30 +70,27 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     if not models:
         raise ShardError(
             "no model file",
-            path=directory.path,
             expected="mp_rank_00_model_states.pt",
             advice="give the directory that holds it with --root",
             code=MISSING_FILE,
         )
     optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
-    models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
+    with about(models[0].shard.path):
+        models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
     checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
     files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
-    described: dict[tuple[int, str], SourceFile] = {}
-    for shard, file in files:
-        known = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
-        like = described.get((id(file.root), shard.role))
-        one = describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=known, like=like)
-        described.setdefault((id(file.root), shard.role), one)
-        checkpoint.files.append(one)
-    _refuse_unknown(directory, models)
+    checkpoint.files = _described(files)
+    for model in models:
+        if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
+            raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
     if optimizers:
         check_empty(of_experts)
         for model in models:  # that of a mixture of experts has no configuration before 0.19
             model.configuration = model.configuration or configuration(optimizers[0])
-    ranks = _ranks(directory, models, optimizers, outside, checkpoint)
+    with about(directory.path):
+        ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees([rank.models[0] for rank in ranks], directory.of(PIPELINE_LAYER))
     info = completed(models[0], _info(models[0]), states[::tp], sliced=tp > 1) if given is None else given
@@ -108,13 +105,11 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
-    stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
-    state = fused(join(stages, models[0].shard.path))
-    checkpoint.parameters, checkpoint.buffers = state.parameters, state.buffers
-    checkpoint.param_groups, checkpoint.per_rank = state.groups, state.per_rank
-    checkpoint.padding, checkpoint.padding_spans, checkpoint.duplicates = (
-        state.padding, state.padding_spans, state.duplicates,
-    )  # fmt: skip
+    with about(models[0].shard.path):
+        state = fused(join(stages := [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)]))
+    for name in ("parameters", "buffers", "per_rank", "padding", "padding_spans", "duplicates"):
+        setattr(checkpoint, name, getattr(state, name))
+    checkpoint.param_groups = state.groups
     checkpoint.details |= stage_orders(stages) if layers else {}
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
@@ -130,6 +125,18 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     else:
         note_not_used(checkpoint, names, "the files have")
     return checkpoint
+
+
+def _described(files: Sequence[tuple[Shard, TorchFile]]) -> list[SourceFile]:
+    """Return what is said of each file, of those that say the same once."""
+    found: dict[tuple[int, str], SourceFile] = {}
+    listed = []
+    for shard, file in files:
+        rules = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
+        like = found.get((id(file.root), shard.role))
+        listed.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=rules, like=like))
+        found.setdefault((id(file.root), shard.role), listed[-1])
+    return listed
 
 
 def _attach_without_zero(
@@ -165,12 +172,6 @@ def _named(shard: Shard, file: TorchFile) -> dict[str, object]:
     return by_name(file.root, shard.path)
 
 
-def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> None:
-    for model in models:
-        if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
-            raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
-
-
 def _ranks(
     directory: TagDirectory,
     models: Sequence[ModelShard],
@@ -186,7 +187,6 @@ def _ranks(
     if absent or len(mp_ranks) != expected:
         raise ShardError(
             f"files of model-parallel ranks {absent} are missing" if absent else "too many model-parallel ranks",
-            path=directory.path,
             expected=f"{expected} model-parallel ranks",
             found=listed(mp_ranks),
             code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
@@ -206,14 +206,14 @@ def _ranks(
         shards = [o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank]
         if not own:
             if any(shard.role == EXPERT for shard, _ in outside):
-                raise lost_ranks(mp_rank, str(directory.path))
-            raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path, code=MISSING_FILE)
+                raise lost_ranks(mp_rank)
+            raise ShardError(f"no model file of mp_rank {mp_rank}", code=MISSING_FILE)
         members: list[OptimizerShard] = []
         if shards or (not unsaved and any(m.content.get("param_shapes") for m in own)):
             members, leftovers = select(directory.path, own, shards, mp_rank)
             checkpoint.leftovers |= leftovers
             checkpoint.warnings += dict.fromkeys(leftovers.values())
-        found.append((mp_rank, _model_members(directory, own, members), members))
+        found.append((mp_rank, _model_members(own, members), members))
     auto = auto_layers(models[0])
     every = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
     ranks: list[RankFiles] = []
@@ -226,7 +226,8 @@ def _ranks(
         across = spread.lanes > 1
         of_experts = experts.all() if across else experts.by_lane.get(lane, {})
         outer = {**of_experts, **weights.get(mp_rank, {})}
-        state = read_rank(mp_rank, files, members, outer, shared, spread=spread, apart=apart)
+        with about(files[0].shard.path):
+            state = read_rank(mp_rank, files, members, outer, shared, spread=spread, apart=apart)
         if across:
             state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
             state.duplicates += experts.copies() if lane == 0 else ()
@@ -244,9 +245,7 @@ def _note_copies(ranks: Sequence[RankFiles], copies: Sequence[Copy]) -> None:
             state.duplicates.append(Duplicate("tied", name, name, copy, used))
 
 
-def _model_members(
-    directory: TagDirectory, own: Sequence[ModelShard], members: Sequence[OptimizerShard]
-) -> list[ModelShard]:
+def _model_members(own: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> list[ModelShard]:
     """Return the model files of one model-parallel rank: one, or for ZeRO-3 one for each data-parallel rank."""
     if not members or members[0].stage != 3:
         return list(own[:1])
@@ -255,7 +254,6 @@ def _model_members(
     if missing:
         raise ShardError(
             f"model files are missing for {ranks_text(missing)}",
-            path=directory.path,
             expected=f"{len(members)} ranks",
             advice="give their directory with --root",
             code=MISSING_FILE,

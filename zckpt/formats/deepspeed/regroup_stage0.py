@@ -45,7 +45,6 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     UnsupportedError
         The names of the source's optimizers are not known, or their state cannot be cut.
     """
-    path = checkpoint.source
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
     if degree < 1:
         raise UsageError("unusable tensor-parallel size", expected="at least 1", found=degree)
@@ -53,13 +52,12 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
         raise UnsupportedError(
             "at stage 0 each expert rank's optimizer numbers the experts of one tensor-parallel rank and stage: how "
             "another would number them is not known",
-            path=path,
             expected="the tensor-parallel ranks and stages of SOURCE",
             advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
         )
     ranks = _ranks(checkpoint, origin, options)
     if degree != checkpoint.topology.tp:
-        _check_slots(ranks, path)
+        _check_slots(ranks)
     named = replace(origin, ranks=ranks, model=ranks[0].models[0])
     states, dealt = stage_states(checkpoint, named, degree, options)
     model = origin.model
@@ -86,7 +84,6 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
     if held and (checkpoint.unnamed or not checkpoint.param_groups):
         raise UnsupportedError(
             "which parameters the optimizer of each rank numbers is not certain, so that they cannot be regrouped",
-            path=checkpoint.source,
             advice=NAMES_BY_STAGE_ADVICE,
         )
     layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
@@ -97,7 +94,7 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
     return with_tied_names(origin.ranks, keys)
 
 
-def _check_slots(ranks: Sequence[RankFiles], path: str) -> None:
+def _check_slots(ranks: Sequence[RankFiles]) -> None:
     """Raise where an optimizer has state that is not one value for each element, nor one number."""
     for parameter in (p for files in ranks for p in files.state.parameters.values()):
         odd = [key for key, slot in parameter.slots.items() if slot.shape not in (parameter.shape, ())]
@@ -106,7 +103,6 @@ def _check_slots(ranks: Sequence[RankFiles], path: str) -> None:
             raise UnsupportedError(
                 f"{odd[0]} of {parameter.name} is not one value for each element, and is not cut for other "
                 f"tensor-parallel ranks",
-                path=path,
             )
 
 

@@ -66,7 +66,7 @@ def stage_states(
         }
         for what, value in given.items():
             if value is not None and (what, value) != ("pipeline-parallel size", 1):
-                raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply", path=checkpoint.source)
+                raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply")
         return [local_states(checkpoint, origin, degree, rows, sliced_experts=as_slices)], None
     tp = checkpoint.topology.tp
     elsewhere = not origin.ranks
@@ -86,25 +86,24 @@ def stage_states(
     if stages is not None:
         by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
         by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
-        slices = [_dealt(states, stages, checkpoint.source, orders, by_groups=by_groups, elsewhere=elsewhere)
+        slices = [_dealt(states, stages, orders, by_groups=by_groups, elsewhere=elsewhere)
                   for states in by_rank]  # fmt: skip
         grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
         stages = replace(stages, untold=tuple(untold_orders(by_rank[0], slices[0], orders)))
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
     first = origin.ranks[0]
-    _check_experts(checkpoint, grid)
+    _check_experts(grid)
     return [[replace(first, state=replace(state, mp_rank=stage * degree + rank)) for rank, state in enumerate(of_stage)]
             for stage, of_stage in enumerate(grid)], stages  # fmt: skip
 
 
-def _check_experts(checkpoint: Checkpoint, grid: Sequence[Sequence[RankState]]) -> None:
+def _check_experts(grid: Sequence[Sequence[RankState]]) -> None:
     """Raise where a stage would have no experts and others have some."""
     held = [any(map(is_expert, states[0].parameters)) for states in grid]
     if any(held) and not all(held):
         raise UnsupportedError(
             f"stage {held.index(False)} would have no experts, and DeepSpeed waits for ever where a stage has none",
-            path=checkpoint.source,
             expected="experts in each stage",
             found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
         )
@@ -151,7 +150,6 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
 def _dealt(
     source: Sequence[RankState],
     stages: Stages,
-    path: str,
     orders: Sequence[Sequence[Sequence[str]] | None],
     *,
     by_groups: bool,
@@ -173,7 +171,7 @@ def _dealt(
     places = (
         {} if elsewhere else {name: place for place, name in enumerate(n for one in source for n in one.parameters)}
     )
-    joined = [joined_experts(state, path) for state in source]
+    joined = [joined_experts(state) for state in source]
     by_size = elsewhere or all(one.by_size for one in joined)
     for stage, state in enumerate(found):
         for known, own in ((parameters, state.parameters), (buffers, state.buffers)):
@@ -183,15 +181,15 @@ def _dealt(
               for name in group.parameters}  # fmt: skip
     for number, row in enumerate(align_groups([one.groups for one in joined])):
         groups = [group for group in row if group is not None]
-        _check_alike(groups, number, path)
+        _check_alike(groups, number)
         every = list(dict.fromkeys(name for group in groups for name in group.parameters))
         for stage, state in enumerate(found):
             its = [name for name in every if stage in has[name]]
             if its:
                 degree = spread.get(its[0])
                 if degree is None:
-                    members = [_as_it_was(its, number, orders, stage, stages, path)
-                               or _in_order(its, groups, stages, stage, path, places)]  # fmt: skip
+                    members = [_as_it_was(its, number, orders, stage, stages)
+                               or _in_order(its, groups, stages, stage, places)]  # fmt: skip
                 else:
                     ordered = _experts_in_order(its, degree, stages, stage)
                     members = split_experts(ordered, degree, parameters) if by_size else [ordered]
@@ -202,19 +200,17 @@ def _dealt(
                 raise UnsupportedError(
                     f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
                     f"waits for ever: it adds up the gradients' norms group by group, over all stages",
-                    path=path,
                     expected="stages that each train some of every group",
                     found=",".join(map(str, stages.bounds)),
                 )
     return found
 
 
-def _check_alike(groups: Sequence[ParamGroup], number: int, path: str) -> None:
+def _check_alike(groups: Sequence[ParamGroup], number: int) -> None:
     digests = Digests()
     if len({digests.of(group.state) for group in groups if group.parameters}) > 1:
         raise UnsupportedError(
             f"stages have values of their own in the state of param group {number}, which cannot be dealt to others",
-            path=path,
             found=", ".join(sorted({key for group in groups for key in group.state})),
             advice="keep the stages",
         )
@@ -226,7 +222,6 @@ def _as_it_was(
     orders: Sequence[Sequence[Sequence[str]] | None],
     stage: int,
     stages: Stages,
-    path: str,
 ) -> list[str] | None:
     """Return a stage's parameters of a group in the order that the source's origin says; None: that of modules."""
     known = orders[number] if number < len(orders) else None
@@ -238,7 +233,6 @@ def _as_it_was(
         raise UnsupportedError(
             "a param group is not in the order of a pipeline's modules, so that its order is known for no stages but "
             "those that it was saved in",
-            path=path,
             expected=f"{len(known)} stages, the first with {', '.join(known[0][:4])}",
             found=",".join(map(str, stages.bounds)),
         )
@@ -250,7 +244,6 @@ def _in_order(
     groups: Sequence[ParamGroup],
     stages: Stages,
     stage: int,
-    path: str,
     places: Mapping[str, int],
 ) -> list[str]:
     """Return the parameters that a stage has of a group in the order in which the training has them there."""
@@ -264,7 +257,6 @@ def _in_order(
             raise UnsupportedError(
                 "a param group is not in the order of the stage's modules, so that its order in another stage "
                 "is not known",
-                path=path,
                 found=", ".join(group.parameters[:8]),
                 advice="keep the stages",
             )
@@ -282,7 +274,6 @@ def check_order(checkpoint: Checkpoint, orders: Sequence[object] = ()) -> None:
             raise UnsupportedError(
                 "a param group is not in the order of a pipeline's modules (tied layers, then the others by number), "
                 "and nothing says what each stage had",
-                path=checkpoint.source,
                 found=", ".join(group.parameters[:8]),
             )
 
@@ -304,6 +295,4 @@ def _experts_in_order(names: Sequence[str], degree: int, stages: Stages, stage: 
 def check_stage(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, stage: int) -> None:
     """Raise where DeepSpeed has no pipelines."""
     if is_staged(checkpoint, origin, options) and stage != 1:
-        raise UnsupportedError(
-            "DeepSpeed has no pipelines under ZeRO-2 and 3", path=checkpoint.source, expected="--stage 1", found=stage
-        )
+        raise UnsupportedError("DeepSpeed has no pipelines under ZeRO-2 and 3", expected="--stage 1", found=stage)

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import flattened
-from zckpt.formats.deepspeed.shapes import Shapes, param_shapes_of, shapes_of
 from zckpt.formats.deepspeed.wrapped import as_listed, filed_names
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
 from zckpt.state import MASTER, Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes by name, as `param_shapes` and its kin have them."""
 
 MODEL_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -156,7 +159,8 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     for index, shard in enumerate(shards):
         file = reader.read(shard.path) if index else read_torchfile(shard.path)
         like = known.get(id(file.root))
-        one = _read_model(shard, file) if like is None else replace(like, shard=shard, file=file)
+        with about(shard.path):
+            one = _model(shard, file) if like is None else replace(like, shard=shard, file=file)
         known.setdefault(id(file.root), one)
         found.append(one)
     return found
@@ -172,29 +176,31 @@ def read_model(shard: Shard) -> ModelShard:
     UnsupportedError
         What it stands for is in another program's storage.
     """
-    return _read_model(shard, read_torchfile(shard.path))
+    with about(shard.path):
+        return _model(shard, read_torchfile(shard.path))
 
 
-def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
+def _model(shard: Shard, file: TorchFile) -> ModelShard:
     if file.root == "":  # DeepSpeed before 0.19, `NebulaCheckpointEngine.save`
         raise UnsupportedError(
             "an empty file, as DeepSpeed's Nebula engine leaves where it saves into a storage of its own",
-            path=shard.path,
             advice="`torch_nebula.get_checkpoint(tag=...).load` gives what belongs here: put that here by torch.save, "
             "for each file",
         )
-    content = as_mapping(file.root, shard.path, "a dict of model states")
+    content = as_mapping(file.root, expected="a dict of model states")
     shared = content.get("shared_params")
     frozen = content.get("frozen_param_fragments")
     frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
     buffers = {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set()
-    shapes = param_shapes_of(content.get("param_shapes"), shard.path)
-    frozen_by_name = None if frozen_shapes is None else shapes_of(frozen_shapes, shard.path)
+    listed = content.get("param_shapes")  # before 2021 one dict for all groups
+    groups = None if listed is None else _items([listed] if isinstance(listed, dict) else listed, "param_shapes")
+    shapes = None if groups is None else [_shapes(group) for group in groups]
+    frozen_by_name = None if frozen_shapes is None else _shapes(frozen_shapes)
     known = {*buffers, *(name for group in shapes or () for name in group), *(frozen_by_name or ())}
     its = content.get("module")
-    module, extra = flattened(its if isinstance(its, dict) else {}, known, shard.path, is_listed=shapes is not None)
-    filed = filed_names(known, tensors := _tensors_by_name(module, shard.path))
+    module, extra = flattened(its if isinstance(its, dict) else {}, known, is_listed=shapes is not None)
+    filed = filed_names(known, tensors := _tensors_by_name(module))
     return ModelShard(
         shard,
         file,
@@ -202,35 +208,36 @@ def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
         buffers,
         shapes,
         frozen_by_name,
-        _tensors_by_name(frozen, shard.path) if isinstance(frozen, dict) else None,
-        _shared(shared, shard.path),
-        by_name(content, shard.path),
+        _tensors_by_name(frozen) if isinstance(frozen, dict) else None,
+        _shared(shared),
+        by_name(content),
         extra,
         content.get("ds_config"),
         filed,
     )
 
 
-def _tensors_by_name(node: dict[object, object], path: str) -> dict[str, Tensor]:
-    return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)}, path)
+def _shapes(node: object) -> Shapes:
+    found = {}
+    for name, shape in as_mapping(node, expected="a dict of shapes").items():
+        if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
+            raise DamagedFileError(f"unreadable shape of {name}", found=brief(shape))
+        found[str(name)] = tuple(int(n) for n in shape)
+    return found
 
 
-def _shared(node: object, path: str) -> dict[str, str] | None:
+def _tensors_by_name(node: dict[object, object]) -> dict[str, Tensor]:
+    return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)})
+
+
+def _shared(node: object) -> dict[str, str] | None:
     """Return alias to owner; DeepSpeed 0.8 wrote a list of pairs."""
     if node is None:
         return None
-    if isinstance(node, dict):
-        pairs: list[object] = list(node.items())
-    elif isinstance(node, (list, tuple)):
-        pairs = list(node)
-    else:
-        raise DamagedFileError(
-            "unreadable shared_params", path=path, expected="a dict of names", found=type(node).__name__
-        )
     found = {}
-    for pair in pairs:
+    for pair in _items(list(node.items()) if isinstance(node, dict) else node, "shared_params"):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
-            raise DamagedFileError("unreadable shared_params", path=path, expected="pairs of names", found=brief(pair))
+            raise DamagedFileError("unreadable shared_params", expected="pairs of names", found=brief(pair))
         found[str(pair[0])] = str(pair[1])
     return found
 
@@ -245,15 +252,49 @@ def read_optimizer(shard: Shard) -> OptimizerShard:
     UnsupportedError
         A stage or form that zckpt does not know.
     """
-    file = read_torchfile(shard.path)
-    top = as_mapping(file.root, shard.path, "a dict of optimizer states")
-    content = as_mapping(top.get("optimizer_state_dict"), shard.path, "a dict optimizer_state_dict")
+    with about(shard.path):
+        return _optimizer(shard, read_torchfile(shard.path))
+
+
+def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
+    top = as_mapping(file.root, expected="a dict of optimizer states")
+    content = as_mapping(top.get("optimizer_state_dict"), expected="a dict optimizer_state_dict")
     z = {str(key): value for key, value in content.items()}
-    stage = _stage(z, shard.path)
-    reader = _read_parameterwise if stage == 3 else _read_flat
-    found = reader(shard, file, z, stage)
+    stage = _stage(z)
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    masters: list[Tensor] = _items(z.get(key), key, Tensor, "tensors")
+    base = z.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    states, groups = _base_state(base, shard.path)
+    elastic = stage != 3 and isinstance(base, list)
+    if elastic:
+        groups = _param_groups(z.get("base_optimizer_param_groups", []), shard.path)
+    tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], shard.path)
+    common = None if stage == 3 else z.get("base_optimizer_state_step")
+    for one in scalars if common is not None else ():
+        one.setdefault("step", common)
+    counts = z.get("partition_count")
+    if stage == 3 and not isinstance(counts, int):
+        raise DamagedFileError("unreadable partition_count", expected="a number", found=brief(counts))
+    counts = [counts] * len(masters) if isinstance(counts, int) else _items(counts, "partition_count", int, "numbers")
+    if len(counts) != len(masters):
+        raise DamagedFileError("partition_count has the wrong length", expected=f"{len(masters)} groups",
+                               found=len(counts))  # fmt: skip
     version = z.get("ds_version", top.get("ds_version"))
-    found.version = version if isinstance(version, str) else None
+    found = OptimizerShard(
+        shard, file, stage, elastic, stage != 3 and "zero_stage" not in z, masters, tensors, scalars, groups, counts,
+        content=z, version=version if isinstance(version, str) else None,
+    )  # fmt: skip
+    if stage != 3:
+        if (pads := z.get("group_paddings")) is not None:
+            found.paddings = _items(pads, "group_paddings", int, "numbers")
+        if (pads := z.get("param_alignment_paddings")) is not None:
+            key = "param_alignment_paddings"
+            found.alignment_paddings = [_items(one, key, int, "numbers") for one in _items(pads, key)]
+        if (mappings := z.get("param_slice_mappings")) is not None:
+            found.mappings = [
+                {str(name): _address(value) for name, value in as_mapping(group, expected="slice mappings").items()}
+                for group in _items(mappings, "param_slice_mappings")
+            ]
     return found
 
 
@@ -262,76 +303,32 @@ def configuration(shard: OptimizerShard) -> object:
     return shard.file.root.get("ds_config") if isinstance(shard.file.root, dict) else None
 
 
-def _stage(z: Mapping[str, object], path: str) -> int:
+def _stage(z: Mapping[str, object]) -> int:
     stage = plain(z["zero_stage"]) if "zero_stage" in z else None
     if stage is None:
         stage = 3 if "fp32_flat_groups" in z else 1
     if stage not in (0, 1, 2, 3):
-        raise UnsupportedError("unknown ZeRO stage", path=path, expected="0, 1, 2 or 3", found=repr(stage))
+        raise UnsupportedError("unknown ZeRO stage", expected="0, 1, 2 or 3", found=repr(stage))
     return max(int(stage), 1)
 
 
-def _read_flat(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) -> OptimizerShard:
-    path = shard.path
-    masters = _tensors(z.get("single_partition_of_fp32_groups"), path, "single_partition_of_fp32_groups")
-    base = z.get("base_optimizer_state")
-    elastic = isinstance(base, list)
-    states, groups = _base_state(base, path)
-    if elastic:
-        groups = _param_groups(z.get("base_optimizer_param_groups", []), path)
-    tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], path)
-    common = z.get("base_optimizer_state_step")
-    if common is not None:
-        for one in scalars:
-            one.setdefault("step", common)
-    counts = z.get("partition_count")
-    count_list = [counts] * len(masters) if isinstance(counts, int) else _ints(counts, path, "partition_count")
-    if len(count_list) != len(masters):
-        raise DamagedFileError("partition_count has the wrong length", path=path, expected=f"{len(masters)} groups",
-                               found=len(count_list))  # fmt: skip
-    return OptimizerShard(
-        shard, file, stage, elastic, "zero_stage" not in z, masters, tensors, scalars, groups, count_list,
-        None if z.get("group_paddings") is None else _ints(z["group_paddings"], path, "group_paddings"),
-        _alignment(z.get("param_alignment_paddings"), path),
-        _mappings(z.get("param_slice_mappings"), path),
-        z,
-    )  # fmt: skip
-
-
-def _read_parameterwise(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) -> OptimizerShard:
-    path = shard.path
-    masters = _tensors(z.get("fp32_flat_groups"), path, "fp32_flat_groups")
-    states, groups = _base_state(z.get("optimizer_state_dict"), path)
-    tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], path)
-    count = z.get("partition_count")
-    if not isinstance(count, int):
-        raise DamagedFileError("unreadable partition_count", path=path, expected="a number", found=brief(count))
-    return OptimizerShard(
-        shard, file, stage, False, False, masters, tensors, scalars, groups, [count] * len(masters), content=z
-    )
-
-
-def _tensors(node: object, path: str, what: str) -> list[Tensor]:
-    if not isinstance(node, (list, tuple)) or not all(isinstance(t, Tensor) for t in node):
-        raise DamagedFileError(f"unreadable {what}", path=path, expected="a list of tensors", found=type(node).__name__)
-    return list(node)
-
-
-def _ints(node: object, path: str, what: str) -> list[int]:
-    if not isinstance(node, (list, tuple)) or not all(type(n) is int for n in node):
-        raise DamagedFileError(f"unreadable {what}", path=path, expected="a list of numbers", found=brief(node))
+def _items(node: object, what: str, kind: type = object, of: str = "") -> list[Any]:
+    """Return what a list of a file has, all of one kind."""
+    if not isinstance(node, (list, tuple)) or not all(isinstance(one, kind) and type(one) is not bool for one in node):
+        expected = f"a list of {of}" if of else "a list"
+        raise DamagedFileError(f"unreadable {what}", expected=expected, found=brief(node))
     return list(node)
 
 
 def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, object]], list[dict[str, object]]]:
     """Return state by group index and the param groups, from the rigid or the elastic form."""
     if isinstance(node, (list, tuple)):
-        return {i: as_mapping(state, path, "a dict of state") for i, state in enumerate(node)}, []
-    content = as_mapping(node, path, "the base optimizer's state")
-    state = as_mapping(content.get("state"), path, "a dict of state")
+        return {i: as_mapping(state, expected="a dict of state") for i, state in enumerate(node)}, []
+    content = as_mapping(node, expected="the base optimizer's state")
+    state = as_mapping(content.get("state"), expected="a dict of state")
     return (
         {
-            key: as_mapping(one, path, "a dict of state")
+            key: as_mapping(one, expected="a dict of state")
             for key, one in state.items()
             if type(key) is int or isinstance(one, dict)
         },
@@ -341,9 +338,8 @@ def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, obje
 
 def _param_groups(node: object, path: str) -> list[dict[str, object]]:
     """Return the param groups; of the elastic form, those that `zckpt strip` keeps next to it."""
-    if not isinstance(node, list):
-        raise DamagedFileError("unreadable param_groups", path=path, expected="a list", found=type(node).__name__)
-    return [with_scalars(as_mapping(group, path, "a param group"), path) for group in node]
+    groups = _items(node, "param_groups")
+    return [with_scalars(as_mapping(group, expected="a param group"), path) for group in groups]
 
 
 def _split_states(
@@ -367,28 +363,8 @@ def _split_states(
     return tensors, scalars
 
 
-def _alignment(node: object, path: str) -> list[list[int]] | None:
-    if node is None:
-        return None
-    if not isinstance(node, (list, tuple)):
-        raise DamagedFileError("unreadable param_alignment_paddings", path=path, found=type(node).__name__)
-    return [_ints(group, path, "param_alignment_paddings") for group in node]
-
-
-def _mappings(node: object, path: str) -> list[dict[str, tuple[int, int]]] | None:
-    """Return (start, numel) by name; the values are instances of `fragment_address(numel, start)`."""
-    if node is None:
-        return None
-    if not isinstance(node, (list, tuple)):
-        raise DamagedFileError("unreadable param_slice_mappings", path=path, found=type(node).__name__)
-    return [
-        {str(name): _address(value, path) for name, value in as_mapping(group, path, "slice mappings").items()}
-        for group in node
-    ]
-
-
-def _address(node: object, path: str) -> tuple[int, int]:
+def _address(node: object) -> tuple[int, int]:
     start, numel = (node.get("start"), node.get("numel")) if isinstance(node, Object) else (None, None)
     if type(start) is int and type(numel) is int:
         return start, numel
-    raise DamagedFileError("unreadable slice mapping", path=path, expected="start and numel", found=brief(node))
+    raise DamagedFileError("unreadable slice mapping", expected="start and numel", found=brief(node))

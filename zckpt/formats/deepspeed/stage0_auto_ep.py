@@ -80,8 +80,12 @@ def attach_auto_experts(
     degree = degrees.pop()
     ranks = [shard.dp_rank or 0 for shard, _ in files]
     if ranks != list(range(degree)):
-        raise ShardError("optimizer files of expert ranks are missing, or too many", path=checkpoint.source,
-                         expected=f"{degree} ranks", found=", ".join(map(str, ranks)), code=MISSING_FILE)  # fmt: skip
+        raise ShardError(
+            "optimizer files of expert ranks are missing, or too many",
+            expected=f"{degree} ranks",
+            found=", ".join(map(str, ranks)),
+            code=MISSING_FILE,
+        )
     for layer in layers:
         _check_whole(checkpoint, layer)
     found = [_rank(checkpoint, layers, rank, content_of(file), file, names) for rank, (_, file) in enumerate(files)]
@@ -115,7 +119,7 @@ def _check_whole(checkpoint: Checkpoint, layer: AutoLayer) -> None:
         count = 0 if parameter is None else parameter.shape[0]
         if count != layer.experts:
             raise ShardError(
-                f"no file holds the weights of all experts of {name}", path=checkpoint.source,
+                f"no file holds the weights of all experts of {name}",
                 expected=f"files layer_*_expert_*_mp_rank_*_model_states.pt of {layer.experts} experts",
                 found=f"those of {count}", code=MISSING_FILE, parameters=[name],
             )  # fmt: skip

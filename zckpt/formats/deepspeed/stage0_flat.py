@@ -113,7 +113,7 @@ def flat_optimizer(
                     return None
                 found = list(ways.pop())
             else:
-                found = _given(rest, candidates, flat.numel, fits, path)
+                found = _given(rest, candidates, flat.numel, fits)
                 rest = rest[len(found) :]
             orders.append(found)
     every = [name for order in orders for name in order]
@@ -124,7 +124,7 @@ def flat_optimizer(
     return _cut(base, flats, orders, candidates)
 
 
-def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fits: Fits, path: str) -> list[str]:
+def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fits: Fits) -> list[str]:
     """Return the first of the user's names, which make up a flat tensor."""
     found: list[str] = []
     at = 0
@@ -133,13 +133,13 @@ def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fit
             break
         if name not in known or at + known[name].numel > numel or not fits(at, name):
             raise UsageError(
-                f"{name} is not what lies at element {at} of a flat master", path=path,
+                f"{name} is not what lies at element {at} of a flat master",
                 expected="a parameter whose weight is that, rounded",
             )  # fmt: skip
         found.append(name)
         at += known[name].numel
     if at != numel:
-        raise UsageError("too few parameter names for a flat master", path=path, expected=f"{numel} elements", found=at)
+        raise UsageError("too few parameter names for a flat master", expected=f"{numel} elements", found=at)
     return found
 
 

@@ -66,9 +66,9 @@ def attach_to_ranks(
     if len(ranks) == 1 and not padded and not (layers and names is not None):
         return None
     if layers:
-        names, keys = layer_numbers(names, ranks[0], source)
+        names, keys = layer_numbers(names, ranks[0])
         reasons = attach_to_stages(source, ranks, tp, names)
-        name_tied_layers(ranks, keys, info, tp, source)
+        name_tied_layers(ranks, keys, info, tp)
     else:
         reasons = attach_to_slices(source, ranks, names)
     return None if reasons and len(ranks) == 1 else reasons
@@ -85,7 +85,7 @@ def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None
         return None
     found = [name for names in recorded[::tp] for name in names or ()]
     try:
-        whole, _ = layer_numbers(found, ranks[0], "")
+        whole, _ = layer_numbers(found, ranks[0])
     except (UsageError, LayoutError):
         return None
     return found if set(whole or ()) <= set(ranks[0].state.parameters) else None
@@ -97,9 +97,7 @@ def _is_idle(files: RankFiles) -> bool:
     return isinstance(held, dict) and held.get("param_groups") == []
 
 
-def layer_numbers(
-    names: Sequence[str] | None, files: RankFiles, path: str
-) -> tuple[Sequence[str] | None, dict[int, str]]:
+def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequence[str] | None, dict[int, str]]:
     """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys."""
     rests: dict[str, set[str]] = {}
     for name in names or ():
@@ -115,7 +113,6 @@ def layer_numbers(
         if len(found) != 1:
             raise UsageError(
                 f"which layer {TIED}{key} is in is not known",
-                path=path,
                 expected=f"one file of a layer with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
                 found=", ".join(map(str, found)) or "none",
             )
@@ -280,7 +277,7 @@ _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
 
 
 def name_tied_layers(
-    ranks: Sequence[RankFiles], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int, path: str
+    ranks: Sequence[RankFiles], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int
 ) -> None:
     """Give tied layers the names that files of ZeRO have for them, where their keys are known."""
     mentioned = set() if info is None else set(_TIED_KEY.findall(json.dumps(info, default=str)))
@@ -296,7 +293,6 @@ def name_tied_layers(
     elif mentioned and tp > 1:
         raise UnsupportedError(
             "which layer the rules mean by a tied one is not known, nor so how it is sliced",
-            path=path,
             expected="one tied layer",
             found=f"rules for {', '.join(sorted(mentioned))}, and {len(layers)} layers that several stages train",
             advice=NAMES_BY_STAGE_ADVICE,

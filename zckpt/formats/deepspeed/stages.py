@@ -146,7 +146,7 @@ class _Evidence:
         choices = [choice for key in keys for choice in self.free(key, layers)]
         owners = [key for key in keys for _ in self.free(key, layers)]
         if math.prod(len(choice) for choice in choices) > MOST_CASES:
-            raise _unsure(self.path, "too many layers may use the tied ones")
+            raise _unsure("too many layers may use the tied ones")
         for picked in itertools.product(*choices):
             if len(set(picked)) == len(picked):
                 yield {
@@ -156,10 +156,10 @@ class _Evidence:
                 }  # fmt: skip
 
 
-def _unsure(path: str, found: str) -> UnsupportedError:
+def _unsure(found: str) -> UnsupportedError:
     return UnsupportedError(
         "the files do not say how a pipeline's layers are dealt to that many stages",
-        path=path, found=found, advice=SAY_IT,
+        found=found, advice=SAY_IT,
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def stages_of(
     """
     count = len(source) if options.pipeline_parallel_size is None else options.pipeline_parallel_size
     given = options.partition_method, options.stage_bounds, options.pipeline_layers
-    _check(options, count, path)
+    _check(options, count)
     bounds = None if options.stage_bounds is None else parse_bounds(options.stage_bounds)
     if bounds is not None and len(bounds) - 1 != count:
         if options.pipeline_parallel_size is not None:
@@ -193,7 +193,7 @@ def stages_of(
     seen = _evidence(origin, source, path)
     if count == 1 and bounds is None:
         if len(seen.tied) > 1 and seen.tied.keys() != seen.first_use.keys():
-            raise _unsure(path, "several tied layers without files, in an order that is not known")
+            raise _unsure("several tied layers without files, in an order that is not known")
         return Stages((0, max(seen.least, 1)), {key: tuple(seen.first_use.get(key, (0,))) for key in seen.tied})
     layers, method = _layers(origin, source, seen, options)
     if bounds is not None and bounds[-1] < seen.least:
@@ -209,21 +209,21 @@ def stages_of(
             for dealt in _dealt(seen, number, uses, layers, bounds, method, count, after):
                 found.setdefault(_outcome(dealt, seen), dealt)
     if layers is None and count > 1:
-        _check_uses(found.values(), seen, path)
+        _check_uses(found.values(), seen)
     if len(found) != 1:
         several = " or ".join(sorted(_shown(one) for one in found.values())[:4])
         methods = method or f"{UNIFORM} or {PARAMETERS}"
-        raise _unsure(path, several or f"stages that are not by {methods}")
+        raise _unsure(several or f"stages that are not by {methods}")
     (one,) = found.values()
     if not origin.is_plain:
-        _check_trained(one, seen, path)
+        _check_trained(one, seen)
     return one
 
 
-def _check(options: RecutOptions, count: int, path: str) -> None:
+def _check(options: RecutOptions, count: int) -> None:
     method = options.partition_method
     if count < 1:
-        raise UsageError("unusable pipeline-parallel size", path=path, expected="at least 1", found=count)
+        raise UsageError("unusable pipeline-parallel size", expected="at least 1", found=count)
     if method is not None and method.lower() not in (UNIFORM, PARAMETERS) and not method.lower().startswith(TYPE):
         raise UsageError("unknown partition method", expected=METHODS, found=method)
     if method is not None and options.stage_bounds is not None:
@@ -378,14 +378,14 @@ def _shown(stages: Stages) -> str:
     return f"{bounds} with {', '.join(uses)}" if uses else bounds
 
 
-def _check_uses(found: Iterable[Stages], seen: _Evidence, path: str) -> None:
+def _check_uses(found: Iterable[Stages], seen: _Evidence) -> None:
     """Raise where nothing says what else uses a tied layer."""
     for key in seen.tied:
         if any(len(stages.uses.get(key, ())) < 2 for stages in found):
-            raise _unsure(path, f"tied layer {key}, of which one use is known")
+            raise _unsure(f"tied layer {key}, of which one use is known")
 
 
-def _check_trained(stages: Stages, seen: _Evidence, path: str) -> None:
+def _check_trained(stages: Stages, seen: _Evidence) -> None:
     """Raise where a stage would have nothing to train: the optimizers of ZeRO and of 16 bits raise there."""
     trained = {stage for layer in seen.weights for stage in stages.of(f"{layer}.")}
     trained |= {stage for key in seen.keys for stage in stages.of(f"{TIED}{key}.")}
@@ -393,5 +393,5 @@ def _check_trained(stages: Stages, seen: _Evidence, path: str) -> None:
     if empty:
         raise UsageError(
             f"stage {empty[0]} would have nothing to train, and DeepSpeed's optimizers of ZeRO and 16 bits raise there",
-            path=path, expected="parameters in each stage", found=_shown(stages),
+            expected="parameters in each stage", found=_shown(stages),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state import Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
@@ -50,7 +50,7 @@ class Unit:
     per_rank: dict[str, int]
 
 
-def units(checkpoint: Checkpoint, state: RankState, options: RecutOptions) -> list[Unit]:
+def units(state: RankState, options: RecutOptions) -> list[Unit]:
     """Return the param groups of one model-parallel rank of the target.
 
     Raises
@@ -63,15 +63,15 @@ def units(checkpoint: Checkpoint, state: RankState, options: RecutOptions) -> li
     found: list[Unit] = []
     groups = [_Group(group, degree) for group, degree in zip(state.groups, expert_degrees(state), strict=True)]
     bundles = list(_bundles(groups, apart=options.expert_parallel_size is None))
-    _refuse_mixture(bundles, checkpoint.source)
+    _refuse_mixture(bundles)
     for bundle in bundles:
         source = bundle[0].degree
         if source is None:
             found.append(Unit(bundle[0].values, [bundle[0].values.parameters], {}))
             continue
         degree = source if options.expert_parallel_size is None else options.expert_parallel_size
-        _check_degree(checkpoint, options, degree, state.lanes)
-        found += _expert_units(bundle, degree, state.parameters, checkpoint.source)
+        _check_degree(options, degree, state.lanes)
+        found += _expert_units(bundle, degree, state.parameters)
     return found
 
 
@@ -118,7 +118,7 @@ def _bundles(groups: Sequence[_Group], *, apart: bool) -> Iterator[list[_Group]]
         yield bundle
 
 
-def _refuse_mixture(bundles: Sequence[Sequence[_Group]], path: str) -> None:
+def _refuse_mixture(bundles: Sequence[Sequence[_Group]]) -> None:
     """Raise where several groups of the user's are alike, and which experts belong to which of them is not known."""
     degrees: dict[object, frozenset[int | None]] = {}
     for bundle in bundles:
@@ -126,22 +126,21 @@ def _refuse_mixture(bundles: Sequence[Sequence[_Group]], path: str) -> None:
         known = own if None in own else degrees.setdefault(bundle[0].kind, own)
         if own != known and max(len(own), len(known)) > 1:
             raise _refused("param groups with equal hyperparameters and experts over different numbers of "
-                           "ranks: which of them make one group is not known", path)  # fmt: skip
+                           "ranks: which of them make one group is not known")  # fmt: skip
 
 
-def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int, lanes: int) -> None:
+def _check_degree(options: RecutOptions, degree: int, lanes: int) -> None:
     if options.world_size * lanes % degree:
         over = f", {options.world_size * lanes} with the tensor-parallel ones," if lanes > 1 else ""
         raise UsageError(
             f"experts spread over {degree} ranks cannot be cut for {options.world_size} data-parallel ranks{over}",
-            path=checkpoint.source,
             expected="an expert-parallel size that divides the world size",
             found=degree,
             advice="give another --expert-parallel-size",
         )
 
 
-def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str, Parameter], path: str) -> list[Unit]:
+def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str, Parameter]) -> list[Unit]:
     """Return what becomes of groups of experts that differ in their parameters and degrees only."""
     totals = experts_per_rank(parameters)
     per_rank = {layer: total // degree for layer, total in totals.items()}
@@ -153,26 +152,24 @@ def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str
         same = list(alike)
         joined, fits = _joined(same, parameters)
         by_size = by_size and fits
-        for rank, names in enumerate(spread_experts(joined, degree, path)):
+        for rank, names in enumerate(spread_experts(joined, degree)):
             spread[rank] += names
     if not by_size and len(bundle) > 1:
         if len({group.degree for group in bundle}) > 1:
-            raise _refused(
-                "groups of experts that are not as DeepSpeed makes them: what it would make is not known", path
-            )
-        return [unit for group in bundle for unit in _expert_units([group], degree, parameters, path)]
+            raise _refused("groups of experts that are not as DeepSpeed makes them: what it would make is not known")
+        return [unit for group in bundle for unit in _expert_units([group], degree, parameters)]
     order = {layer: number for number, layer in enumerate(totals)}
     spread = [sorted(names, key=lambda name: order[layer_of(name)]) for names in spread]
     numels = [[parameters[name].numel for name in names] for names in spread]
     if any(one != numels[0] for one in numels):
-        raise _refused("experts of different sizes, while DeepSpeed's ranks all have as many elements", path)
+        raise _refused("experts of different sizes, while DeepSpeed's ranks all have as many elements")
     cut = expert_groups(numels[0], indivisible(spread[0])) if by_size else [list(range(len(spread[0])))]
     values = _renamed(bundle[0], degree)
     return [Unit(values, [[names[i] for i in one] for names in spread], per_rank) for one in cut]
 
 
-def _refused(what: str, path: str) -> UnsupportedError:
-    return UnsupportedError(what, path=path, expected="--expert-parallel-size left out")
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(what, expected="--expert-parallel-size left out")
 
 
 def _joined(groups: Sequence[_Group], parameters: Mapping[str, Parameter]) -> tuple[list[list[str]], bool]:
@@ -193,7 +190,7 @@ class JoinedGroups(NamedTuple):
     by_size: bool
 
 
-def joined_experts(state: RankState, path: str) -> JoinedGroups:
+def joined_experts(state: RankState) -> JoinedGroups:
     """Return a stage's groups with those of experts as they were before DeepSpeed split them by size.
 
     Raises
@@ -217,7 +214,6 @@ def joined_experts(state: RankState, path: str) -> JoinedGroups:
             raise UnsupportedError(
                 "groups of experts that are not as DeepSpeed splits them by size: what it would make of other stages "
                 "is not known",
-                path=path,
             )
         found.groups.extend(group.values for group in bundle)
         found.degrees.extend(group.degree for group in bundle)

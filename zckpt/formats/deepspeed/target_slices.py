@@ -65,7 +65,7 @@ def local_states(
     rules = _rules(origin, ranks, degree, path)
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
         raise UsageError("no rule names a vocabulary, so a padded size does not apply", path=path)
-    merged = merge([files.state for files in ranks], rules, path, padded=True)
+    merged = merge([files.state for files in ranks], rules, padded=True)
     experts = merged.whole
     if len(ranks) == 1 and not sliced_experts:  # DeepSpeed slices experts on demand only
         of_rules = () if sliced_experts is False else (None, REPLICATED)
@@ -102,7 +102,7 @@ def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -
     names = list(ranks[0].state.parameters)
     option = "--tp-rules" if origin.model.file.path else "--slice-rules"  # by which another format's are cut
     if origin.rules is None:
-        raise without_rules(names, path, "how to cut them", option)
+        raise without_rules(names, "how to cut them", option)
     if len(ranks) == 1 < degree and REPLICATED_KEY not in origin.rules:
         raise UnsupportedError(
             "the tensor-parallel rules do not say which parameters every rank has whole",

@@ -34,7 +34,7 @@ SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
 
 
-def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded: bool = False) -> RankState:
+def merge(states: Sequence[RankState], rules: Rules | None, *, padded: bool = False) -> RankState:
     """Return one state for all tensor-parallel ranks.
 
     Parameters
@@ -61,7 +61,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
     names = list(first.parameters)
     if rules is None:
         if len(states) > 1:
-            raise without_rules(names, path, "how to put them together")
+            raise without_rules(names, "how to put them together")
         return first
     for other in states[1:]:
         if (
@@ -69,8 +69,8 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
             or other.whole != first.whole
             or [g.parameters for g in other.groups] != [g.parameters for g in first.groups]
         ):
-            raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0", path=path)
-    check_slices_alike(states, path)
+            raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0")
+    check_slices_alike(states)
     merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel, degrees=first.degrees,
                        lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
     for name in names:
@@ -168,11 +168,10 @@ def _part(slot: Slot, dim: int, start: int, size: int) -> Slot:
     return Slot(slot.name, slot.dtype, _with(slot.shape, dim, size), spans)
 
 
-def without_rules(names: Sequence[str], path: str, what: str, option: str = "--tp-rules") -> UnsupportedError:
+def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -> UnsupportedError:
     """Return the error for slices that no rule names."""
     return UnsupportedError(
         f"tensor-parallel slices of {len(names)} parameters ({listed(names, most=SHOWN_NAMES)}) and no rules {what}",
-        path=path,
         expected="universal_checkpoint_info in the model file",
         advice=f"give them with {option} FILE",
     )
@@ -328,7 +327,7 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
                 continue
             values = [_sample(slot, sources) for slot in masters]
             compared += sum(len(block) for sample in values for block in sample)
-            _check_sample(name, rule, values, path)
+            _check_sample(name, rule, values)
     return compared
 
 
@@ -341,19 +340,17 @@ def _sample(slot: Slot, sources: Sources) -> list[Array]:
     return [read_extent(slot, extent, sources) for extent in extents]
 
 
-def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]], path: str) -> None:
+def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]]) -> None:
     """Hold the sampled blocks of each rank against those of the others."""
     same = len({b"".join(block.tobytes() for block in sample) for sample in values}) == 1
     if rule == REPLICATED and not same:
         raise WeightMismatchError(
             f"{name} differs between tensor-parallel ranks, though a rule says that each has the whole",
-            path=path,
             advice="if it is to be averaged, say so with --tp-rules; --no-weight-check takes the first rank's",
         )
     constant = all((block == values[0][0][0]).all() for block in values[0])  # as a bias that was never trained
     if rule is None and same and not constant:
         raise WeightMismatchError(
             f"{name} is the same on all tensor-parallel ranks, though no rule says that each has the whole",
-            path=path,
             advice="say so with --tp-rules; --no-weight-check takes it for slices",
         )

@@ -58,7 +58,7 @@ def recut(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not isinstance(options, RecutOptions):
-        raise UnsupportedError("is no checkpoint of DeepSpeed", path=checkpoint.source)
+        raise UnsupportedError("is no checkpoint of DeepSpeed")
     _check(checkpoint, options)
     regrouped = [
         one for one in _OF_MODEL_PARALLEL if getattr(options, one) not in (None, _degrees(checkpoint).get(one))
@@ -113,7 +113,7 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     topology, same = checkpoint.topology, _degrees(checkpoint)
     if options.slice_rules is not None:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
-                         path=checkpoint.source, found="--slice-rules")  # fmt: skip
+                         found="--slice-rules")  # fmt: skip
     names = [one.name for one in fields(options) if one.name not in ("world_size", SLICED_EXPERTS, *_OF_MODEL_PARALLEL)]
     asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
     if options.sliced_experts not in (None, checkpoint.details.get(SLICED_EXPERTS)):
@@ -121,7 +121,6 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     if asked:
         raise UnsupportedError(
             f"stage 0 is resharded for other data-, tensor- and pipeline-parallel ranks, not for another {asked[0]}",
-            path=checkpoint.source,
             advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
         )
     degrees = sorted(
@@ -131,13 +130,11 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
         raise UnsupportedError(
             f"experts over {listed([str(degree) for degree in degrees])} ranks, which DeepSpeed does not load right "
             f"without ZeRO: each rank takes the file of its number among {topology.ep}, and that has others' experts",
-            path=checkpoint.source,
             advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which has a file for each rank",
         )
     if options.world_size % topology.ep:
         raise UsageError(
             f"experts spread over {topology.ep} ranks cannot be those of {options.world_size} data-parallel ranks",
-            path=checkpoint.source,
             expected=f"a multiple of {topology.ep}",
         )
 

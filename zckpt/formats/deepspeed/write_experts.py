@@ -101,7 +101,7 @@ def _place(target: Target, layer: str) -> tuple[int, int]:
         own = sorted({layer_of(name) for name in mp.parameters if is_expert(name)}, key=in_order)
         if layer in own:
             return stage, own.index(layer)
-    raise LayoutError(f"no stage has the experts of {layer}", path=target.checkpoint.source)
+    raise LayoutError(f"no stage has the experts of {layer}")
 
 
 def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:

@@ -79,7 +79,6 @@ def _from_elsewhere(
         raise UsageError(
             f"{'--world-size' if options.world_size is None else '--stage'} is needed to write a DeepSpeed checkpoint "
             f"from this source",
-            path=checkpoint.source,
             expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
             found=f"{checkpoint.format}, {'of no stage of ZeRO' if stage is None else f'ZeRO stage {stage}'}",
         )
@@ -98,7 +97,6 @@ def _from_elsewhere(
     if strange:
         raise UnsupportedError(
             f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
-            path=checkpoint.source,
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
     made = origin_of(converted)
@@ -148,14 +146,13 @@ def recut(job: Job) -> TargetFiles:
         return _one_model(job, run_directory=run_directory)
     if job.options.slice_rules is not None:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
-                         path=checkpoint.source, found="--slice-rules")  # fmt: skip
+                         found="--slice-rules")  # fmt: skip
     target = _decide(checkpoint, job.options)
     frozen = alone_among_frozen(target)
     if frozen:
         raise UnsupportedError(
             f"{listed(frozen)}: ZeRO-3's files have all frozen parameters or none, and others were left out when this "
             f"was saved",
-            path=checkpoint.source,
             expected="--stage 1 or 2",
             advice="an engine of ZeRO-3 loads it within `zckpt.deepspeed.any_world_size`",
         )
@@ -183,20 +180,17 @@ def _one_model(job: Job, *, run_directory: bool) -> TargetFiles:
     if [one for one in asked if one != OF_STAGES[0]] or options.pipeline_parallel_size not in (None, 1):
         raise UsageError(
             f"layers under other names make one model, without stages, so {asked[0]} does not apply",
-            path=checkpoint.source,
             advice="`zckpt convert --to deepspeed` deals layers under other names to stages",
         )
     left = [one.name for one in checkpoint.tensors() if is_of_layer(one.name)]
     if left:
         raise UnsupportedError(
             f"{listed(left, most=4)}: such names only a pipeline has",
-            path=checkpoint.source,
             expected="for each layer the name that it has in the one model: --rename, --map",
         )
     if checkpoint.topology.tp > 1 and options.tensor_parallel_size != 1 and options.slice_rules is None:
         raise UnsupportedError(
             "the rules for slices name what a pipeline has, and not what one model has",
-            path=checkpoint.source,
             expected="--tensor-parallel-size 1, or --slice-rules FILE",
         )
     elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic

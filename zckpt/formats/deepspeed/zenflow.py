@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import LayoutError
-from zckpt.formats.deepspeed.shapes import Shapes
+from zckpt.formats.deepspeed.shards import Shapes
 from zckpt.state import Checkpoint, Extent, ListedSpans, Parameter, Slot, Span, Spans
 from zckpt.state.boxes import boxes_of, locate
 from zckpt.state.dtypes import itemsize
@@ -53,7 +53,7 @@ def notes(config: Mapping[str, object], stage: int) -> list[str]:
     ]
 
 
-def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes], path: str) -> bool:
+def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes]) -> bool:
     """Tell whether the flat buffers of a ZenFlow training hold matrices column by column.
 
     Parameters
@@ -81,14 +81,12 @@ def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes], path
         else:
             raise LayoutError(
                 f"ZenFlow: the weight of {name}, by which the order of its master is known, is not as DeepSpeed has it",
-                path=path,
                 expected=f"shape {shape}, stored row by row or column by column",
                 found="none" if tensor is None else f"shape {tensor.shape}, strides {tensor.strides}",
             )
     if len(found) == 2:
         raise LayoutError(
             "ZenFlow: weights are stored row by row and column by column, which it does with all or none",
-            path=path,
             found=f"{found[False]} by rows, {found[True]} by columns",
         )
     return True in found

@@ -161,7 +161,7 @@ def identity_of(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.storage.key, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, bits)
 
 
-def by_name(mapping: Mapping[object, Value], path: str) -> dict[str, Value]:
+def by_name(mapping: Mapping[object, Value], path: str | None = None) -> dict[str, Value]:
     """Return a dict of a file with its keys as text.
 
     Raises
@@ -178,7 +178,7 @@ def by_name(mapping: Mapping[object, Value], path: str) -> dict[str, Value]:
     return found
 
 
-def as_mapping(node: object, path: str, expected: str = "a dict") -> dict[object, object]:
+def as_mapping(node: object, path: str | None = None, expected: str = "a dict") -> dict[object, object]:
     """Return a node of a file that has to be a dict.
 
     Raises
@@ -191,7 +191,7 @@ def as_mapping(node: object, path: str, expected: str = "a dict") -> dict[object
     return node
 
 
-def as_names(node: object, path: str) -> list[str]:
+def as_names(node: object, path: str | None = None) -> list[str]:
     """Return a node of a file that has to be a list of names.
 
     Raises

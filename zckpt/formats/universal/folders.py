@@ -146,19 +146,19 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
         (found.values[stem],) = read_scalars(path, [tensor])
         return
     name = MASTER if stem == MASTER_STEM else stem
-    stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor, path)
+    stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor)
     found.tensors[name] = Stored(tensor, path, flat, stripped, experts)
 
 
-def _experts(content: Mapping[object, object], tensor: Tensor, path: str) -> int | None:
+def _experts(content: Mapping[object, object], tensor: Tensor) -> int | None:
     """Return how many experts a tensor has; None where it is no tensor of AutoEP's."""
     if not content.get(EXPERT_KEY):
         return None
     if content.get(FOLDING_KEY) is not None:
-        raise UnsupportedError(SLICED_AS_WELL, path=path)
+        raise UnsupportedError(SLICED_AS_WELL)
     experts = content.get(COUNT_KEY)
     if len(tensor.shape) != 3 or tensor.shape[0] != experts:
-        raise LayoutError("is not of all experts", path=path, expected=f"{experts}, rows and columns",
+        raise LayoutError("is not of all experts", expected=f"{experts}, rows and columns",
                           found=tensor.shape)  # fmt: skip
     return tensor.shape[0]
 

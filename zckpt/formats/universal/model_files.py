@@ -22,8 +22,7 @@ from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
 from zckpt.formats.deepspeed.groups import optimizer_order, tied_names
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import ModelShard, read_model
+from zckpt.formats.deepspeed.shards import ModelShard, Shapes, read_model
 from zckpt.formats.torch_files.tensors import slot_of, span_of, with_scalars
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor, alike
@@ -222,10 +221,10 @@ def read_groups(
     DamagedFileError, LayoutError
         The files do not say, or disagree.
     """
-    groups = [with_scalars(group, path) for group in _hyperparameters(content, path)]
+    groups = [with_scalars(group, path) for group in _hyperparameters(content)]
     shapes = models.group_shapes()
     if len(shapes) != len(groups):
-        shapes = _by_sub_group(groups, shapes, path)
+        shapes = _by_sub_group(groups, shapes)
     merged: Shapes = {}
     for group in shapes:
         merged.update(group)
@@ -235,7 +234,7 @@ def read_groups(
     ranks = world if type(world) is int and world > 0 else 1
     names = [optimizer_order(list(group), models.first, ranks) for group in shapes]
     if recorded is not None:
-        names = _recorded(recorded, names, path)
+        names = _recorded(recorded, names)
     states = [{} for _ in groups] if recorded is not None else _states(content, groups, path)
     found = [
         ParamGroup({key: value for key, value in group.items() if key != "params"}, its, state)
@@ -287,25 +286,24 @@ def give_state(checkpoint: Checkpoint, values: Mapping[str, Mapping[str, object]
             parameter.state |= {key: value for key, value in own.items() if key not in common}
 
 
-def _hyperparameters(content: Mapping[object, object], path: str) -> list[Mapping[object, object]]:
+def _hyperparameters(content: Mapping[object, object]) -> list[Mapping[object, object]]:
     groups = content.get("param_groups")
     nested = content.get("optimizer_state_dict")
     if groups is None and isinstance(nested, dict):
         groups = nested.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise DamagedFileError("unreadable param_groups", path=path, expected="a list of dicts",
+        raise DamagedFileError("unreadable param_groups", expected="a list of dicts",
                                found=type(groups).__name__)  # fmt: skip
     return groups
 
 
-def _by_sub_group(groups: Sequence[Mapping[str, object]], shapes: Sequence[Shapes], path: str) -> list[Shapes]:
+def _by_sub_group(groups: Sequence[Mapping[str, object]], shapes: Sequence[Shapes]) -> list[Shapes]:
     """Put ZeRO-3's sub-groups together: a group's `params` are their numbers."""
     numbered = [_members(group) for group in groups]
     numbers = [number for members in numbered for number in members]
     if sorted(numbers) != list(range(len(shapes))):
         raise LayoutError(
             "param_shapes and the optimizer have different numbers of groups",
-            path=path,
             expected=len(groups),
             found=len(shapes),
         )
@@ -318,12 +316,12 @@ def _by_sub_group(groups: Sequence[Mapping[str, object]], shapes: Sequence[Shape
     return found
 
 
-def _recorded(recorded: object, names: Sequence[Sequence[str]], path: str) -> list[list[str]]:
+def _recorded(recorded: object, names: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the names as recorded, if they are those of the model's file in another order."""
     groups = recorded if isinstance(recorded, list) else []
     if len(groups) != len(names) or any(
         not isinstance(group, list) or not all(isinstance(n, str) for n in group) or sorted(group) != sorted(its)
         for group, its in zip(groups, names, strict=True)
     ):
-        raise DamagedFileError("groups and param_shapes disagree", path=path, expected="the same names in each")
+        raise DamagedFileError("groups and param_shapes disagree", expected="the same names in each")
     return groups

@@ -14,8 +14,7 @@ from zckpt.formats.deepspeed.auto_ep_lists import common, with_layers
 from zckpt.formats.deepspeed.described import keep_extra
 from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
-from zckpt.formats.deepspeed.shapes import Shapes
-from zckpt.formats.deepspeed.shards import MODEL_KEYS
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
 from zckpt.formats.remainder import KEY, remainder_rules, restore
@@ -87,7 +86,7 @@ def read(directory: Path) -> Checkpoint:
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
     names = dict.fromkeys([*models.names(), *checkpoint.parameters])
     checkpoint.parameters = {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
-    complete_aliases(checkpoint.parameters, models.first.shard.path)
+    complete_aliases(checkpoint.parameters)
     _note_duplicates(checkpoint, models)
     _note_folders(checkpoint, directory / FOLDER)
     _note_ranks(checkpoint, models)

@@ -168,14 +168,12 @@ def _refuse(checkpoint: Checkpoint) -> None:
     if checkpoint.optimizers():
         raise UnsupportedError(
             "holds several optimizers, and a universal checkpoint has one",
-            path=checkpoint.source,
             found=", ".join(checkpoint.optimizers()),
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
         )
     if not checkpoint.param_groups:
         raise UnsupportedError(
             "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
-            path=checkpoint.source,
             advice="`zckpt consolidate` writes the model by itself",
         )
 
