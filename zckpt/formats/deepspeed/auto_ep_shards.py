@@ -15,17 +15,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, AutoLayer, auto_layers
+from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes, together
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.formats.deepspeed.tensor_parallel import moved
-from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Padding, Slot
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.target import Target, TargetGroup
 
 GROUPS_KEY = "ds_zero_partition_groups"
 
@@ -67,12 +68,12 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
         A sub-group is shared in another way.
     """
     of_experts = [one.families == [_EXPERTS] for one in _groups(members[0])]
-    layers = {f"{layer.prefix}.{name}": layer for layer in auto_layers(models[0]) for name in ("w1", "w2", "w3")}
+    layers = auto_experts(models[0])
     every = {name: shape for group in models[0].param_shapes or [] for name, shape in group.items()}
     dense = {name: shape for name, shape in every.items() if name not in layers}
     experts = {name: shape for name, shape in every.items() if name in layers}
     sharing = _sharing(members, of_experts)
-    _check(experts, layers, len(sharing))
+    check_shapes(experts, layers, len(sharing))
     _check_numbers(models, sharing)
     own = [_only(member, of_experts, wanted=False) for member in members]
     slots, sub_groups, padding = cut_parameters(dense, own, keys)
@@ -89,7 +90,7 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     for name, shape in experts.items():
         found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
         found.slots[name] = {
-            key: _joined([one[key] for one in parts[name]], found.shapes[name])
+            key: together([one[key] for one in parts[name]])
             for key in parts[name][0]
             if all(key in one for one in parts[name])
         }
@@ -172,17 +173,6 @@ def _sharing(members: Sequence[OptimizerShard], of_experts: Sequence[bool]) -> l
     return sorted(found)
 
 
-def _check(experts: Shapes, layers: Mapping[str, AutoLayer], degree: int) -> None:
-    for name, shape in experts.items():
-        layer = layers[name]
-        if layer.degree != degree or len(shape) != 3 or shape[0] != layer.per_rank:
-            raise LayoutError(
-                f"{name} is not of the experts of one rank",
-                expected=f"{layer.per_rank} of {layer.experts}, over {layer.degree} ranks",
-                found=f"{shape}, over {degree} ranks",
-            )  # fmt: skip
-
-
 def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]]) -> None:
     """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
     for expert_rank, ranks in enumerate(sharing):
@@ -205,9 +195,21 @@ def _only(member: OptimizerShard, of_experts: Sequence[bool], *, wanted: bool) -
     return replace(member, masters=masters, content={})
 
 
-def _joined(slots: Sequence[Slot], shape: tuple[int, ...]) -> Slot:
-    """Return one slot for all expert ranks, each of which has as many experts."""
-    first = slots[0]
-    local = first.shape[0]
-    spans = [one for rank, slot in enumerate(slots) for one in moved(slot.spans, 0, [Share(0, rank * local, local)])]
-    return Slot(first.name, first.dtype, shape, tuple(spans))
+def partition_groups(target: Target, groups: Sequence[TargetGroup], rank: int) -> list[object]:
+    """Return `ds_zero_partition_groups` as a rank writes it."""
+    found: list[object] = []
+    layers = auto_experts(target.origin.model)
+    for group in groups:
+        sparse = any(p.name in layers for p in group.experts[0])
+        degree = len(group.experts)
+        expert_rank = group.placement.expert_rank(rank, degree)
+        for _ in target.sub_groups(group):
+            found.append({
+                "sub_group": len(found),
+                "partition_count": group.shared_by,
+                "partition_rank": group.position(rank),
+                "partition_ranks": [group.placement.rank(expert_rank, p, degree) for p in range(group.shared_by)],
+                "families": ["autoep_expert" if sparse else "replicated"],
+                "group_names": [f"ep_size_{degree}" if sparse else "replicated"],
+            })  # fmt: skip
+    return found

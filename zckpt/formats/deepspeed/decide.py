@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import aliases
-from zckpt.formats.deepspeed.auto_ep import auto_layers
-from zckpt.formats.deepspeed.auto_ep_target import check_in_order, check_sharded, restated, shard_groups
+from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_experts
 from zckpt.formats.deepspeed.code_groups import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
@@ -20,14 +20,14 @@ from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units
+from zckpt.formats.deepspeed.target_groups import Unit, units
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
 from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
-from zckpt.state import Checkpoint, Parameter, Topology
+from zckpt.state import Checkpoint, Topology
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
@@ -81,7 +81,8 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     aligned = was.get("parameter_alignment") is True if aligned is None else aligned
     given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
-    sharded = _refuse_degrees(checkpoint, origin, options, stage=stage)
+    auto = auto_experts(origin.model)
+    _refuse_degrees(checkpoint, origin, options, auto, stage=stage)
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
     states, dealt = stage_states(checkpoint, origin, degree, options)
     flat = stage != 3
@@ -91,24 +92,19 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     target = replace(target, transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage),
                      lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
-        own = restated(files.state, origin, stage)
+        own = files.state
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
-        groups = with_hyperparameters(own.groups, given)
-        rank.groups.extend(shard_groups(target, groups, own.parameters, options) if sharded else ())
-        for unit in units(replace(own, groups=groups), options) if not sharded else ():
-            lanes = own.lanes if unit.per_rank else 1
-            rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
+        own = replace(own, groups=with_hyperparameters(own.groups, given))
+        rank.groups.extend(_group(target, unit, number, own.lanes) for unit in units(own, options, stage, auto))
         target.ranks.append(rank)
     cut_rank_values(target)
     _check_aliases(target)
     return target
 
 
-def _group(
-    target: Target, index: int, unit: Unit, known: dict[str, Parameter], mp_rank: int, lanes: int
-) -> TargetGroup:
+def _group(target: Target, unit: Unit, mp_rank: int, lanes: int) -> TargetGroup:
     """Return a param group in the order in which it is stored."""
-    experts = local_parameters(unit, known)
+    experts, lanes = unit.experts, lanes if unit.is_spread else 1
     shared_by = target.world_size * lanes // len(experts)
     if target.round_robin:
         order = round_robin_order(len(experts[0]), shared_by)
@@ -121,7 +117,7 @@ def _group(
         pads = alignment_padding([p.numel for p in experts[0]], multiple)
     lane = mp_rank % target.tp if lanes > 1 else 0
     first = is_data_first(target.origin.model)
-    return TargetGroup(index, unit.values, experts, pads, shared_by, lane, lanes, first)
+    return TargetGroup(unit.number, unit.values, experts, pads, shared_by, lane, lanes, first)
 
 
 def is_bare(first: OptimizerShard) -> bool:
@@ -178,31 +174,26 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
         )
 
 
-def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> bool:
-    """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known.
-
-    Tell whether experts are cut as ZeRO-3 cuts those of AutoEP.
-    """
+def _refuse_degrees(
+    checkpoint: Checkpoint, origin: Origin, options: RecutOptions, auto: Mapping[str, AutoLayer], *, stage: int
+) -> None:
+    """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
     degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
     for name, value in degrees.items():
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
     check_stage(checkpoint, origin, options, stage)
-    listed = bool(auto_layers(origin.model))
-    experts = listed or bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
-    if listed and not origin.ranks and options.tensor_parallel_size not in (None, 1):
-        raise UnsupportedError(
-            "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
-            expected="--tensor-parallel-size left out",
-        )
-    if check_sharded(origin, checkpoint.parameters, stage, options.world_size, options.expert_parallel_size):
-        return True
+    if auto:
+        _check_auto(checkpoint, origin, options, auto, stage)
+        if stage == 3:
+            return
+    experts = bool(auto or origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply")
         if options.sliced_experts is not None:
             raise UsageError("the checkpoint has no experts that could be sliced or spread")
-        return False
+        return
     _check_sliced_experts(checkpoint, origin, options)
     if origin.layers:  # DeepSpeed writes none
         raise UnsupportedError(
@@ -212,8 +203,36 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     if stage == 3:
         raise UnsupportedError("DeepSpeed's own layer of experts does not run under ZeRO-3: it saves none of it there",
                                expected="stage 1 or 2")  # fmt: skip
-    check_in_order(origin, options)
-    return False
+
+
+def _check_auto(
+    checkpoint: Checkpoint, origin: Origin, options: RecutOptions, auto: Mapping[str, AutoLayer], stage: int
+) -> None:
+    """Raise for what is not written of AutoEP's experts."""
+    if not origin.ranks and options.tensor_parallel_size not in (None, 1):
+        raise UnsupportedError(
+            "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
+            expected="--tensor-parallel-size left out",
+        )
+    if stage != 3 and (options.round_robin or options.parameter_alignment):
+        raise UnsupportedError(
+            "AutoEP's experts are written in order only, as they are read",
+            expected="no round_robin, no parameter_alignment",
+        )
+    frozen = [name for name in auto if name in checkpoint.parameters and checkpoint.parameters[name].frozen]
+    if stage == 3 and frozen:
+        raise UnsupportedError(
+            "frozen experts of AutoEP under ZeRO-3: what is frozen is cut over all ranks, and each has other experts",
+            expected="stage 1 or 2", found=listed(frozen, most=4),
+        )  # fmt: skip
+    for layer in auto.values():
+        wanted, ranks = options.expert_parallel_size or layer.degree, options.world_size
+        if layer.experts % wanted or ranks % wanted:
+            raise UsageError(
+                f"{layer.experts} experts of {layer.prefix} cannot be spread over {wanted} of {ranks} ranks",
+                expected="an expert-parallel size that divides both", found=wanted,
+                advice="give another --expert-parallel-size",
+            )  # fmt: skip
 
 
 def _check_sliced_experts(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from zckpt.formats.deepspeed.auto_ep_lists import common
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
-from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import data_parallel_size
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, section
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS
 from zckpt.formats.deepspeed.unsaved import base_shards
 from zckpt.formats.deepspeed.values import copies_of_optimizers, keep_others, shard_rules
@@ -66,9 +65,9 @@ def describe_whole(
     checkpoint.details["tag"] = directory.tag
     if members:
         checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
-        checkpoint.details["round_robin_gradients"] = zero_option(model, "round_robin_gradients")
+        checkpoint.details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
         pads = any(any(group) for group in members[0].alignment_paddings or [])
-        checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
+        checkpoint.details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
         if uses_zenflow(model.config):
             checkpoint.details[DETAIL] = first.transposed
@@ -144,8 +143,7 @@ def keep_all_others(
 
 
 def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:
-    zero = model.config.get("zero_optimization")
-    configured = zero.get("stage") if isinstance(zero, dict) else None
+    configured = section(model.config, "zero_optimization").get("stage")
     if members and not members[0].bf16_optimizer:
         return members[0].stage
     return configured if isinstance(configured, int) else (1 if members else 0)

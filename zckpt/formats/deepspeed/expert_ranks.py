@@ -19,12 +19,13 @@ Source: DeepSpeed 0.14.5 to 0.19.8, `groups._create_expert_and_data_parallel`, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
+from zckpt.formats.deepspeed.auto_ep import auto_experts
 from zckpt.formats.deepspeed.directory import EXPERT, Shard
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.origin import RankFiles
@@ -81,11 +82,18 @@ class Spread(Generic[T]):
         One for each rank, by its number: its optimizer file.
     lanes : int
         Tensor-parallel ranks among them.
+    auto : collection of str
+        Tensors of AutoEP's experts.
     """
 
     members: Sequence[T]
     lanes: int = 1
     data_first: bool = False
+    auto: Collection[str] = ()
+
+    def are_experts(self, names: Collection[str]) -> bool:
+        """Tell whether a group of these parameters is one of experts."""
+        return bool(names) and all(is_expert(name) or name in self.auto for name in names)
 
     def degree(self, partition_count: int, names: Iterable[str]) -> int:
         """Return over how many expert ranks a group is spread.
@@ -129,7 +137,7 @@ def sharing(
         The group is cut over fewer ranks than there are, and it is no group of experts.
     """
     count = own[0].partition_count[group]
-    if names and all(is_expert(name) for name in names):
+    if spread.are_experts(names):
         return spread.shared(spread.degree(count, names))
     if count != len(own):
         raise LayoutError(
@@ -230,14 +238,14 @@ def spread_over(
         Experts are spread over all ranks, and those are numbered in an order that is not known.
     """
     data_first = is_data_first(model)
-    alone = Spread(ranks[lane], 1, data_first)
+    alone = Spread(ranks[lane], 1, data_first, auto_experts(model).keys())
     dp, tp = len(ranks[lane]), len(ranks)
     if tp == 1 or any(len(one) != dp for one in ranks):
         return alone
     every = over_all(ranks, data_first)
     totals = _totals(files, model)
     for index, names in enumerate(_names_of_groups(model, ranks[lane]) if dp and ranks[lane][0].stage != 3 else []):
-        if not names or not all(is_expert(name) for name in names):
+        if not every.are_experts(names):
             continue
         local = experts_per_rank(names)
         count = ranks[lane][0].partition_count[index]
@@ -260,7 +268,7 @@ def spread_of(ranks: Sequence[RankFiles], files: RankFiles) -> Spread[OptimizerS
     """Return the ranks over which the experts of one model-parallel rank were found to be spread."""
     data_first = is_data_first(files.models[0])
     if files.state.lanes == 1:
-        return Spread(files.members, 1, data_first)
+        return Spread(files.members, 1, data_first, auto_experts(files.models[0]).keys())
     return over_all([one.members for one in ranks], data_first)
 
 

@@ -15,7 +15,7 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.experts import experts_per_rank
-from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries, parted
+from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries
 from zckpt.formats.deepspeed.foreign_experts import check_split, numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.gpt_model import rules_of_whole
 from zckpt.formats.deepspeed.loss_scaling import scaling
@@ -60,8 +60,6 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
     """
     _refuse(checkpoint, staged=staged)
     layers = listed_entries(checkpoint)
-    if layers and stage != 3:
-        checkpoint = parted(checkpoint, layers)
     parameters = dict(checkpoint.parameters)
     groups: list[ParamGroup] = []
     totals = experts_per_rank(parameters)

@@ -1,17 +1,14 @@
 """AutoEP's experts of a checkpoint of another format: one tensor for all of a layer, and which layers those are.
 
-`universal_checkpoint_info`, which every format carries, lists them as `ds_autoep_layers` does. To the files of ZeRO-1
-and 2 each expert is by itself, as `auto_ep` reads them; under ZeRO-3 tensors stay whole until they are cut.
+`universal_checkpoint_info`, which every format carries, lists them as `ds_autoep_layers` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, expert_names, layer_from
-from zckpt.formats.deepspeed.auto_ep_target import expert_by_expert
+from zckpt.formats.deepspeed.auto_ep import KEY, layer_from
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
@@ -34,7 +31,7 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
         return []
     for entry in listed:
         layer = layer_from(entry)
-        for name in expert_names(layer):
+        for name in layer.names:
             parameter = checkpoint.parameters.get(name)
             if parameter is None or len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
                 raise _unknown(f"{name}: {None if parameter is None else parameter.shape}")
@@ -53,7 +50,7 @@ def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
     """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
     layers = [layer_from(entry) for entry in _listed(checkpoint)]
-    counts = {name: layer.experts for layer in layers for name in expert_names(layer)}
+    counts = {name: layer.experts for layer in layers for name in layer.names}
     shapes = {name: checkpoint.parameters[name].shape for name in counts if name in checkpoint.parameters}
     return {name: counts[name] for name, shape in shapes.items() if len(shape) == 3 and shape[0] == counts[name]}
 
@@ -65,10 +62,3 @@ def _unknown(found: str) -> UnsupportedError:
         found=found,
         advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
     )
-
-
-def parted(checkpoint: Checkpoint, entries: Sequence[Mapping[str, object]]) -> Checkpoint:
-    """Return a checkpoint in which each expert has parameters of its own."""
-    layers = [layer_from(entry) for entry in entries]
-    parameters, groups = expert_by_expert(checkpoint.parameters, checkpoint.param_groups, layers)
-    return replace(checkpoint, parameters=parameters, param_groups=groups)

@@ -40,11 +40,7 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     if not sparse:
         return list(group.parameters)
     if len(sparse) < len(group.parameters):
-        others = [name for name in group.parameters if not is_expert(name)]
-        raise UnsupportedError(
-            "experts and other parameters in one param group, which DeepSpeed keeps apart",
-            found=f"{listed(others, most=4)} with {listed(sparse, most=2)}",
-        )
+        raise mixed([name for name in group.parameters if not is_expert(name)], sparse)
     degree = named_degree(group)
     for layer in dict.fromkeys(map(layer_of, sparse)):
         check_divides(layer, totals[layer], degree)
@@ -60,6 +56,14 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
             found=listed(every, most=4),
         )
     return [name for names in ranks for name in names]
+
+
+def mixed(others: Sequence[str], experts: Sequence[str]) -> UnsupportedError:
+    """Return the error for a param group with experts among others."""
+    return UnsupportedError(
+        "experts and other parameters in one param group, which DeepSpeed keeps apart",
+        found=f"{listed(others, most=4)} with {listed(experts, most=2)}",
+    )
 
 
 def check_split(groups: Sequence[ParamGroup]) -> None:

@@ -21,17 +21,11 @@ from collections.abc import Collection, Mapping, Sequence
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import FlatGroup
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, section
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, Slot, Span
 from zckpt.state.partition import flat_partition_numel, flat_shares, round_robin_order
 from zckpt.torchfile import Tensor
-
-
-def zero_option(model: ModelShard, name: str) -> bool:
-    """Return a boolean option of `zero_optimization` in DeepSpeed's configuration; false where absent."""
-    zero = model.config.get("zero_optimization")
-    return isinstance(zero, dict) and zero.get(name) is True
 
 
 def flat_groups(
@@ -56,7 +50,7 @@ def flat_groups(
     LayoutError
         The groups do not follow from what the files hold.
     """
-    reordered = zero_option(model, "round_robin_gradients") and not zero_option(model, "parameter_alignment")
+    reordered = model.zero_option("round_robin_gradients") and not model.zero_option("parameter_alignment")
     first = members[0]
     if model.param_shapes is None:
         if reordered:
@@ -86,7 +80,7 @@ def flat_groups(
 
 def optimizer_order(names: Sequence[str], model: ModelShard, world_size: int) -> list[str]:
     """Return a group's names in the optimizer's order, which round robin changes for the flat buffer only."""
-    if not zero_option(model, "round_robin_gradients"):
+    if not model.zero_option("round_robin_gradients"):
         return list(names)
     order = round_robin_order(len(names), world_size)
     return [name for _, name in sorted(zip(order, names, strict=True))]
@@ -168,8 +162,7 @@ def uses_muon(hyperparameters: Mapping[str, object]) -> bool:
 
 def is_of_muon(checkpoint: Checkpoint, config: Mapping[str, object]) -> bool:
     """Tell whether a training used DeepSpeed's Muon, as its groups or, where a form has none, its configuration say."""
-    optimizer = config.get("optimizer")
-    kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+    kind = section(config, "optimizer").get("type")
     named = isinstance(kind, str) and kind.lower() == "muon"
     return named or any(uses_muon(group.hyperparameters) for group in checkpoint.param_groups)
 
@@ -188,9 +181,7 @@ def keeps_whole_matrices(
     partition : bool
         Whether the training is one of ZeRO-3 or of BF16_Optimizer.
     """
-    zero = config.get("zero_optimization")
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    device = offload.get("device") if isinstance(offload, dict) else None
+    device = section(section(config, "zero_optimization"), "offload_optimizer").get("device")
     return uses_muon(hyperparameters) and not partition and device in (None, "none")
 
 

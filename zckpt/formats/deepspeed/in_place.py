@@ -16,7 +16,6 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard, classify
-from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.options import RecutOptions
@@ -124,7 +123,7 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
         and not checkpoint.details.get(DETAIL)
         and first.bf16_optimizer == training.bf16_optimizer
         and bool(checkpoint.details.get("round_robin_gradients")) == (training.round_robin and stage != 3)
-        and zero_option(origin.model, "parameter_alignment") == (training.alignment and stage != 3)
+        and origin.model.zero_option("parameter_alignment") == (training.alignment and stage != 3)
         and (stage != 3 or [one.numel for one in first.masters] == list(training.partitions))
     )
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.aliases import notes
-from zckpt.formats.deepspeed.auto_ep import KEY
+from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes, from_files, together
 from zckpt.formats.deepspeed.auto_ep_shards import cut_experts, has_own_groups, router_names
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
@@ -43,7 +43,7 @@ from zckpt.formats.deepspeed.values import (
 )
 from zckpt.formats.deepspeed.zenflow import are_transposed, flipped, transposed, transposed_slot, uses_zenflow
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Duplicate, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, WEIGHT, Duplicate, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.torchfile import Tensor
 
@@ -100,7 +100,8 @@ def read_rank(
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
     if models[0].content.get(KEY):
         aliases = {**router_names(models[0], parameterwise=parameterwise), **aliases}
-    _place_parameters(state, models, trained, weights, aliases, parameterwise=parameterwise)
+    weights, whole = from_files(weights, () if parameterwise else auto_layers(models[0]), trained)
+    _place_parameters(state, models, trained, weights, whole, aliases, parameterwise=parameterwise)
     return state
 
 
@@ -125,6 +126,7 @@ def _read_flat(
     shared = [(group, ranks) for group, sets in zip(groups, by_group, strict=True) for ranks in sets]
     paths = {member.path for member in members}
     apart = [_apart(group, ranks, model) for group, ranks in shared]
+    layers = auto_experts(model)
     keys = element_slots(
         case for (group, ranks), one in zip(shared, apart, strict=True) for case in flat_cases(group, ranks, one)
     )
@@ -134,10 +136,11 @@ def _read_flat(
     read: dict[int, set[str]] = {}
     for group, sets in zip(groups, by_group, strict=True):
         count, ep = members[0].partition_count[group.index], len(sets)
-        sparse = bool(group.shapes) and all(is_expert(name) for name in group.shapes)
-        state.degrees.append(ep if sparse else None)
+        check_shapes(group.shapes, layers, ep)
+        state.degrees.append(ep if any(map(is_expert, group.shapes)) else None)
         state.expert_parallel = max(state.expert_parallel, ep)
         names: list[str] = []
+        rows: dict[str, list[dict[str, Slot]]] = {}
         for expert_rank in range(ep):
             (_, ranks), aside = next(cuts)
             per_element = keys[group.index].difference(*aside)
@@ -154,8 +157,15 @@ def _read_flat(
             state.padding_spans.append([one for one in padding_spans if one.path in paths])
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
-                _claim(trained, renamed[name], shape, slots[name], group.index)
+                if name in layers:
+                    rows.setdefault(name, []).append(slots[name])
+                else:
+                    _claim(trained, renamed[name], shape, slots[name], group.index)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
+        for name, parts in rows.items():
+            whole = {key: together([one[key] for one in parts]) for key in parts[0] if all(key in one for one in parts)}
+            _claim(trained, name, whole[MASTER].shape, whole, group.index)
+        names = list(dict.fromkeys(names))
         _add_group(state, members, group.index, [group.index], names, own, apart_from_others.groups)
     state.per_rank += rank_values(members, {index: index for index in read}, own, read)
 
@@ -264,6 +274,7 @@ def _place_parameters(
     models: Sequence[ModelShard],
     trained: Trained,
     weights: Mapping[str, tuple[str, Tensor]],
+    whole: Mapping[str, Slot],
     aliases: Mapping[str, str],
     *,
     parameterwise: bool,
@@ -288,6 +299,12 @@ def _place_parameters(
         else:
             lost.append(name)
     _place_outside(state, trained, model, weights)
+    for name, slot in whole.items():
+        shape, slots, group = trained.get(name, (slot.shape, {}, None))
+        if shape != slot.shape:
+            raise LayoutError(f"{name} has two shapes", expected=f"{shape} as in param_shapes", found=slot.shape)
+        slots = {WEIGHT: slot, **slots}
+        state.parameters[name] = Parameter(name, shape, slot.dtype, slots, group, frozen=group is None)
     _place_without_weight(state, trained, model)
     complete_aliases(state.parameters)
     _note_duplicates(state, models, parameterwise=parameterwise)

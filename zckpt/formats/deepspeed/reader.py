@@ -9,7 +9,7 @@ from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.deepspeed.agreement import check_models_alike
-from zckpt.formats.deepspeed.auto_ep import auto_layers, fused, split_files, split_names
+from zckpt.formats.deepspeed.auto_ep import auto_layers, check_kind
 from zckpt.formats.deepspeed.described import describe_whole, keep_all_others
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
@@ -76,7 +76,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         )
     optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
     with about(models[0].shard.path):
-        models, optimizers = split_files(models, optimizers, directory.of(EXPERT_OPTIMIZER))
+        check_kind(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
     checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
@@ -106,7 +106,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     with about(models[0].shard.path):
-        state = fused(join(stages := [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)]))
+        state = join(stages := [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)])
     for name in ("parameters", "buffers", "per_rank", "padding", "padding_spans", "duplicates"):
         setattr(checkpoint, name, getattr(state, name))
     checkpoint.param_groups = state.groups
@@ -214,8 +214,7 @@ def _ranks(
             checkpoint.leftovers |= leftovers
             checkpoint.warnings += dict.fromkeys(leftovers.values())
         found.append((mp_rank, _model_members(own, members), members))
-    auto = auto_layers(models[0])
-    every = expert_files(outside, {shard.path: split_names(_named(shard, file), auto) for shard, file in outside})
+    every = expert_files(outside, {shard.path: _named(shard, file) for shard, file in outside})
     ranks: list[RankFiles] = []
     apart = apart_between([members[0] for _, _, members in found if members])
     for number, (mp_rank, files, members) in enumerate(found):

@@ -13,7 +13,6 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import layer_names
@@ -62,8 +61,8 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     states, dealt = stage_states(checkpoint, named, degree, options)
     model = origin.model
     target = Target(
-        checkpoint, named, options.world_size, 0, zero_option(model, "elastic_checkpoint"),
-        zero_option(model, "round_robin_gradients"), zero_option(model, "parameter_alignment"), False,
+        checkpoint, named, options.world_size, 0, model.zero_option("elastic_checkpoint"),
+        model.zero_option("round_robin_gradients"), model.zero_option("parameter_alignment"), False,
         written_rules(named, states, checkpoint), len(states), degree, dealt,
     )  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):

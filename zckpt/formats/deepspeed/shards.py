@@ -40,6 +40,12 @@ BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}
 """Those that are about the run's files and counters, which another program has no need of."""
 
 
+def section(config: Mapping[Any, object], name: str) -> Mapping[Any, Any]:
+    """Return a part of DeepSpeed's configuration; empty where absent."""
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 @dataclass(slots=True)
 class ModelShard:
     """A model file.
@@ -79,12 +85,15 @@ class ModelShard:
         config = plain(self.configuration)
         return config if isinstance(config, dict) else {}
 
+    def zero_option(self, name: str) -> bool:
+        """Return a boolean option of `zero_optimization` in the configuration; false where absent."""
+        return section(self.config, "zero_optimization").get(name) is True
+
     @property
     def dtype(self) -> str:
         """Element type of the model's weights, as the configuration says."""
         for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-            section = self.config.get(key)
-            if isinstance(section, dict) and section.get("enabled") is True:
+            if section(self.config, key).get("enabled") is True:
                 return dtype
         return "float32"
 

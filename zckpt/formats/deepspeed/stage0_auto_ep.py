@@ -17,15 +17,13 @@ from dataclasses import dataclass, replace
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import NAMES_ADVICE
-from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, expert_names
+from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, local, together
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_optimizers import content_of
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, certain_flat
-from zckpt.formats.deepspeed.tensor_parallel import moved
-from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Slot
 from zckpt.torchfile import TorchFile
@@ -86,15 +84,13 @@ def attach_auto_experts(
             found=", ".join(map(str, ranks)),
             code=MISSING_FILE,
         )
-    for layer in layers:
-        _check_whole(checkpoint, layer)
     found = [_rank(checkpoint, layers, rank, content_of(file), file, names) for rank, (_, file) in enumerate(files)]
     first = found[0]
     for one in found[1:]:
         if one.settings != first.settings:
             raise ShardError(f"expert rank {one.number} is from another step or run: its param groups differ",
                              path=one.path, code=STEPS_DIFFER, ranks=[one.number])  # fmt: skip
-    sparse = {name for layer in layers for name in expert_names(layer)}
+    sparse = {name for layer in layers for name in layer.names}
     for name, parameter in first.own.parameters.items():
         owner = checkpoint.parameters[name]
         owner.group, owner.state = parameter.group, parameter.state
@@ -111,18 +107,6 @@ def attach_auto_experts(
     checkpoint.topology = replace(checkpoint.topology, ep=degree)
     keep_other_state(checkpoint, content_of(files[0][1]), files[0][1])
     mark_frozen(checkpoint)
-
-
-def _check_whole(checkpoint: Checkpoint, layer: AutoLayer) -> None:
-    for name in expert_names(layer):
-        parameter = checkpoint.parameters.get(name)
-        count = 0 if parameter is None else parameter.shape[0]
-        if count != layer.experts:
-            raise ShardError(
-                f"no file holds the weights of all experts of {name}",
-                expected=f"files layer_*_expert_*_mp_rank_*_model_states.pt of {layer.experts} experts",
-                found=f"those of {count}", code=MISSING_FILE, parameters=[name],
-            )  # fmt: skip
 
 
 def _rank(
@@ -142,7 +126,7 @@ def _rank(
     else:
         numbered = of_content(content, file.path)
         attach(own, numbered, file.path, names=names, sample=rounds_to_weight(own, file.path, numbered), last=replaced)
-    shapes = {own.parameters[name].shape for layer in layers for name in expert_names(layer)}
+    shapes = {own.parameters[name].shape for layer in layers for name in layer.names}
     doubtful = [name for name, parameter in own.unnamed.items() if parameter.shape in shapes]
     if doubtful:
         raise UnsupportedError(
@@ -160,7 +144,11 @@ def _is_of(name: str, layer: AutoLayer) -> bool:
 
 def _parameters(checkpoint: Checkpoint, layers: Sequence[AutoLayer], rank: int) -> dict[str, Parameter]:
     """Return the parameters of a rank, in the model's order: a layer's experts follow its router."""
-    experts = {name: layer for layer in layers for name in expert_names(layer)}
+    experts = {name: layer for layer in layers for name in layer.names}
+
+    def held(layer: AutoLayer) -> dict[str, Parameter]:
+        return {name: local(_alone(checkpoint.parameters[name]), layer, layer.degree, rank) for name in layer.names}
+
     found: dict[str, Parameter] = {}
     waiting = list(layers)
     previous: AutoLayer | None = None
@@ -169,30 +157,18 @@ def _parameters(checkpoint: Checkpoint, layers: Sequence[AutoLayer], rank: int) 
             continue
         here = next((layer for layer in waiting if _is_of(name, layer)), None)
         if previous is not None and here is not previous:
-            found |= _local(checkpoint, previous, rank)
+            found |= held(previous)
             waiting.remove(previous)
         previous = here
         found[name] = _alone(parameter)
     for layer in waiting:
-        found |= _local(checkpoint, layer, rank)
+        found |= held(layer)
     return found
 
 
 def _alone(parameter: Parameter) -> Parameter:
     weight = {WEIGHT: parameter.slots[WEIGHT]} if WEIGHT in parameter.slots else {}
     return Parameter(parameter.name, parameter.shape, parameter.dtype, weight)
-
-
-def _local(checkpoint: Checkpoint, layer: AutoLayer, rank: int) -> dict[str, Parameter]:
-    """Return the experts of one rank, as the rank has them."""
-    count = layer.per_rank
-    found = {}
-    for name in expert_names(layer):
-        whole = checkpoint.parameters[name]
-        shape = (count, *whole.shape[1:])
-        spans = moved(whole.slots[WEIGHT].spans, 0, [Share(rank * count, 0, count)])
-        found[name] = Parameter(name, shape, whole.dtype, {WEIGHT: Slot(WEIGHT, whole.dtype, shape, spans)})
-    return found
 
 
 def _whole(name: str, ranks: Sequence[_Rank], checkpoint: Checkpoint) -> dict[str, Slot]:
@@ -220,9 +196,7 @@ def _whole(name: str, ranks: Sequence[_Rank], checkpoint: Checkpoint) -> dict[st
         if len(like.shape) != len(first.shape) or like.shape[0] != count:
             raise UnsupportedError(f"{key} of {name} is not state of each expert", path=ranks[0].path,
                                    expected=f"one for each of {count} experts", found=like.shape)  # fmt: skip
-        shape = (count * len(ranks), *like.shape[1:])
-        spans = [s for n, slot in enumerate(own) for s in moved(slot.spans, 0, [Share(0, n * count, count)])]
-        found[key] = Slot(key, like.dtype, shape, tuple(spans))
+        found[key] = together(own)
     return found
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from zckpt.formats.deepspeed.codes import Codes, Form
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, section
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
@@ -192,8 +192,7 @@ class Target:
     @property
     def sub_group_size(self) -> int:
         """Elements after which ZeRO-3 begins another sub-group."""
-        zero = self.origin.model.config.get("zero_optimization")
-        size = zero.get("sub_group_size") if isinstance(zero, dict) else None
+        size = section(self.origin.model.config, "zero_optimization").get("sub_group_size")
         return int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
 
     def sub_groups(self, group: TargetGroup, rank: int = 0) -> list[list[Parameter]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.errors import listed
-from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.shards import ModelShard, section
 from zckpt.state import Checkpoint, Parameter
 from zckpt.state.dtypes import is_floating
 
@@ -32,9 +32,8 @@ def is_unsaved(models: Sequence[ModelShard], optimizers: Collection[object]) -> 
 
 def _is_of(model: ModelShard) -> bool:
     content, config = model.content, model.config
-    zero, types = config.get("zero_optimization"), config.get("data_types")
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
-    summed = isinstance(types, dict) and types.get("grad_accum_dtype") in ("fp32", "float32")
+    stage = section(config, "zero_optimization").get("stage", 0)
+    summed = section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32")
     return (
         content.get("ds_version") in VERSIONS
         and content.get("optimizer") is None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zckpt.errors import LayoutError
-from zckpt.formats.deepspeed.auto_ep import auto_layers, filed_name, fused_name
+from zckpt.formats.deepspeed.auto_ep import alone, auto_experts, auto_layers
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
@@ -34,7 +34,12 @@ class ExpertFile:
         if self.file is not None and not self.parameters:
             return FromFile.of(self.file, self.file.root)
         own = target.ranks[self.mp_rank].parameters
-        found: dict[object, object] = {filed_name(name): single(target, own[name]) for name in self.parameters}
+        auto = auto_experts(target.origin.model)
+        found: dict[object, object] = {}
+        for name in self.parameters:
+            whole, _, number = name.rpartition(".")
+            one = alone(own[whole], auto[whole], int(number)) if whole in auto else own[name]
+            found[name] = single(target, one)
         root = self.file.root if self.file is not None and isinstance(self.file.root, dict) else {}
         rest = {key: FromFile.of(self.file, value) for key, value in root.items() if self.file and key not in found}
         return {**found, **rest}
@@ -110,16 +115,17 @@ def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:
     DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
     says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
     """
+    for auto in auto_layers(target.origin.model):
+        for expert in range(auto.experts):
+            yield auto.number, expert, [f"{name}.{expert}" for name in auto.names]
     layers: dict[str, dict[int, list[str]]] = {}
-    auto = {layer.prefix: layer.number for layer in auto_layers(target.origin.model)}
     for name in target.ranks[stage * target.tp].parameters:
         number = expert_number(name)
         if number is not None:
-            layer = (fused_name(name) or "").rpartition(".")[0] if auto else layer_of(name)
-            layers.setdefault(layer, {}).setdefault(number, []).append(name)
+            layers.setdefault(layer_of(name), {}).setdefault(number, []).append(name)
     for index, layer in enumerate(sorted(layers, key=in_order)):
         for expert in sorted(layers[layer]):
-            yield auto.get(layer, index), expert, layers[layer][expert]
+            yield index, expert, layers[layer][expert]
 
 
 def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import auto_layers, expert_names, fused_name, fused_shapes
+from zckpt.formats.deepspeed.auto_ep import auto_experts
 from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts
@@ -48,12 +48,13 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     if target.stages is not None:
         written["buffer_names"] = list(mp.buffers)
         written["num_experts"] = numbers_of_experts(mp.parameters)
-    frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
+    in_files = {name for name in mp.parameters if is_expert(name)} | auto_experts(source).keys()
+    frozen = [p for p in mp.parameters.values() if p.frozen and p.name not in in_files]
     if target.transposed and target.stage == 3:
         frozen = [transposed(p) for p in frozen]
     # DeepSpeed has one list of these for all ranks, under rank 0's numbers of experts: each rank would load rank 0's.
     # Without it, all ranks have loaded what is frozen with the rest of the model, from their experts' files.
-    listed_anew = target.stage == 3 or not any(p.frozen and is_expert(p.name) for p in mp.parameters.values())
+    listed_anew = target.stage == 3 or not any(p.frozen and p.name in in_files for p in mp.parameters.values())
     if (
         target.stage in (0, 1)
         or not target.lists_frozen
@@ -98,14 +99,13 @@ def is_filed(target: Target) -> bool:
 
 def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[int, int, int]]:
     """Return for each layer of AutoEP, by its prefix: over how many ranks it is, this one's number, and its place."""
-    own = {name: layer.prefix for layer in auto_layers(target.origin.model) for name in expert_names(layer)}
+    own = auto_experts(target.origin.model)
     found = {}
     for group in mp.groups:
         degree = len(group.experts)
         for p in group.experts[0]:
-            prefix = own.get(fused_name(p.name) or p.name)
-            if prefix is not None:
-                found[prefix] = degree, group.placement.expert_rank(rank, degree), group.position(rank)
+            if p.name in own:
+                found[own[p.name].prefix] = degree, group.placement.expert_rank(rank, degree), group.position(rank)
     return found
 
 
@@ -117,7 +117,7 @@ def alike(target: Target, mp: TargetRank, rank: int) -> object:
     if target.stage != 3 or mp.buffers or any(p.frozen for p in mp.parameters.values()):
         return None
     source = carried_from(mp, rank)
-    if auto_layers(source):  # each rank says which experts it has
+    if auto_experts(source):  # each rank says which experts it has
         return None
     return id(source.file.root), mp.mp_rank == 0 and rank == 0, source is mp.model
 
@@ -150,8 +150,8 @@ def _param_shapes(target: Target, mp: TargetRank) -> list[OrderedMapping]:
 
 def _shapes(parameters: Sequence[Parameter], *, tuples: bool = False) -> OrderedMapping:
     shapes = OrderedMapping()
-    for name, shape in fused_shapes({p.name: p.shape for p in parameters}).items():
-        shapes[name] = shape if tuples else Size(shape)
+    for p in parameters:
+        shapes[p.name] = p.shape if tuples else Size(p.shape)
     return shapes
 
 
@@ -178,7 +178,7 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
         module.state = old.state
     weights: dict[str, Tensor] = {}
     apart = "num_experts" in source.content
-    elsewhere = {name for layer in auto_layers(target.origin.model) for name in expert_names(layer)}
+    elsewhere = auto_experts(target.origin.model)
     for group in mp.groups if target.stage in (1, 2) and not apart else []:
         weights.update(_views(group, columns=target.transposed))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):

@@ -7,9 +7,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.aliases import aliases, joined
-from zckpt.formats.deepspeed.auto_ep import auto_layers, fused_name, fused_pads
-from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY
-from zckpt.formats.deepspeed.auto_ep_target import partition_groups
+from zckpt.formats.deepspeed.auto_ep import auto_layers
+from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY, partition_groups
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
@@ -224,9 +223,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         cut["ds_version"] = source.version
     # The version that wrote the source may write alignment pads down, even if they are zero.
     if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
-        cut["param_alignment_paddings"] = [
-            fused_pads([p.name for p in group.of(rank)], group.pads) for group in mp.groups
-        ]
+        cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
     return cut
 
 
@@ -261,16 +258,10 @@ def _contents(parameter: Parameter, key: str, start: int, position: int, numel: 
 
 
 def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMapping:
-    found: dict[str, tuple[int, int]] = {}
-    for f in shares:
-        name = parameters[f.index].name
-        whole = fused_name(name) or name  # of experts that are one tensor, their shares follow each other
-        numel, start = found.get(whole, (0, f.position))
-        found[whole] = numel + f.numel, start
     mapping = OrderedMapping()
-    for name, (numel, start) in found.items():
-        state: dict[object, object] = {"numel": numel, "start": start}
-        mapping[name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
+    for f in shares:
+        state: dict[object, object] = {"numel": f.numel, "start": f.position}
+        mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
     return mapping
 
 

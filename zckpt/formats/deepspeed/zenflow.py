@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import LayoutError
-from zckpt.formats.deepspeed.shards import Shapes
+from zckpt.formats.deepspeed.shards import Shapes, section
 from zckpt.state import Checkpoint, Extent, ListedSpans, Parameter, Slot, Span, Spans
 from zckpt.state.boxes import boxes_of, locate
 from zckpt.state.dtypes import itemsize
@@ -37,8 +37,7 @@ WARNING = (
 
 def uses_zenflow(config: Mapping[str, object]) -> bool:
     """Tell whether a DeepSpeed configuration turns ZenFlow on."""
-    zero = config.get("zero_optimization")
-    return isinstance(zero, dict) and zero.get("zenflow") is not None
+    return section(config, "zero_optimization").get("zenflow") is not None
 
 
 def notes(config: Mapping[str, object], stage: int) -> list[str]:

@@ -12,7 +12,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep_lists import common, with_layers
 from zckpt.formats.deepspeed.described import keep_extra
-from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
+from zckpt.formats.deepspeed.groups import complete_aliases
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
@@ -332,7 +332,7 @@ def _warn(checkpoint: Checkpoint, models: ModelFiles, folder: Path, *, written_b
     )
     if unknown:
         checkpoint.warnings.append(f"folders that no model file names are left out: {listed(unknown)}")
-    if zero_option(models.first, "round_robin_gradients") and not written_by_zckpt:
+    if models.first.zero_option("round_robin_gradients") and not written_by_zckpt:
         checkpoint.warnings.append(
             "the run had round_robin_gradients, with which DeepSpeed's converter takes parameters for one another"
         )
