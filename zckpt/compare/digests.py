@@ -56,12 +56,8 @@ Entries = dict[str, dict[str, str]]
 class Fingerprint:
     """A fingerprint and what it is of.
 
-    Parameters
-    ----------
-    text : str
-        `zckpt1:` and 32 hexadecimal digits.
-    entries : dict
-        For each name its entries; two checkpoints with one fingerprint have the same.
+    `text`: `zckpt1:` and 32 hexadecimal digits; `entries`: for each name its entries; two checkpoints with one
+    fingerprint have the same.
     """
 
     text: str
@@ -100,13 +96,7 @@ def digests_path_of_file(file: Path) -> Path:
 
 
 def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) -> None:
-    """Write a file of digests, whole or not at all.
-
-    Raises
-    ------
-    TargetError
-        The file exists, or cannot be written.
-    """
+    """Write a file of digests, whole or not at all. Raises TargetError: the file exists, or cannot be written."""
     from zckpt.storage.durable import written_files
 
     with written_files([target], overwrite=overwrite) as (partial,):
@@ -120,13 +110,7 @@ def bytes_of(found: Fingerprint) -> bytes:
 
 
 def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
-    """Return the fingerprint that a file holds.
-
-    Raises
-    ------
-    SourceError
-        The file cannot be read, or holds none.
-    """
+    """Return the fingerprint that a file holds. Raises SourceError: the file cannot be read, or holds none."""
     file = Path(path)
     data = read_whole(str(file), most=MAXIMUM_NBYTES)
     try:
@@ -224,12 +208,7 @@ def put_together(shares: Iterable[Entries]) -> Fingerprint:
 class Digested:
     """A slot that is read, and the entry that it becomes.
 
-    Parameters
-    ----------
-    name, entry : str
-    slots : SlotSet
-    rounded : str or None
-        Type of the weight that is not there: it is the master, rounded, and becomes the entry `weight`.
+    `rounded`: type of the weight that is not there: it is the master, rounded, and becomes the entry `weight`.
     """
 
     name: str

@@ -138,14 +138,7 @@ def _extreme(choose: Callable[[Number, Number], Number], a: Number | None, b: Nu
 def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: Tolerance) -> Figures:
     """Return the figures of a block of two tensors.
 
-    Parameters
-    ----------
-    a, b : array, flat
-    start : int
-        Flat index of their first element.
-    dtypes : (str, str)
-        Their torch types.
-    tolerance : Tolerance
+    `start`: flat index of their first element; `dtypes`: their torch types.
     """
     same = dtypes[0] == dtypes[1]
     if np.void in (a.dtype.type, b.dtype.type):
@@ -230,29 +223,15 @@ def _ulps(a: Array, b: Array) -> Array:
 def pair(label: str, a: Slot, b: Slot, dtype: str | None = None) -> SlotSet:
     """Return a set of two slots of one shape, to be compared.
 
-    Parameters
-    ----------
-    label : str
-        `exp_avg/wte.weight`, for messages.
-    a, b : Slot
-    dtype : str, optional
-        Element type that both are read as, cast as the copier casts; by default each is read as it is, and two of
-        different types differ.
+    `label`: `exp_avg/wte.weight`, for messages; `dtype`: element type that both are read as, cast as the copier casts;
+    by default each is read as it is, and two of different types differ.
     """
     return SlotSet(label, (a, b), (dtype or a.dtype, dtype or b.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs in one slot.
-
-    Parameters
-    ----------
-    index : int
-        Of the pair.
-    label : str
-    figures : Figures
-    """
+    """What differs in one slot. `index`: of the pair."""
 
     index: int
     label: str

@@ -99,10 +99,7 @@ def _unequal(master: Array, weight: Array) -> Array:
 def one_nan(array: Array) -> Array:
     """Return elements of which each NaN is the same one, whatever its bits were; the array itself if it has none.
 
-    Parameters
-    ----------
-    array : array, flat
-        Of any type; of a complex one, each part is a number.
+    `array`: of any type; of a complex one, each part is a number.
     """
     if array.dtype.kind == "c":
         parts: Array = one_nan(array.view(f"f{array.dtype.itemsize // 2}"))
@@ -131,10 +128,7 @@ def one_nan(array: Array) -> Array:
 def check_weights(checkpoint: Checkpoint) -> int:
     """Compare a sample of every master with its weight; return how many elements were compared.
 
-    Raises
-    ------
-    WeightMismatchError
-        A master does not round to its weight.
+    Raises WeightMismatchError: a master does not round to its weight.
     """
     compared = 0
     for sample in samples(checkpoint):

@@ -44,13 +44,7 @@ _MEMORY = TorchFile(IN_MEMORY, 0, "zip", "little", None, {}, {}, 2)
 class Held:
     """A tensor of a state dict.
 
-    Parameters
-    ----------
-    dtype : str
-    shape : tuple of int
-        Of the whole tensor.
-    node : Tensor or None
-        Its elements in memory, where it is neither the model's nor the optimizer's.
+    `shape`: of the whole tensor; `node`: its elements in memory, where it is neither the model's nor the optimizer's.
     """
 
     dtype: str
@@ -80,12 +74,7 @@ class Contents:
 def contents(source: str, found: Found, paths: Paths) -> Contents:
     """Find the model and the optimizer in a state dict.
 
-    Raises
-    ------
-    UnsupportedError
-        It has neither.
-    DamagedFileError
-        Its parts contradict each other.
+    Raises UnsupportedError: it has neither; DamagedFileError: its parts contradict each other.
     """
     checkpoint = Checkpoint(source, "zckpt")
     lost = fill(checkpoint, _tree(source, found, paths))
@@ -173,11 +162,8 @@ class Part:
 def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, list[Entry]]:
     """Return what a rank writes by a plan, and the entries of its file.
 
-    Raises
-    ------
-    UnsupportedError
-        The planner is not torch's own, or a class of it; a sharded tensor that is neither the model's nor the
-        optimizer's; something that only a pickle could hold.
+    Raises UnsupportedError: the planner is not torch's own, or a class of it; a sharded tensor that is neither the
+    model's nor the optimizer's; something that only a pickle could hold.
     """
     local = _Local(planner, source)
     part = Part(tied=local.tied)

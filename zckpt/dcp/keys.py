@@ -72,13 +72,8 @@ class Value:
 class Option:
     """A hyperparameter.
 
-    Parameters
-    ----------
-    key : str
-    name : str or None
-        Of the parameter whose group's it is.
-    group : int or None
-        The number of the program's group, where that is known instead.
+    `name`: of the parameter whose group's it is; `group`: the number of the program's group, where that is known
+    instead.
     """
 
     key: str
@@ -163,10 +158,7 @@ class Keys(dict[str, StorageEntry]):
     def find(self, key: str) -> Meaning | None:
         """Return what a key stands for; None: the checkpoint has nothing of it.
 
-        Raises
-        ------
-        UsageError
-            State of a parameter that is told by number.
+        Raises UsageError: state of a parameter that is told by number.
         """
         found = self._find(key)
         if found is None and self._is_usual and key.startswith(APP):
@@ -244,16 +236,9 @@ class Keys(dict[str, StorageEntry]):
     def option(self, option: Option, listed: object) -> object:
         """Return a hyperparameter; KeyError: the checkpoint has none, and the program's own is to stay.
 
-        Parameters
-        ----------
-        option : Option
-        listed : object
-            The names that the program has in its group; anything but a list of text: it has no groups of its own.
-
-        Raises
-        ------
-        UsageError
-            The parameters of the program's group have several values in the checkpoint, or are told by number.
+        `listed`: the names that the program has in its group; anything but a list of text: it has no groups of its own.
+        Raises UsageError: the parameters of the program's group have several values in the checkpoint, or are told by
+        number.
         """
         groups = self.checkpoint.param_groups
         names = [option.name] if option.name is not None else listed

@@ -38,14 +38,9 @@ def replaced_method(
 ) -> Iterator[None]:
     """Replace a method of an engine, or of all if it is None, as long as the context lasts.
 
-    `run` is called with the engine, the method that was there, and all arguments by their names.
-
-    Raises
-    ------
-    MissingPackageError
-        Without an engine: DeepSpeed is not installed.
-    UsageError
-        Without an engine, within a context of one: its own method would hide this one.
+    `run` is called with the engine, the method that was there, and all arguments by their names. Raises
+    MissingPackageError: without an engine: DeepSpeed is not installed; UsageError: without an engine, within a context
+    of one: its own method would hide this one.
     """
     if engine is None and _replaced:
         raise UsageError(
@@ -110,8 +105,6 @@ def stages(engine: Any) -> int:
 def experts_over(engine: Any) -> int | None:
     """Return over how many ranks an engine spreads experts; None where it has none, or their groups do not say.
 
-    Notes
-    -----
     Source: DeepSpeed 0.14.5 to 0.19.8: `group_name` of experts' parameters, AutoEP's included.
     """
     names = {str(getattr(one, "group_name", "")) for one in engine.module.parameters()}
@@ -189,8 +182,6 @@ def _lacking(optimizer: torch.optim.Optimizer, given: Mapping[str, object]) -> l
 def training_of(engine: Any) -> Training:
     """Describe an engine.
 
-    Notes
-    -----
     Source: DeepSpeed 0.14.5 to 0.19.8: `_get_zero_param_shapes` of its engine, and the attributes of its optimizers.
     """
     bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"  # which cuts as ZeRO-1 does; to 0.18, at stage 0, too

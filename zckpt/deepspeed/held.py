@@ -28,13 +28,8 @@ class NotHereError(SourceError):
 class Sketch:
     """A file as another process is told of it.
 
-    Parameters
-    ----------
-    nbytes : int, bytes
-    literals : list of Literal
-        All but long ones, and what the file begins with, its pickle, however long.
-    absent : list of (int, int), bytes
-        Where the long ones are, and how long.
+    `literals`: all but long ones, and what the file begins with, its pickle, however long; `absent`: where the long
+    ones are, and how long.
     """
 
     nbytes: int
@@ -74,13 +69,7 @@ class Held:
         return self._first(offset) is not None
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at byte `offset`.
-
-        Raises
-        ------
-        NotHereError
-            The first is not here.
-        """
+        """Fill `buffer` with the bytes at byte `offset`. Raises NotHereError: the first is not here."""
         first, end = self._first(offset), offset + len(buffer)
         if first is None:
             if not len(buffer):
@@ -106,17 +95,7 @@ class Held:
 
 
 class HeldFiles:
-    """A folder of such files, below which `tag` is; to be closed.
-
-    Parameters
-    ----------
-    tag : str
-
-    Raises
-    ------
-    TargetError
-        Names cannot be made.
-    """
+    """A folder of such files, below which `tag` is; to be closed. Raises TargetError: names cannot be made."""
 
     def __init__(self, tag: str) -> None:
         with _named():

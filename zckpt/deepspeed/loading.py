@@ -334,10 +334,7 @@ class _CheckpointEngine:
 def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> Any:
     """Return the content of a file, of which nothing is run; `source` is the checkpoint that it was laid out from.
 
-    Raises
-    ------
-    UnsupportedError
-        It holds more than data, tensors, arrays and DeepSpeed's own loss scalers.
+    Raises UnsupportedError: it holds more than data, tensors, arrays and DeepSpeed's own loss scalers.
     """
     try:
         with torch.serialization.safe_globals([*_own_classes(), *_numpy_classes(), *_DATA_CLASSES]):

@@ -50,10 +50,7 @@ SCRIPT = ".py"
 def names_of(engine: Any) -> list[str]:
     """Return the names of the parameters in the order of the optimizer, which may only number them in its files.
 
-    Raises
-    ------
-    UnsupportedError
-        What the engine saves as zckpt's format could not be loaded into one like it.
+    Raises UnsupportedError: what the engine saves as zckpt's format could not be loaded into one like it.
     """
     kind = kind_that_keeps(engine)
     if getattr(engine, "pipeline_parallelism", False):

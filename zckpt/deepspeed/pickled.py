@@ -46,20 +46,9 @@ class Captured:
 def capture(name: str, root: object, staging: Staging | None) -> Captured:
     """Return the file that `torch.save` would write of a tree.
 
-    Parameters
-    ----------
-    name : str
-    root : object
-        Whatever can be pickled.
-    staging : Staging, optional
-        Where tensors are copied to; without it, those on the CPU are written from where they are.
-
-    Raises
-    ------
-    UnsupportedError
-        Tensors of several types lie in the same memory.
-    Exception
-        What pickling an object raises.
+    `root`: whatever can be pickled; `staging`: where tensors are copied to; without it, those on the CPU are written
+    from where they are. Raises UnsupportedError: tensors of several types lie in the same memory; Exception: what
+    pickling an object raises.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)

@@ -47,12 +47,7 @@ OWNED = Owned(is_own)
 class Saves:
     """What engines save as long as the context lasts, on this rank.
 
-    Parameters
-    ----------
-    async_ : bool
-    format : str
-    saved : list of str
-        The directories that have been written, in their order; with `async_`, of what has been waited for.
+    `saved`: the directories that have been written, in their order; with `async_`, of what has been waited for.
     """
 
     async_: bool

@@ -116,10 +116,7 @@ class Portion:
 class InPortions:
     """The values of quantised state that ranks have portions of, in blocks that begin anywhere in the tensor.
 
-    Parameters
-    ----------
-    portions : tuple of Portion
-        In order; together they are all of the tensor.
+    `portions`: in order; together they are all of the tensor.
     """
 
     portions: tuple[Portion, ...]

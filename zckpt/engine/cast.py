@@ -55,20 +55,8 @@ def swapped(array: Array, dtype: str) -> Array:
 def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
     """Return the elements after what torch's lazy views leave to be done, bit for bit as torch does it.
 
-    Parameters
-    ----------
-    array : ndarray
-        In the machine's byte order.
-    dtype : str
-    unresolved : iterable of {"conj", "neg"}
+    `array`: in the machine's byte order. Raises UnsupportedError: elements of the type are not negated.
 
-    Raises
-    ------
-    UnsupportedError
-        Elements of the type are not negated.
-
-    Notes
-    -----
     Source: `Tensor.resolve_conj`, `Tensor.resolve_neg` (torch 2.13): signs are turned, of zeros and NaN too.
     """
     if not is_negatable(dtype):
@@ -89,12 +77,8 @@ def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
 def cast(array: Array, target: str) -> Array:
     """Return `array` as `target`, rounded to nearest, ties to even, as torch rounds.
 
-    float64 goes to the 16-bit types by way of float32, because torch converts it so.
-
-    Raises
-    ------
-    UnsupportedError
-        One of the types is not a real floating-point number.
+    float64 goes to the 16-bit types by way of float32, because torch converts it so. Raises UnsupportedError: one of
+    the types is not a real floating-point number.
     """
     result = numpy_dtype(target)
     if array.dtype == result:
@@ -128,11 +112,8 @@ def is_finite(array: Array) -> bool:
 def mean(arrays: Iterable[Array], dtype: str) -> Array:
     """Return the element-wise mean of several arrays, summed in float32 in their order and rounded to `dtype`.
 
-    They are taken one after the other, so that two of them are in memory at once.
-
-    Notes
-    -----
-    Source: averaged tensor-parallel parameters, `sum(slices) / len(slices)` (DeepSpeed 0.19, universal checkpoint).
+    They are taken one after the other, so that two of them are in memory at once. Source: averaged tensor-parallel
+    parameters, `sum(slices) / len(slices)` (DeepSpeed 0.19, universal checkpoint).
     """
     count, remaining = 1, iter(arrays)
     total = cast(next(remaining), "float32").copy()

@@ -49,15 +49,7 @@ REST_FRACTION = 4
 class Sum:
     """Bytes of a file and the CRC-32 that the file states for them.
 
-    Parameters
-    ----------
-    name : str
-        Of the record or tensor, for messages.
-    path : str
-    offset, nbytes : int, bytes
-    crc32 : int
-    always : bool
-        Whether it is checked even if nothing of it was seen.
+    `name`: of the record or tensor, for messages; `always`: whether it is checked even if nothing of it was seen.
     """
 
     name: str
@@ -90,13 +82,8 @@ class Overflowed(Seen):
 class Checked:
     """What was held against checksums.
 
-    Parameters
-    ----------
-    records : int
-    nbytes : int, bytes
-        Of these records.
-    overflowed : str
-        Which values became infinite or no number, and how many; empty if none did.
+    `nbytes`: of these records; `overflowed`: which values became infinite or no number, and how many; empty if none
+    did.
     """
 
     records: int = 0
@@ -133,17 +120,8 @@ class WatchedSources(Sources):
 class Checks:
     """Puts together what was seen, and says which records are damaged.
 
-    Parameters
-    ----------
-    sums : iterable of Sum
-        No two of a file share a byte.
-
-    Attributes
-    ----------
-    allows_overflow : bool
-        Whether values may be beyond what the target's type holds.
-    find : callable or None
-        Returns the checksums of a file by its path, when it is going to be read.
+    `sums`: no two of a file share a byte. `allows_overflow`: whether values may be beyond what the target's type holds;
+    `find`: returns the checksums of a file by its path, when it is going to be read.
     """
 
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
@@ -255,17 +233,8 @@ class Checks:
     def finish(self, run: Callable[..., Iterable[list[int]]] = map) -> Checked:
         """Read what is little of a record and was not read, and tell what was checked.
 
-        Parameters
-        ----------
-        run : callable
-            As `map`: runs tasks, in this process or others.
-
-        Raises
-        ------
-        DamagedFileError
-            A record is damaged.
-        UsageError
-            Values became infinite or no number, and may not.
+        `run`: as `map`: runs tasks, in this process or others. Raises DamagedFileError: a record is damaged;
+        UsageError: values became infinite or no number, and may not.
         """
         tasks = []
         for one in self._due():
@@ -367,13 +336,7 @@ def _run(tasks: list[tuple[Sum, list[Seen]]]) -> list[int]:
 def crc_of(path: str, start: int, end: int, tiles: Iterable[Seen], sources: Sources) -> int:
     """Return the CRC-32 of bytes [start, end) of a file.
 
-    Parameters
-    ----------
-    path : str
-    start, end : int, bytes
-    tiles : iterable of Seen
-        What is summed of them, in order and none over another. What lies between is read.
-    sources : Sources
+    `tiles`: what is summed of them, in order and none over another. What lies between is read.
     """
     crc, at, buffer = crc32(b""), start, bytearray(0)
     for each in (*tiles, Seen(path, end, 0, crc32(b""))):
@@ -391,13 +354,7 @@ def crc_of(path: str, start: int, end: int, tiles: Iterable[Seen], sources: Sour
 def patch_checksums(path: Path, one: FilePlan, written: Iterable[Seen]) -> None:
     """Compute each checksum that a target states of itself and put it where it belongs.
 
-    Parameters
-    ----------
-    path : Path
-        Under which the file is written.
-    one : FilePlan
-    written : iterable of Seen
-        Of the file, as far as they were summed.
+    `path`: under which the file is written; `written`: of the file, as far as they were summed.
     """
     seen = sorted(written, key=attrgetter("offset"))
     starts = [each.offset for each in seen]

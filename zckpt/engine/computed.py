@@ -52,34 +52,21 @@ class Function(Protocol):
     def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
         """Return the elements of a block, flat.
 
-        Parameters
-        ----------
-        inputs : sequence of callable
-            One for each of the block's: reads it, and returns its elements, flat, in memory that may be written to.
+        `inputs`: one for each of the block's: reads it, and returns its elements, flat, in memory that may be written
+        to.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Computed(Slot):
-    """A slot whose elements a function computes; it has no spans of its own.
-
-    Parameters
-    ----------
-    function : Function
-    """
+    """A slot whose elements a function computes; it has no spans of its own."""
 
     function: Function = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements of a computed slot that are computed at once; of them [skipped, skipped + kept) are used.
-
-    Parameters
-    ----------
-    start, numel, skipped, kept : int, elements
-    inputs : tuple of Input
-    """
+    """Elements of a computed slot that are computed at once; of them [skipped, skipped + kept) are used."""
 
     start: int
     numel: int
@@ -91,10 +78,7 @@ class Block:
 def flattened(slot: Computed, extent: Extent) -> Extent:
     """Return an extent of a computed slot as a range of its flattened tensor; a box of whole rows, say, is one.
 
-    Raises
-    ------
-    LayoutError
-        It is none.
+    Raises LayoutError: it is none.
     """
     if extent.sizes == slot.shape:
         return extent
@@ -114,10 +98,7 @@ def flattened(slot: Computed, extent: Extent) -> Extent:
 def range_of(slot: Computed, extent: Extent) -> tuple[int, int]:
     """Return the first element and the number of those that are computed for an extent of a computed slot.
 
-    Raises
-    ------
-    LayoutError
-        The extent is no range of the flattened tensor.
+    Raises LayoutError: the extent is no range of the flattened tensor.
     """
     extent = flattened(slot, extent)
     step = slot.function.step or 1

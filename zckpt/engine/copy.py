@@ -42,13 +42,7 @@ CAST_NBYTES = 1 << 17
 class Piece:
     """Contiguous bytes of a target file, and the copies that fill them.
 
-    Parameters
-    ----------
-    offset, nbytes : int, bytes
-    copies : tuple of Copy
-        One; several where they are interleaved.
-    label : str
-        What is to be written here, for messages.
+    `copies`: one; several where they are interleaved; `label`: what is to be written here, for messages.
     """
 
     offset: int
@@ -64,15 +58,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ComputedPiece(Piece):
-    """Bytes that a function computes, from what the copies of all of its hole would bring.
-
-    Parameters
-    ----------
-    function : Function
-    block : Block
-    dtype : str
-        Of the target.
-    """
+    """Bytes that a function computes, from what the copies of all of its hole would bring. `dtype`: of the target."""
 
     function: Function
     block: Block
@@ -231,16 +217,7 @@ def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
 def elements(piece: Piece, sources: Sources) -> memoryview:
     """Return the bytes of a piece.
 
-    Parameters
-    ----------
-    piece : Piece
-    sources : Sources
-        That read the source files.
-
-    Raises
-    ------
-    DamagedFileError
-        A source file ends too early.
+    `sources`: that read the source files. Raises DamagedFileError: a source file ends too early.
     """
     if isinstance(piece, ComputedPiece):
         block = piece.block

@@ -35,11 +35,7 @@ PLAIN = (str, int, float, bool, type(None))
 def key_of(batch: Batch, name: str) -> str | None:
     """Return the key of a batch; None if what computes its bytes cannot be told from something else.
 
-    Parameters
-    ----------
-    batch : Batch
-    name : str
-        Of the target file within the target.
+    `name`: of the target file within the target.
     """
     digest = blake2b(digest_size=KEY_NBYTES)
     digest.update(repr((name, batch.checksummed, sorted(map(whole, batch.watched)))).encode("utf-8", "surrogatepass"))

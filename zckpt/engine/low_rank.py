@@ -29,12 +29,7 @@ KEPT_NBYTES = 1 << 25
 
 
 class Kept:
-    """Right factors that were read, the last ones that were used; another process begins with none.
-
-    Parameters
-    ----------
-    most : int, bytes
-    """
+    """Right factors that were read, the last ones that were used; another process begins with none."""
 
     def __init__(self, most: int = KEPT_NBYTES) -> None:
         self._most = most

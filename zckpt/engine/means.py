@@ -48,10 +48,7 @@ class _OfSeveral:
 class Mean(_OfSeveral):
     """The mean of slots, summed in their order; of equal weights, the sum is divided by their number.
 
-    Parameters
-    ----------
-    weights : tuple of float
-        One for each slot; together they are 1.
+    `weights`: one for each slot; together they are 1.
     """
 
     weights: tuple[float, ...]
@@ -78,12 +75,7 @@ def _weighted(weight: float, read: Callable[[], Array], number: Callable[[float]
 
 @dataclass(frozen=True, slots=True)
 class Decayed(_OfSeveral):
-    """The exponential mean of slots: of what was there, `decay` stays, and 1 - `decay` of the next slot is added.
-
-    Parameters
-    ----------
-    decay : float
-    """
+    """The exponential mean of slots: of what was there, `decay` stays, and 1 - `decay` of the next slot is added."""
 
     decay: float
 

@@ -46,12 +46,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BufferedTarget:
-    """A file that is written through the page cache.
-
-    Parameters
-    ----------
-    descriptor : int
-    """
+    """A file that is written through the page cache."""
 
     descriptor: int
 

@@ -184,15 +184,8 @@ class Plan:
 def plan(files: Iterable[TargetFile]) -> Plan:
     """Meet every hole with the spans that cover it.
 
-    Parameters
-    ----------
-    files : iterable of TargetFile
-        Of files that come `Lazily`, so do the plans, unless they are few.
-
-    Raises
-    ------
-    LayoutError
-        Some element of a hole is covered by no span, or by more than one.
+    `files`: of files that come `Lazily`, so do the plans, unless they are few. Raises LayoutError: some element of a
+    hole is covered by no span, or by more than one.
     """
     if not isinstance(files, Lazily):
         return _summed(tuple(_planned(files)))
@@ -265,10 +258,7 @@ def check_covered(hole: Hole) -> None:
 def fill(hole: Hole) -> list[Copy]:
     """Return the copies that fill one hole, each element exactly once.
 
-    Raises
-    ------
-    LayoutError
-        Some element is covered by no span, or by more than one.
+    Raises LayoutError: some element is covered by no span, or by more than one.
     """
     if isinstance(hole.slot, Computed):
         inputs = hole.slot.function.inputs(*range_of(hole.slot, hole.extent))

@@ -94,12 +94,8 @@ def check_reads(reads: Iterable[Read]) -> None:
     """Check all that can be known before elements are read; nothing is read.
 
     Spans cover every extent once, elements can be cast to the type in memory, files open and are long enough, and their
-    checksums are known, if what is read in this context is held against them.
-
-    Raises
-    ------
-    SourceError
-        As `read_all`; UnsupportedError for types that are not cast.
+    checksums are known, if what is read in this context is held against them. Raises SourceError: as `read_all`;
+    UnsupportedError for types that are not cast.
     """
     needed: dict[str, int] = {}
     casts: dict[tuple[str, str], str] = {}
@@ -131,20 +127,8 @@ def _ends(copy: Copy) -> Iterator[tuple[str, int]]:
 def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | None = None) -> Array:
     """Return the elements of an extent of a slot, flat.
 
-    Parameters
-    ----------
-    slot : Slot
-    extent : Extent
-    sources : Sources
-    dtype : str, optional
-        Element type of the result; by default the slot's own.
-
-    Raises
-    ------
-    LayoutError
-        The slot's spans do not cover the extent exactly once.
-    DamagedFileError
-        A file ends too early.
+    `dtype`: element type of the result; by default the slot's own. Raises LayoutError: the slot's spans do not cover
+    the extent exactly once; DamagedFileError: a file ends too early.
     """
     dtype = dtype or slot.dtype
     result = np.empty(extent.numel, numpy_dtype(dtype))

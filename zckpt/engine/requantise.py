@@ -39,11 +39,7 @@ LARGEST_FP8 = np.float32(448)
 class Portion:
     """Elements of a partition that follow each other: of a slot from `start` on, or zeros.
 
-    Parameters
-    ----------
-    numel, start : int, elements
-    slot : Computed or None
-        Of which any elements can be computed by themselves.
+    `slot`: of which any elements can be computed by themselves.
     """
 
     numel: int

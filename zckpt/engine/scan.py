@@ -425,10 +425,8 @@ def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
 def refuse_endless(slot: Slot, name: str) -> None:
     """Refuse a tensor whose elements are too many to be read, since it repeats a few of them.
 
-    Raises
-    ------
-    UnsupportedError
-        It is larger than `MOST_NBYTES`, and less than one in `MOST_REPEATED` of its elements is stored.
+    Raises UnsupportedError: it is larger than `MOST_NBYTES`, and less than one in `MOST_REPEATED` of its elements is
+    stored.
     """
     (once,) = stored_once([slot])
     if slot.nbytes > MOST_NBYTES and once.numel * MOST_REPEATED <= slot.numel:

@@ -27,15 +27,7 @@ class Literal:
 class Hole:
     """Bytes of a target file for an extent of a slot.
 
-    Parameters
-    ----------
-    offset : int, bytes
-    label : str
-        What is to be written here, `exp_avg/wte.weight`, for messages.
-    slot : Slot
-    extent : Extent
-    dtype : str
-        Element type in the target.
+    `label`: what is to be written here, `exp_avg/wte.weight`, for messages; `dtype`: element type in the target.
     """
 
     offset: int
@@ -74,11 +66,7 @@ class TargetFile:
 class Lazily(Collection[Item]):
     """Items that are computed one after the other, again in every iteration.
 
-    Parameters
-    ----------
-    make : callable
-        Returns a new iterator over them.
-    count : int
+    `make`: returns a new iterator over them.
     """
 
     def __init__(self, make: Callable[[], Iterator[Item]], count: int) -> None:

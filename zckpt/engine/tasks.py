@@ -155,10 +155,7 @@ class Task(Generic[Item, Result]):
 def results_of(task: Task[Item, Result]) -> list[Result]:
     """Run a task, on a worker; return the result of each batch once all that was written is on disk.
 
-    Raises
-    ------
-    WorkerError
-        The worker has another zckpt, or sees other files than the driver.
+    Raises WorkerError: the worker has another zckpt, or sees other files than the driver.
     """
     if task.version != __version__:
         raise WorkerError(
@@ -187,17 +184,7 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
 def tasks_of(
     work: Callable[[Item], Result], batches: Iterable[Item], portions: Portions[Item], workers: int
 ) -> Iterator[Task[Item, Result]]:
-    """Yield batches as tasks, which have fewer and fewer bytes.
-
-    Parameters
-    ----------
-    work : callable
-        Of a batch.
-    batches : iterable
-    portions : Portions
-    workers : int
-        How many run at once.
-    """
+    """Yield batches as tasks, which have fewer and fewer bytes. `work`: of a batch; `workers`: how many run at once."""
     left = portions.total
     known: dict[tuple[str, bool], Known | None] = {}
     some: list[Item] = []

@@ -19,14 +19,8 @@ STAGED_NBYTES = 256 << 20
 class TensorRead:
     """Elements of a slot that a tensor is to have.
 
-    Parameters
-    ----------
-    slot : Slot
-    extent : Extent
-    tensor : Tensor
-        With as many elements, which are those of the extent in its order; of any floating-point type, or of the slot's.
-    name : str
-        Of what they are, for messages; by default the slot's.
+    `tensor`: with as many elements, which are those of the extent in its order; of any floating-point type, or of the
+    slot's; `name`: of what they are, for messages; by default the slot's.
     """
 
     slot: Slot

@@ -320,12 +320,7 @@ def _send_file(one: FilePlan, sink: StreamSink, step: int, how: _How) -> tuple[l
 class Held:
     """The parts of one file that wait for checksums which they state; the sums of the others' bytes.
 
-    Parameters
-    ----------
-    checksums : sequence of Checksum
-        None is of bytes that another one is of, or that state one.
-    step : int, bytes
-        Of a part.
+    `checksums`: None is of bytes that another one is of, or that state one; `step`: of a part.
     """
 
     def __init__(self, checksums: Sequence[Checksum], step: int) -> None:

@@ -33,12 +33,8 @@ PACKED_NBYTES = 32 << 20
 def check_readable(files: Iterable[TargetFile]) -> None:
     """Check what can be known before a byte is read: each element is there once, and all files are long enough.
 
-    Raises
-    ------
-    LayoutError
-        Some element is covered by no span, or by more than one.
-    SourceError
-        A file cannot be read or is too short, or a type is not cast.
+    Raises LayoutError: some element is covered by no span, or by more than one; SourceError: a file cannot be read or
+    is too short, or a type is not cast.
     """
     for file in files:
         for pack in file.packs:
@@ -49,16 +45,7 @@ def check_readable(files: Iterable[TargetFile]) -> None:
 class VirtualFile(io.RawIOBase):
     """A target file for reading. Bytes that nothing fills are zero, as in a file that was made at its size.
 
-    Parameters
-    ----------
-    file : TargetFile
-    threads : bool
-        Whether large ranges are read by several.
-
-    Attributes
-    ----------
-    read_nbytes : int, bytes
-        Of tensors, so far.
+    `threads`: whether large ranges are read by several. `read_nbytes`: of tensors, so far.
     """
 
     def __init__(self, file: TargetFile, *, threads: bool = True) -> None:
@@ -87,12 +74,7 @@ class VirtualFile(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer, /) -> int:
         """Fill a buffer with what is next; return how many bytes there were.
 
-        Raises
-        ------
-        DamagedFileError
-            A file ends too early.
-        SourceError
-            A file cannot be read.
+        Raises DamagedFileError: a file ends too early; SourceError: a file cannot be read.
         """
         into = memoryview(buffer).cast("B")
         start = self._at

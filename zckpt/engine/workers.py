@@ -76,12 +76,7 @@ def batched(items: Iterable[Item], nbytes_of: Callable[[Item], int]) -> Iterator
 class Budget:
     """What all workers together may hold, divided among them.
 
-    Parameters
-    ----------
-    at_once : int
-        Batches that run at the same time, in whichever processes.
-    nbytes : int, bytes
-        Of each buffer.
+    `at_once`: batches that run at the same time, in whichever processes; `nbytes`: of each buffer.
     """
 
     at_once: int

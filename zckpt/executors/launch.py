@@ -25,12 +25,7 @@ def launched(arguments: Sequence[str]) -> Iterator[bool]:
     """Tell whether this process only was a worker of a command that mpiexec or torchrun started on every rank.
 
     The first rank drives the others within this context, and what it runs there runs on them. Every other rank works
-    until the first has left it.
-
-    Parameters
-    ----------
-    arguments : sequence of str
-        Of the command line, which are the same on all ranks.
+    until the first has left it. `arguments`: of the command line, which are the same on all ranks.
     """
     name = _chosen(arguments)
     if name == TORCHRUN or (name is None and _is_torchrun_child()):

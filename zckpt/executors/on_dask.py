@@ -42,17 +42,8 @@ Result = TypeVar("Result")
 class DaskExecutor(Executor):
     """Runs tasks on the workers of a scheduler.
 
-    Parameters
-    ----------
-    address : str
-        HOST:PORT, or the absolute path of the scheduler's `--scheduler-file`.
-
-    Raises
-    ------
-    MissingPackageError
-        Dask is not installed.
-    WorkerError
-        There is no scheduler, or it has no workers.
+    `address`: HOST:PORT, or the absolute path of the scheduler's `--scheduler-file`. Raises MissingPackageError: dask
+    is not installed; WorkerError: there is no scheduler, or it has no workers.
     """
 
     def __init__(self, address: str) -> None:

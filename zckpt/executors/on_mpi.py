@@ -35,10 +35,7 @@ def ranks() -> Iterator[Executor | None]:
 def pool() -> Iterator[Executor]:
     """Yield an executor of the ranks that `python -m mpi4py.futures` keeps, or that MPI starts.
 
-    Raises
-    ------
-    MissingPackageError
-        It needs mpi4py.
+    Raises MissingPackageError: it needs mpi4py.
     """
     require("mpi4py.MPI", "mpi")
     from mpi4py.futures import MPIPoolExecutor

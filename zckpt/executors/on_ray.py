@@ -21,12 +21,7 @@ Result = TypeVar("Result")
 class RayExecutor(Executor):
     """Runs tasks on the cluster that RAY_ADDRESS names or that runs on this machine; else on one of its own.
 
-    Raises
-    ------
-    MissingPackageError
-        Ray is not installed.
-    WorkerError
-        The cluster cannot be reached.
+    Raises MissingPackageError: ray is not installed; WorkerError: the cluster cannot be reached.
     """
 
     def __init__(self) -> None:

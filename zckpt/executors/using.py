@@ -31,18 +31,9 @@ def check_executor(executor: Executor | str | None) -> None:
 def using(executor: Executor | str | None) -> Iterator[None]:
     """Let an executor run what is written, read or looked at in this context.
 
-    Parameters
-    ----------
-    executor : Executor, str or None
-        Of the caller's, who ends it; or a name, see the package: then it is connected to, and left, here. None: the one
-        that is used around this context already.
-
-    Raises
-    ------
-    UsageError
-        It is no executor, its package is missing, or it needs a launcher that did not start this process.
-    WorkerError
-        It cannot be reached.
+    `executor`: of the caller's, who ends it; or a name, see the package: then it is connected to, and left, here. None:
+    the one that is used around this context already. Raises UsageError: it is no executor, its package is missing, or
+    it needs a launcher that did not start this process; WorkerError: it cannot be reached.
     """
     check_executor(executor)
     driven = DRIVEN.get()

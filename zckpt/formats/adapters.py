@@ -61,13 +61,7 @@ _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera
 class Product:
     """What is added to the weight of a module: scale * B @ A; of an embedding its transpose.
 
-    Parameters
-    ----------
-    module : str
-        As the model has it.
-    a, b : Slot
-    scale : float
-    is_embedding : bool
+    `module`: as the model has it.
     """
 
     module: str

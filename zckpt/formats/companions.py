@@ -61,11 +61,7 @@ METADATA_ROLE = "metadata"
 def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
     """Add what a directory holds besides what was read; a file that cannot be read is not added.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    directory : Path
-        The one that was opened.
+    `directory`: the one that was opened.
     """
     known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
     entries = sorted((entry for entry in os.scandir(directory) if entry.is_file()), key=lambda entry: entry.name)
@@ -245,16 +241,8 @@ def _shards(checkpoint: Checkpoint, directory: Path) -> None:
 def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
     """Yield the name within `root` and the path of every file below it, sorted.
 
-    Parameters
-    ----------
-    root : Path
-    without : collection of str
-        Names within `root` of directories that are left out.
-
-    Raises
-    ------
-    SourceError
-        Something is neither a file nor a directory, or cannot be read.
+    `without`: names within `root` of directories that are left out. Raises SourceError: something is neither a file nor
+    a directory, or cannot be read.
     """
     for at, folders, names in os.walk(root, onerror=_unreadable):
         here = Path(at)
@@ -274,14 +262,7 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
 
 
 def copy_of(path: Path, name: str) -> TargetFile:
-    """Return a file that has the bytes of another.
-
-    Parameters
-    ----------
-    path : Path
-    name : str
-        Within the target.
-    """
+    """Return a file that has the bytes of another. `name`: within the target."""
     nbytes = path.stat().st_size
     extent = Extent.whole((nbytes,))
     slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))

@@ -94,10 +94,7 @@ def known_names(checkpoint: Checkpoint) -> dict[str, object]:
 def names_in(node: object, checkpoint: Checkpoint, path: str) -> dict[int, str] | None:
     """Return the names by number that a tree says; None where it says none.
 
-    Raises
-    ------
-    DamagedFileError
-        It speaks of parameters that are not there.
+    Raises DamagedFileError: it speaks of parameters that are not there.
     """
     found = as_mapping(node, path).get(NUMBERS)
     if found is None:
@@ -118,10 +115,7 @@ def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:
 def as_masters(checkpoint: Checkpoint, types: Mapping[object, object], path: str) -> None:
     """Take weights for masters whose weights had these types.
 
-    Raises
-    ------
-    DamagedFileError
-        There is no such parameter or type.
+    Raises DamagedFileError: there is no such parameter or type.
     """
     for name, dtype in types.items():
         one = checkpoint.parameters.get(str(name))
@@ -151,10 +145,7 @@ def origin(checkpoint: Checkpoint) -> dict[str, object]:
 def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     """Give a checkpoint, whose parameters and groups are there, what the tree says of it.
 
-    Raises
-    ------
-    DamagedFileError
-        The tree is malformed, of another version, or speaks of parameters that are not there.
+    Raises DamagedFileError: the tree is malformed, of another version, or speaks of parameters that are not there.
     """
     tree = as_mapping(node, file.path)
     if tree.get("version") not in (VERSION, WITH_ITEMS):
@@ -227,11 +218,7 @@ MAXIMUM_VALUES = 1 << 17
 def jsonables(groups: Iterable[Mapping[str, object]], renderer: Renderer | None = None) -> list[dict[str, object]]:
     """Return the values of groups, or of whatever has many, as JSON-able data.
 
-    Parameters
-    ----------
-    groups : iterable of mapping
-    renderer : Renderer, optional
-        Limits how many there are in all; by default to `MAXIMUM_VALUES`, with `...` for the rest.
+    `renderer`: limits how many there are in all; by default to `MAXIMUM_VALUES`, with `...` for the rest.
     """
     renderer = renderer or Renderer(MAXIMUM_VALUES)
     return [{key: jsonable(value, renderer) for key, value in group.items()} for group in groups]
@@ -240,11 +227,7 @@ def jsonables(groups: Iterable[Mapping[str, object]], renderer: Renderer | None 
 def jsonable(value: object, renderer: Renderer | None = None) -> object:
     """Return a value as JSON-able data: single values as numbers, tensors by type and shape, NaN and Inf as text.
 
-    Parameters
-    ----------
-    value : object
-    renderer : Renderer, optional
-        Limits what several values become together.
+    `renderer`: limits what several values become together.
     """
     if isinstance(value, Scalar):
         return jsonable(value.value)

@@ -31,10 +31,7 @@ MAXIMUM_DEPTH = 4
 def survey(search: Search) -> Survey:
     """Read every file of a source by itself, and hold ranks against each other as far as they can be read.
 
-    Parameters
-    ----------
-    search : Search
-        For what `open_checkpoint` could not open.
+    `search`: for what `open_checkpoint` could not open.
     """
     asked: list[SourceError] = []
     for one in formats():
@@ -117,16 +114,8 @@ ALWAYS_NBYTES = 1 << 12
 def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
     """Return the checksums of a file, by offset; none for one that has none (safetensors, JSON, legacy files).
 
-    Parameters
-    ----------
-    file : SourceFile
-    owner : Format or None
-        Whose file it is, if that is known.
-
-    Raises
-    ------
-    SourceError
-        The file cannot be read, or the structure that states them is damaged.
+    `owner`: whose file it is, if that is known. Raises SourceError: the file cannot be read, or the structure that
+    states them is damaged.
     """
     found = None if owner is None else owner.checks(file)
     return sorted(_archive_sums(file) if found is None else found, key=lambda one: one.offset)
@@ -156,17 +145,9 @@ def _whole(file: SourceFile) -> list[tuple[int, int]]:
 def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | None = None) -> Checks:
     """Return the checks of all that a plan reads.
 
-    Parameters
-    ----------
-    checkpoints : Checkpoint or sequence of Checkpoint
-        The small records of their files are checked whether or not the plan reads them.
-    plan : Plan, optional
-        Reads its files, and others that are copied as they are. None: only these are read.
-
-    Raises
-    ------
-    SourceError
-        A file of the checkpoint cannot be read, or the structure that states its checksums is damaged.
+    `checkpoints`: the small records of their files are checked whether or not the plan reads them; `plan`: reads its
+    files, and others that are copied as they are. None: only these are read. Raises SourceError: a file of the
+    checkpoint cannot be read, or the structure that states its checksums is damaged.
     """
     several = [checkpoints] if isinstance(checkpoints, Checkpoint) else checkpoints
     every = dict.fromkeys(file.path for one in several for file in one.files)

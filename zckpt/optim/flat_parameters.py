@@ -92,12 +92,8 @@ def is_flat(model: nn.Module) -> bool:
 def flat_model(model: nn.Module) -> FlatModel:
     """Return the tensors of a model; what forward has gathered is let go.
 
-    Raises
-    ------
-    UsageError
-        Whole parameters are gathered right now, as in `summon_full_params`.
-    UnsupportedError
-        Parameters are DTensors in units, or a module has a state dict of its own making.
+    Raises UsageError: whole parameters are gathered right now, as in `summon_full_params`; UnsupportedError: parameters
+    are DTensors in units, or a module has a state dict of its own making.
     """
     found = FlatModel()
     held: dict[tuple[int, str], Member] = {}

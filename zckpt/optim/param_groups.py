@@ -57,17 +57,9 @@ def copied(value: object) -> object:
 def read_groups(params: object) -> list[Group]:
     """Return param groups that own their lists, names under `param_names` where tensors were given as pairs.
 
-    Parameters
-    ----------
-    params : iterable
-        Of tensors, of (name, tensor) pairs, or of dicts whose `params` is one of these.
-
-    Raises
-    ------
-    TypeError
-        A tensor, no iterable, or an iterable of anything else or of several kinds.
-    ValueError
-        Nothing, a group without `params`, a sparse tensor, a tensor twice, or names for some tensors only.
+    `params`: of tensors, of (name, tensor) pairs, or of dicts whose `params` is one of these. Raises TypeError: a
+    tensor, no iterable, or an iterable of anything else or of several kinds; ValueError: nothing, a group without
+    `params`, a sparse tensor, a tensor twice, or names for some tensors only.
     """
     if isinstance(params, torch.Tensor):
         raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")

@@ -51,17 +51,8 @@ _CONTROL: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 class Ranks:
     """The ranks of a process group, and a group of theirs that works on the CPU; one rank where there is no group.
 
-    Parameters
-    ----------
-    process_group : ProcessGroup, optional
-        By default the whole world.
-    purpose : str
-        Ranks of one purpose talk in the same order on all ranks; a thread of its own needs a purpose of its own.
-
-    Raises
-    ------
-    ValueError
-        This rank is not in the group.
+    `process_group`: by default the whole world; `purpose`: ranks of one purpose talk in the same order on all ranks; a
+    thread of its own needs a purpose of its own. Raises ValueError: this rank is not in the group.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, purpose: str = "") -> None:
@@ -160,12 +151,8 @@ class Ranks:
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.
 
-        Raises
-        ------
-        ZckptError
-            That of the first rank that has one; of this rank itself, if it has.
-        RuntimeError
-            Another rank failed in another way.
+        Raises ZckptError: that of the first rank that has one; of this rank itself, if it has; RuntimeError: another
+        rank failed in another way.
         """
         failures = self._exchange(error)
         if error is not None:
@@ -267,12 +254,8 @@ def written_together(
     """Let all ranks write into one new directory, which the first rank makes and names; a failure of one is one of all.
 
     With `overwrite`, it replaces a directory that `owned` recognises. In a store, only `write_target` writes into it;
-    files that are called as in `last` are the first rank's, and come last.
-
-    Raises
-    ------
-    TargetError
-        It exists, or cannot be written.
+    files that are called as in `last` are the first rank's, and come last. Raises TargetError: it exists, or cannot be
+    written.
     """
     if isinstance(path, str):
         with _stored_together(path, ranks, overwrite=overwrite, owned=owned, last=last) as partial:
@@ -313,10 +296,7 @@ def _stored_together(url: str, ranks: Ranks, *, overwrite: bool, owned: Owned, l
 def read_together(partial: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield a directory in which each rank reads what all have written into one that has no name yet.
 
-    Raises
-    ------
-    TargetError
-        A store cannot be written.
+    Raises TargetError: a store cannot be written.
     """
     from zckpt.operations.shared_target import shared_at
 

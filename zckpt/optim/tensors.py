@@ -58,10 +58,8 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 def bare(model: torch.nn.Module) -> Bare:
     """Return a model's tensors by the names that it has without wrappers, around it or within it.
 
-    Raises
-    ------
-    UnsupportedError
-        FullyShardedDataParallel is in it: its tensors lie in a flat one, whose memory comes and goes.
+    Raises UnsupportedError: FullyShardedDataParallel is in it: its tensors lie in a flat one, whose memory comes and
+    goes.
     """
     if is_flat(model):
         raise UnsupportedError(
@@ -138,13 +136,7 @@ class ModelState:
 
 
 def parts_of(model: Model) -> list[torch.nn.Module]:
-    """Return the modules that are given as a model.
-
-    Raises
-    ------
-    UsageError
-        Something else is given.
-    """
+    """Return the modules that are given as a model. Raises UsageError: something else is given."""
     if model is None:
         return []
     parts: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
@@ -157,12 +149,7 @@ def parts_of(model: Model) -> list[torch.nn.Module]:
 def model_state(model: Model) -> ModelState:
     """Return a model's tensors, which are the model's own and not copies.
 
-    Raises
-    ------
-    UsageError
-        Two parts have a parameter of one name.
-    UnsupportedError
-        A part is in FullyShardedDataParallel.
+    Raises UsageError: two parts have a parameter of one name; UnsupportedError: a part is in FullyShardedDataParallel.
     """
     if isinstance(model, (list, tuple)):
         return _of_parts(parts_of(model))
@@ -278,10 +265,8 @@ class Share:
 def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     """Return what this rank has of a tensor; None if it has nothing of it.
 
-    Raises
-    ------
-    UnsupportedError
-        A DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse or a quantised tensor.
+    Raises UnsupportedError: a DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse or a
+    quantised tensor.
     """
     if isinstance(tensor, Member):
         return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)

@@ -44,15 +44,8 @@ Node = Any
 class Values:
     """Turns values into nodes.
 
-    Parameters
-    ----------
-    copied : bool
-        Whether tensors are copied, so that the program may change them before they are written.
-
-    Attributes
-    ----------
-    memory : dict of Storage to memoryview
-        The bytes of each storage that the nodes mention.
+    `copied`: whether tensors are copied, so that the program may change them before they are written. `memory`: the
+    bytes of each storage that the nodes mention.
     """
 
     def __init__(self, *, copied: bool = False) -> None:
@@ -165,16 +158,7 @@ _LEAVES: dict[type, Callable[[Any], object]] = {
 def value_of(node: Node, file: FromFile | None = None) -> Value:
     """Return what a node stands for; an object of a class that is not known stays a node.
 
-    Parameters
-    ----------
-    node : object
-    file : FromFile, optional
-        Where the tensors below it are.
-
-    Raises
-    ------
-    SourceError
-        The tensors cannot be read.
+    `file`: where the tensors below it are. Raises SourceError: the tensors cannot be read.
     """
     return _Reading().value_of(node, file)
 

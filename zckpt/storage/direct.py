@@ -47,13 +47,7 @@ def opened(path: str, flags: int) -> int | None:
 
 
 class DirectReads:
-    """Reads ranges of files directly, where that can be; for one worker.
-
-    Parameters
-    ----------
-    nbytes : int
-        Read at once, at most.
-    """
+    """Reads ranges of files directly, where that can be; for one worker. `nbytes`: read at once, at most."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer: memoryview | None = None
@@ -67,15 +61,9 @@ class DirectReads:
     def window(self, path: str, offset: int, nbytes: int, room: memoryview | None = None) -> memoryview | None:
         """Return bytes of a file in `room`; or at most `self.nbytes`, in memory that the next such call uses again.
 
-        They begin as far behind a page as they do in the file. None: they are to be read otherwise. `room` is
-        what the method of this name returns.
-
-        Raises
-        ------
-        DamagedFileError
-            The file ends before the last of them.
-        SourceError
-            It cannot be read.
+        They begin as far behind a page as they do in the file. None: they are to be read otherwise. `room` is what the
+        method of this name returns. Raises DamagedFileError: the file ends before the last of them; SourceError: it
+        cannot be read.
         """
         skipped = offset % PAGE_NBYTES
         descriptor = self._descriptor(path) if nbytes >= LEAST_NBYTES else None
@@ -122,13 +110,8 @@ class DirectReads:
 class DirectTarget:
     """A file that is written, whole blocks of it directly, by one worker.
 
-    Parameters
-    ----------
-    descriptor : int
-        Of the file, for what is not written directly; the caller closes it.
-    path : str
-    nbytes : int
-        Moved at once where what is written does not lie in memory as in the file.
+    `descriptor`: of the file, for what is not written directly; the caller closes it; `nbytes`: moved at once where
+    what is written does not lie in memory as in the file.
     """
 
     def __init__(self, descriptor: int, path: str, nbytes: int) -> None:
@@ -140,10 +123,7 @@ class DirectTarget:
     def write(self, data: memoryview, offset: int, phase: int | None = None) -> None:
         """Write bytes at an offset; `phase` is how far behind a page they begin in memory, where that is known.
 
-        Raises
-        ------
-        OSError
-            The system cannot.
+        Raises OSError: the system cannot.
         """
         low = -offset % PAGE_NBYTES
         high = len(data) - (offset + len(data)) % PAGE_NBYTES
@@ -181,14 +161,9 @@ class DirectTarget:
 def unavailable(sources: Iterable[str], directory: Path | None = None) -> list[str]:
     """Return a line for reads, and one for writes, that go through the page cache all the same.
 
-    What is in a store does not: another line says so, if nothing is on a disk.
-
-    Parameters
-    ----------
-    sources : iterable of str
-        Files that are read; of each directory one is tried.
-    directory : Path, optional
-        In which a target is to be made; there is such a directory. None: nothing is written.
+    What is in a store does not: another line says so, if nothing is on a disk. `sources`: files that are read; of each
+    directory one is tried; `directory`: in which a target is to be made; there is such a directory. None: nothing is
+    written.
     """
     lines = []
     tried: dict[str, str] = {}

@@ -36,10 +36,7 @@ class Distant(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at byte `offset`, which the file has.
 
-        Raises
-        ------
-        SourceError
-            They cannot be had, or the file is another one by now.
+        Raises SourceError: they cannot be had, or the file is another one by now.
         """
 
 

@@ -104,19 +104,8 @@ def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal 
 def written_directory(target: Path, *, overwrite: bool, owned: Owned, journal: Journal | None = None) -> Iterator[Path]:
     """Yield a temporary directory, which is empty but for what the journal has; on success sync and name it.
 
-    Parameters
-    ----------
-    target : Path
-    overwrite : bool
-        Replace a directory that `owned` tells.
-    owned : Owned
-        Which directories may be replaced.
-    journal : Journal, optional
-
-    Raises
-    ------
-    TargetError
-        As for `written_files`.
+    `overwrite`: replace a directory that `owned` tells; `owned`: which directories may be replaced. Raises TargetError:
+    as for `written_files`.
     """
     partial = partial_name(target)
     known = None if os.path.lexists(journal_name(target)) else owned

@@ -40,10 +40,7 @@ FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 def open_file(path: str) -> int:
     """Open a regular file for reading; the caller closes the descriptor.
 
-    Raises
-    ------
-    SourceError
-        It cannot be opened, or is no regular file.
+    Raises SourceError: it cannot be opened, or is no regular file.
     """
     try:
         flags = FLAGS if distant.found(path) is None else distant.FLAGS
@@ -61,10 +58,7 @@ def open_file(path: str) -> int:
 def read_head(path: str, nbytes: int) -> bytes:
     """Return the first bytes of a file: `nbytes`, or all where it has fewer.
 
-    Raises
-    ------
-    SourceError
-        It cannot be read, or is no regular file.
+    Raises SourceError: it cannot be read, or is no regular file.
     """
     with opened(path) as descriptor:
         return read_at(descriptor, 0, min(nbytes, os.fstat(descriptor).st_size), path=path)
@@ -73,12 +67,7 @@ def read_head(path: str, nbytes: int) -> bytes:
 def read_whole(path: str, *, most: int) -> bytes:
     """Return all bytes of a file that has at most `most`.
 
-    Raises
-    ------
-    DamagedFileError
-        It has more.
-    SourceError
-        It cannot be read, or is no regular file.
+    Raises DamagedFileError: it has more; SourceError: it cannot be read, or is no regular file.
     """
     data = read_head(path, most + 1)
     if len(data) > most:
@@ -104,10 +93,7 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 def opened(path: str) -> Iterator[int]:
     """Open a regular file for reading and yield its descriptor.
 
-    Raises
-    ------
-    SourceError
-        It cannot be opened, or is no regular file.
+    Raises SourceError: it cannot be opened, or is no regular file.
     """
     descriptor = open_file(path)
     try:
@@ -119,12 +105,7 @@ def opened(path: str) -> Iterator[int]:
 def check_nbytes(path: str, nbytes: int) -> None:
     """Raise unless a file can be opened for reading and has so many bytes.
 
-    Raises
-    ------
-    DamagedFileError
-        It is shorter.
-    SourceError
-        It cannot be opened.
+    Raises DamagedFileError: it is shorter; SourceError: it cannot be opened.
     """
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -133,13 +114,7 @@ def check_nbytes(path: str, nbytes: int) -> None:
 
 
 def read_at(descriptor: int, offset: int, nbytes: int, *, path: str) -> bytes:
-    """Read exactly `nbytes` bytes at byte `offset`.
-
-    Raises
-    ------
-    DamagedFileError
-        The file ends before that.
-    """
+    """Read exactly `nbytes` bytes at byte `offset`. Raises DamagedFileError: the file ends before that."""
     data = bytearray(nbytes)
     read_into(descriptor, offset, memoryview(data), path=path)
     return bytes(data)
@@ -148,12 +123,7 @@ def read_at(descriptor: int, offset: int, nbytes: int, *, path: str) -> bytes:
 def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) -> None:
     """Fill `buffer` with the bytes at byte `offset`.
 
-    Raises
-    ------
-    DamagedFileError
-        The file ends before the buffer is full.
-    SourceError
-        The operating system cannot read it.
+    Raises DamagedFileError: the file ends before the buffer is full; SourceError: the operating system cannot read it.
     """
     elsewhere = distant.found(path)
     if elsewhere is not None:
@@ -173,10 +143,7 @@ def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) ->
 class Sources:
     """Descriptors of source files for one worker; the first opened is closed when there are many.
 
-    Parameters
-    ----------
-    direct : int, bytes
-        Read so much at once past the page cache, where that can be; 0: through it.
+    `direct`: read so much at once past the page cache, where that can be; 0: through it.
     """
 
     def __init__(self, direct: int = 0) -> None:
@@ -194,13 +161,7 @@ class Sources:
         self.close()
 
     def descriptor(self, path: str) -> int:
-        """Return a descriptor of `path` for reading.
-
-        Raises
-        ------
-        SourceError
-            It cannot be opened, or is no regular file.
-        """
+        """Return a descriptor of `path` for reading. Raises SourceError: it cannot be opened, or is no regular file."""
         if path not in self._open:
             if len(self._open) >= OPEN_SOURCES:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -322,19 +283,8 @@ class FileRange:
 def open_range(path: str | os.PathLike[str], offset: int, nbytes: int | None) -> Iterator[FileRange]:
     """Open a file, or a part of it, for reading.
 
-    Parameters
-    ----------
-    path : path-like
-    offset : int, bytes
-    nbytes : int or None, bytes
-        None: up to the end of the file.
-
-    Raises
-    ------
-    SourceError
-        It does not exist, cannot be opened, or is no regular file.
-    DamagedFileError
-        The range is not within the file, or is empty.
+    `nbytes`: None: up to the end of the file. Raises SourceError: it does not exist, cannot be opened, or is no regular
+    file; DamagedFileError: the range is not within the file, or is empty.
     """
     name = os.fspath(path)
     with opened(name) as descriptor:

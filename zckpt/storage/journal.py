@@ -41,12 +41,7 @@ Range = tuple[int, int, int | None]
 class Work:
     """A batch that was written.
 
-    Parameters
-    ----------
-    written : tuple of Range
-        Of the target file.
-    read : dict of str to tuple of Range
-        Of source files whose checksums are looked at, by absolute path.
+    `written`: of the target file; `read`: of source files whose checksums are looked at, by absolute path.
     """
 
     written: tuple[Range, ...]
@@ -125,10 +120,7 @@ class Journal:
     def left(self, descriptor: int) -> bool:
         """Tell whether to go on with what a killed run has left; called with the lock on it.
 
-        Raises
-        ------
-        TargetError
-            It is neither to be gone on with nor to be removed, or it cannot be gone on with.
+        Raises TargetError: it is neither to be gone on with nor to be removed, or it cannot be gone on with.
         """
         if not self._looked:
             self._look()
@@ -181,13 +173,7 @@ class Journal:
         self._begun = True
 
     def record(self, key: str, work: Work) -> None:
-        """Note that a batch is written; in any thread.
-
-        Raises
-        ------
-        OSError
-            The journal cannot be written.
-        """
+        """Note that a batch is written; in any thread. Raises OSError: the journal cannot be written."""
         if any(crc is None for _, _, crc in work.written):
             return
         with self._lock:
@@ -256,10 +242,7 @@ class Journal:
 def check_remains(directory: Path, names: Collection[Path]) -> None:
     """Remove what is below a directory that a killed run left and is none of `names`.
 
-    Raises
-    ------
-    TargetError
-        It holds what no run leaves there, and what could be a name for something else.
+    Raises TargetError: it holds what no run leaves there, and what could be a name for something else.
     """
     for at, folders, files in os.walk(directory):
         for name in (*folders, *files):

@@ -28,12 +28,8 @@ QUIET_S = 3600.0
 def remove_leftovers(directory: Path, owned: Owned) -> None:
     """Remove what killed runs have left of directories; what cannot be removed stays.
 
-    Parameters
-    ----------
-    directory : Path
-        In which they were to be; it need not exist.
-    owned : Owned
-        What tells a finished one; of one that is not, names do.
+    `directory`: in which they were to be; it need not exist; `owned`: what tells a finished one; of one that is not,
+    names do.
     """
     with suppress(OSError, TargetError):
         for left in list(directory.iterdir()):

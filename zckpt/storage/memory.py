@@ -41,13 +41,7 @@ _UNLIMITED = 1 << 60
 
 
 def check_memory() -> None:
-    """Raise unless the process may take what the smallest run needs.
-
-    Raises
-    ------
-    UsageError
-        A limit leaves less.
-    """
+    """Raise unless the process may take what the smallest run needs. Raises UsageError: a limit leaves less."""
     needed, found = RESERVED_NBYTES + LEAST_NBYTES, free_memory()
     if found is not None and found[1] < needed:
         raise UsageError(
@@ -75,12 +69,7 @@ def buffers_within(memory: int) -> int:
 
 
 class Room:
-    """Memory that threads share: who finds too little of it waits; who wants more than there is gets all.
-
-    Parameters
-    ----------
-    nbytes : int, bytes
-    """
+    """Memory that threads share: who finds too little of it waits; who wants more than there is gets all."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = self._free = nbytes

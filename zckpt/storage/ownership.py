@@ -65,12 +65,8 @@ def _any(_: Path) -> bool:
 class Owned:
     """What tells a directory that may be replaced as a whole.
 
-    Parameters
-    ----------
-    is_own : callable
-        Tells a file of the format by its name within the directory.
-    is_marked : callable
-        Tells a directory of the format by more than names, where names would not do.
+    `is_own`: tells a file of the format by its name within the directory; `is_marked`: tells a directory of the format
+    by more than names, where names would not do.
     """
 
     is_own: Callable[[str], bool]
@@ -85,20 +81,9 @@ def kind_of(mode: int) -> str:
 def check_target(target: Path, *, overwrite: bool, owned: Owned | None = None) -> None:
     """Raise unless `target` may be written.
 
-    Parameters
-    ----------
-    target : Path
-    overwrite : bool
-        Replace what may be replaced.
-    owned : Owned, optional
-        A directory is to be written, and this is what it may replace; None: a file is to be written.
-
-    Raises
-    ------
-    TargetExistsError
-        It is there, and `overwrite` is false or it is nothing that may be replaced.
-    TargetError
-        It has no name of its own, or its parent is not a directory that exists.
+    `overwrite`: replace what may be replaced; `owned`: a directory is to be written, and this is what it may replace;
+    None: a file is to be written. Raises TargetExistsError: it is there, and `overwrite` is false or it is nothing that
+    may be replaced; TargetError: it has no name of its own, or its parent is not a directory that exists.
     """
     if target.name in ("", ".."):
         raise TargetError("cannot be written", path=target, expected="a name", advice="name a file or directory in it")
@@ -200,12 +185,7 @@ def claimed(name: Path, *, directory: bool, left: Left | None = None, owned: Own
     """Create an empty file or directory that no other run has, and hold a lock on it; yield its descriptor.
 
     What a killed run left under the name is handed to `left` first, which may want it as it is. With `owned`, only what
-    that tells is taken for such.
-
-    Raises
-    ------
-    TargetError
-        Another run has it, or it is what this user's runs do not leave.
+    that tells is taken for such. Raises TargetError: another run has it, or it is what this user's runs do not leave.
     """
     descriptor = _claim(name, directory=directory, left=left, owned=owned)
     try:
@@ -218,10 +198,7 @@ def claimed(name: Path, *, directory: bool, left: Left | None = None, owned: Own
 def held(directory: Path) -> Iterator[None]:
     """Hold a lock on a directory that is there, so that no run takes it for what a killed one left.
 
-    Raises
-    ------
-    TargetError
-        Another run holds one.
+    Raises TargetError: another run holds one.
     """
     descriptor = os.open(directory, os.O_RDONLY | _DIRECTORY | _NOFOLLOW)
     try:

@@ -109,13 +109,7 @@ class Purpose:
 
 
 def identity(path: str) -> Identity:
-    """Return what tells a file from what it was, or from another under its name.
-
-    Raises
-    ------
-    SourceError
-        It is gone.
-    """
+    """Return what tells a file from what it was, or from another under its name. Raises SourceError: it is gone."""
     elsewhere = distant.found(path)
     if elsewhere is not None:
         return (elsewhere.identity,)

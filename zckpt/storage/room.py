@@ -26,11 +26,7 @@ BOTH_STAY = "what is there stays until its successor has its name, so that both 
 class Room:
     """What a file system has room for.
 
-    Parameters
-    ----------
-    nbytes : int, bytes
-    files : int or None
-        Files and directories together; None: as many as there are bytes for.
+    `files`: files and directories together; None: as many as there are bytes for.
     """
 
     nbytes: int
@@ -40,10 +36,7 @@ class Room:
 def room(directory: Path) -> Room:
     """Return what the file system of a directory has room for, for this user.
 
-    Raises
-    ------
-    OSError
-        There is no such directory.
+    Raises OSError: there is no such directory.
     """
     found = os.statvfs(directory)
     return Room(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
@@ -88,12 +81,8 @@ def check_room(directory: Path, nbytes: int, files: int, *, replaced: bool = Fal
 def write_rate(directory: Path, nbytes: int) -> float | None:
     """Return the bytes per second at which a file system takes bytes and syncs them; None: it does not take any.
 
-    Parameters
-    ----------
-    directory : Path
-        Where the sample is written; the file has no name, and is gone when this returns.
-    nbytes : int, bytes
-        Of the sample.
+    `directory`: where the sample is written; the file has no name, and is gone when this returns; `nbytes`: of the
+    sample.
     """
     import tempfile
 
@@ -112,15 +101,7 @@ def write_rate(directory: Path, nbytes: int) -> float | None:
 def read_rate(ranges: Iterable[tuple[str, int, int]]) -> float | None:
     """Return the bytes per second at which ranges are read, one after the other; None: there are none.
 
-    Parameters
-    ----------
-    ranges : iterable of (str, int, int)
-        File, byte offset, bytes.
-
-    Raises
-    ------
-    SourceError
-        One cannot be read.
+    `ranges`: file, byte offset, bytes. Raises SourceError: one cannot be read.
     """
     done, begun = 0, perf_counter()
     for path, offset, nbytes in ranges:

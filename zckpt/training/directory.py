@@ -138,10 +138,7 @@ def save_workers(
 ) -> None:
     """Write a checkpoint of an optimizer whose parameters live on RPC workers.
 
-    Raises
-    ------
-    Exception
-        What a worker raised; nothing has been written.
+    Raises Exception: what a worker raised; nothing has been written.
     """
     values = Values()
     others = other_values(given, ModelState(), values)
@@ -226,10 +223,7 @@ def _storage_entry(key: str, data: memoryview) -> Entry:
 def write_document(state: Whole, every: Sequence[RankState], identity: str, directory: Path) -> None:
     """Write the document of a directory in which all ranks have written their files.
 
-    Raises
-    ------
-    LayoutError
-        Some element has been written by none, or by several.
+    Raises LayoutError: some element has been written by none, or by several.
     """
     checkpoint = _checkpoint(state, every)
     placed = _placed(checkpoint, every)

@@ -100,11 +100,7 @@ class Sigterm:
 class Ending:
     """Tells in which call of `is_due` all ranks end. All ranks make one together, and call it equally often.
 
-    Parameters
-    ----------
-    ranks : Ranks
-    sigterm : Sigterm
-        Of this rank.
+    `sigterm`: of this rank.
     """
 
     def __init__(self, ranks: Ranks, sigterm: Sigterm) -> None:
@@ -130,10 +126,7 @@ class Ending:
     def is_due(self) -> bool:
         """Tell whether all ranks end in this call, as in all later ones.
 
-        Raises
-        ------
-        WorkerError
-            Some rank has been told, and another does not answer, or the process group's store.
+        Raises WorkerError: some rank has been told, and another does not answer, or the process group's store.
         """
         if self._store is None:
             return self._sigterm.is_told

@@ -25,10 +25,7 @@ def save_as(
 ) -> None:
     """Save in a format of another program.
 
-    Raises
-    ------
-    UsageError
-        The format is not one for this optimizer, or has room for one only.
+    Raises UsageError: the format is not one for this optimizer, or has room for one only.
     """
     every = named(optimizer)
     if len(every) > 1:

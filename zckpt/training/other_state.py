@@ -42,17 +42,8 @@ IN_MEMORY = ""
 def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
     """Return metadata, as nodes.
 
-    Parameters
-    ----------
-    given : mapping
-        With `scheduler`, `grad_scaler` and `extra`.
-    model : ModelState
-    values : Values
-
-    Raises
-    ------
-    UnsupportedError
-        Something that only a pickle could hold.
+    `given`: with `scheduler`, `grad_scaler` and `extra`. Raises UnsupportedError: something that only a pickle could
+    hold.
     """
     found: dict[str, Any] = {}
     for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler")):

@@ -133,18 +133,8 @@ def settled(
 ) -> list[NamedShare]:
     """Return what this rank has, with the ranks that have the same. All ranks call it together.
 
-    Parameters
-    ----------
-    shares : sequence of NamedShare
-    buffers : collection of str
-        Of plain ones that several ranks have, the first one's is written.
-    advice : str
-        If ranks have other values of the same.
-
-    Raises
-    ------
-    LayoutError
-        Ranks have other values of the same name.
+    `buffers`: of plain ones that several ranks have, the first one's is written; `advice`: if ranks have other values
+    of the same. Raises LayoutError: ranks have other values of the same name.
     """
     keyed = sorted(((_key(*one), one) for one in shares), key=lambda pair: (pair[1][1], pair[1][0]))
     having: dict[bytes, list[int]] = {}
@@ -216,10 +206,7 @@ class Live:
     def everywhere(self, ranks: Ranks, *, broadcast: bool) -> Everywhere:
         """Tell the other ranks what is here, if they have different parts. All ranks call it together.
 
-        Raises
-        ------
-        UsageError
-            One rank is to read for all, which have different parts.
+        Raises UsageError: one rank is to read for all, which have different parts.
         """
         its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
         if not ranks.any(self.optimizers.are_parts or are_parts(self.model, its, ranks)):

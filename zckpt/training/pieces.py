@@ -22,15 +22,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements of a slot that one rank writes.
-
-    Parameters
-    ----------
-    name, slot, dtype : str
-    shape : tuple of int
-        Of the whole slot.
-    extent : Extent
-    """
+    """Elements of a slot that one rank writes. `shape`: of the whole slot."""
 
     name: str
     slot: str

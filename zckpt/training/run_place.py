@@ -21,12 +21,7 @@ from zckpt.training.run_record import LATEST, NAME, RECORD, Record, Saved
 
 
 class RunPlace:
-    """A directory on a file system that all ranks share.
-
-    Parameters
-    ----------
-    directory : Path
-    """
+    """A directory on a file system that all ranks share."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -99,12 +94,7 @@ class RunPlace:
 
 
 class StoredRun(RunPlace):
-    """A directory in a store. It is listed for each of these, which all are done once for each save.
-
-    Parameters
-    ----------
-    url : str
-    """
+    """A directory in a store. It is listed for each of these, which all are done once for each save."""
 
     def __init__(self, url: str) -> None:
         from zckpt.storage.remote.addresses import address_of

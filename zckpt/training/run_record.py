@@ -98,10 +98,7 @@ class Record:
 def read_record(directory: Path) -> Record:
     """Return the record of a directory; an empty one where there is none.
 
-    Raises
-    ------
-    SourceError
-        What has its name is none, or of a later version.
+    Raises SourceError: what has its name is none, or of a later version.
     """
     path = directory / RECORD
     try:
@@ -141,13 +138,7 @@ def _saved(name: object, identity: object) -> Saved:
 
 
 def write_record(directory: Path, record: Record) -> None:
-    """Write the record of a directory, whole or not at all.
-
-    Raises
-    ------
-    TargetError
-        It cannot be written.
-    """
+    """Write the record of a directory, whole or not at all. Raises TargetError: it cannot be written."""
     with written_files([directory / RECORD], overwrite=True) as [partial]:
         partial.write_text(text_of(record), "utf-8")
 
@@ -165,13 +156,7 @@ def text_of(record: Record) -> str:
 
 
 def write_latest(directory: Path, name: str) -> None:
-    """Write which checkpoint is the latest.
-
-    Raises
-    ------
-    TargetError
-        It cannot be written.
-    """
+    """Write which checkpoint is the latest. Raises TargetError: it cannot be written."""
     with written_files([directory / LATEST], overwrite=True) as [partial]:
         partial.write_text(name)
 
@@ -186,12 +171,8 @@ def latest_of(directory: Path) -> str | None:
 def check_directory(directory: Path) -> None:
     """Raise unless a Checkpointer may write here.
 
-    Raises
-    ------
-    SourceError
-        What has the name of its record is none.
-    TargetExistsError
-        `latest` belongs to another program, which would be lost without it.
+    Raises SourceError: what has the name of its record is none; TargetExistsError: `latest` belongs to another program,
+    which would be lost without it.
     """
     latest = directory / LATEST
     if directory.is_dir():

@@ -107,12 +107,8 @@ class Slices:
     def rule(self, name: str, shape: tuple[int, ...]) -> Rule:
         """Return how slices of a shape make up a parameter.
 
-        Raises
-        ------
-        LayoutError
-            The shape does not fit the rules.
-        UnsupportedError
-            The rules say that none describes it, or that ranks have some of the same elements.
+        Raises LayoutError: the shape does not fit the rules; UnsupportedError: the rules say that none describes it, or
+        that ranks have some of the same elements.
         """
         found = self.rules.rule(name, [shape] * self.degree, padded=True)
         if any(found.copies):
@@ -130,15 +126,7 @@ class Slices:
         return replace(model, tensors=tensors)
 
     def sliced(self, model: ModelState, shares: Iterable[NamedShare]) -> Sliced:
-        """Return what this rank has, as parts of whole parameters.
-
-        Parameters
-        ----------
-        model : ModelState
-            With slices.
-        shares : iterable of NamedShare
-            Of slices.
-        """
+        """Return what this rank has, as parts of whole parameters. `model`: with slices; `shares`: of slices."""
         found = Sliced()
         for name, slot, share in shares:
             if name not in model.parameters:
@@ -166,10 +154,7 @@ class Slices:
     def cut(self, checkpoint: OpenedCheckpoint, names: Iterable[str]) -> None:
         """Put this rank's slices in the place of a checkpoint's whole parameters.
 
-        Raises
-        ------
-        LayoutError
-            A parameter does not divide among the ranks.
+        Raises LayoutError: a parameter does not divide among the ranks.
         """
         for name in dict.fromkeys(names):
             for section in (checkpoint.parameters, checkpoint.unnamed):
@@ -216,19 +201,9 @@ def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
 def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
     """Return which slices of its model's parameters this rank has; None: it has whole parameters.
 
-    All ranks call it together.
-
-    Parameters
-    ----------
-    given : path-like or mapping, optional
-    optimizer : Optimizer, or list or mapping of them, optional
-
-    Raises
-    ------
-    UsageError
-        The rules cannot be read, or it is not known which slices are this rank's; or other ranks are to have them.
-    UnsupportedError
-        Slices and no rules, slices besides experts, or of several optimizers.
+    All ranks call it together. Raises UsageError: the rules cannot be read, or it is not known which slices are this
+    rank's; or other ranks are to have them; UnsupportedError: slices and no rules, slices besides experts, or of
+    several optimizers.
     """
     every = list(named(optimizer).values())
     if given is None and not any(isinstance(one, ZeroOptimizer) and one.is_model_parallel for one in every):
@@ -291,10 +266,7 @@ def _rules(given: str | os.PathLike[str] | Mapping[str, Any]) -> Rules:
 def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
     """Return what this rank has collected of slots that are in several boxes. All ranks call it together.
 
-    Raises
-    ------
-    LayoutError
-        Ranks have other values, or not together the whole: on all ranks.
+    Raises LayoutError: ranks have other values, or not together the whole: on all ranks.
     """
     described = {
         key: (one.shape, dtype_name(one.dtype), [box for box, _ in one.boxes]) for key, one in own.several.items()

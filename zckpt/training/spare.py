@@ -82,20 +82,9 @@ class Found:
 class Spare:
     """The spare of a run. All ranks make one together, and call its methods together.
 
-    Parameters
-    ----------
-    ranks : Ranks
-    place : RunPlace
-        The run's directory.
-    within : Path, optional
-        Of each node, a directory that outlives its processes; by default, /dev/shm.
-
-    Raises
-    ------
-    UsageError
-        There is no such directory.
-    TargetError
-        It cannot be written, or what is there is another user's.
+    `place`: the run's directory; `within`: of each node, a directory that outlives its processes; by default, /dev/shm.
+    Raises UsageError: there is no such directory; TargetError: it cannot be written, or what is there is another
+    user's.
     """
 
     def __init__(self, ranks: Ranks, place: RunPlace, within: Path | None = None) -> None:
@@ -210,10 +199,7 @@ class Spare:
     def find(self, latest: str) -> Found | None:
         """Return the spare that may be gone on with; None if there is none that is whole and follows `latest`.
 
-        Parameters
-        ----------
-        latest : str
-            As `RunPlace.latest` says it.
+        `latest`: as `RunPlace.latest` says it.
         """
         ranks = self._ranks
         here = ranks.do(lambda: [(one.name, read_about(one), files_of(one)) for one in spares(self.directory)])
@@ -237,12 +223,8 @@ class Spare:
     def copy(self, found: Found, path: Place, *, overwrite: bool, fingerprint: bool) -> None:
         """Copy a spare to where a checkpoint is to be; each file by one of the ranks that have it.
 
-        With `fingerprint`, it gets one, as a save does: a step that is kept in memory does not wait for it.
-
-        Raises
-        ------
-        TargetError
-            It cannot be written.
+        With `fingerprint`, it gets one, as a save does: a step that is kept in memory does not wait for it. Raises
+        TargetError: it cannot be written.
         """
         ranks, directory = self._ranks, self.directory / found.about.identity
         mine = [name for name, rank in found.files.items() if rank == ranks.rank and name != DOCUMENT_NAME]
@@ -281,10 +263,7 @@ class Spare:
 def neighbours(nodes: Sequence[str]) -> list[int | None]:
     """Return the rank of the next node that each rank sends its share to; None where there is one node only.
 
-    Parameters
-    ----------
-    nodes : sequence of str
-        The node of each rank.
+    `nodes`: the node of each rank.
     """
     on: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):

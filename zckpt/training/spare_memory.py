@@ -42,14 +42,8 @@ UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
 class About:
     """What a `spare.json` says of a spare.
 
-    Parameters
-    ----------
-    identity : str
-    step, world_size : int
-    follows : tuple of str
-        What `latest` may name, as `RunPlace.latest` says it: the save before it, and one that was going on then.
-    made : int, ns
-        When, by the clock of the first rank.
+    `follows`: what `latest` may name, as `RunPlace.latest` says it: the save before it, and one that was going on then;
+    `made`: when, by the clock of the first rank.
     """
 
     identity: str

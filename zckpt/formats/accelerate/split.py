@@ -32,16 +32,8 @@ class Parts:
 def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     """Split a checkpoint into what Accelerate has prepared.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    paired : bool
-        Whether each optimizer has to be of one model, as under FSDP, whose optimizers have names.
-
-    Raises
-    ------
-    UnsupportedError
-        Optimizers of some of the models only, or of several at once.
+    `paired`: whether each optimizer has to be of one model, as under FSDP, whose optimizers have names. Raises
+    UnsupportedError: optimizers of some of the models only, or of several at once.
     """
     refuse_unnamed(checkpoint, "so that it is not known whose state Accelerate is to find where")
     models = checkpoint.models()

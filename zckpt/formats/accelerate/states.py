@@ -33,13 +33,7 @@ OWN = re.compile(
 def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes: list[str]) -> dict[str, object]:
     """Return the content of all these files, by name.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    optimizers : sequence of Checkpoint
-        With the param groups of each.
-    notes : list of str
-        Gets what was written by rule, and what is missing.
+    `optimizers`: with the param groups of each; `notes`: gets what was written by rule, and what is missing.
     """
     found: dict[str, object] = {}
     for number, one in enumerate(optimizers):

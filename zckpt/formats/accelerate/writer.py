@@ -68,13 +68,9 @@ def is_own(name: str) -> bool:
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of a directory.
 
-    Raises
-    ------
-    UsageError
-        Files to spread over are asked of a form that has one for each model.
-    UnsupportedError
-        Accelerate could not go on from it: parameters without names, several optimizers that it could not pair with
-        models, an adapter without its model.
+    Raises UsageError: files to spread over are asked of a form that has one for each model; UnsupportedError:
+    Accelerate could not go on from it: parameters without names, several optimizers that it could not pair with models,
+    an adapter without its model.
     """
     checkpoint, form = job.checkpoint, job.options.fsdp
     if job.options.world_size is not None and form != SHARDED:

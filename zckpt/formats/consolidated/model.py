@@ -108,16 +108,8 @@ def lay_out(
 ) -> list[TargetFile]:
     """Return the files of a directory.
 
-    Parameters
-    ----------
-    dtype : {"float32", "bfloat16", "float16", "keep"}
-        Of trained parameters in the model's files.
-    max_shard_size : int, bytes
-
-    Raises
-    ------
-    UnsupportedError
-        State that no single parameter can hold, or no model.
+    `dtype`: of trained parameters in the model's files. Raises UnsupportedError: state that no single parameter can
+    hold, or no model.
     """
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
     if not tensors:

@@ -63,10 +63,7 @@ def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:
 def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
     """Return a safetensors file of some slots of all parameters.
 
-    Raises
-    ------
-    UnsupportedError
-        State that is more than plain tensors, numbers and texts.
+    Raises UnsupportedError: state that is more than plain tensors, numbers and texts.
     """
     refuse_trees(
         checkpoint, "safetensors files", "--dequantize writes floats; or give the target a name that ends in .pt"
@@ -109,12 +106,8 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
 def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
     """Give a model that was read from a directory the optimizer in the `optimizer.safetensors` there.
 
-    A file of that name which does not say what its param groups are is none of ours, and is not read.
-
-    Raises
-    ------
-    DamagedFileError
-        It is malformed, or belongs to another model.
+    A file of that name which does not say what its param groups are is none of ours, and is not read. Raises
+    DamagedFileError: it is malformed, or belongs to another model.
     """
     tensors, texts, nbytes = safetensors_file.read_header(path)
     if GROUPS not in texts:
@@ -198,15 +191,8 @@ def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> 
 def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: bool = False) -> dict[object, Any]:
     """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_files.writer`.
 
-    Parameters
-    ----------
-    in_pieces : bool
-        Whether it may have pieces of torchao's slots as `zckpt.save` writes them, which no optimizer takes as such.
-
-    Raises
-    ------
-    UnsupportedError
-        State that no single parameter can hold, or only in pieces.
+    `in_pieces`: whether it may have pieces of torchao's slots as `zckpt.save` writes them, which no optimizer takes as
+    such. Raises UnsupportedError: state that no single parameter can hold, or only in pieces.
     """
     pieces = [f"{key} of {one.name}" for one in _owners(checkpoint).values() for key in keys_in_pieces(one)]
     if pieces and not in_pieces:

@@ -45,14 +45,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a checkpoint is.
-
-    Parameters
-    ----------
-    directory : Directory
-    unfinished : tuple of str
-        Names of later ones of the same run that are not whole.
-    """
+    """Where a checkpoint is. `unfinished`: names of later ones of the same run that are not whole."""
 
     directory: Directory
     unfinished: tuple[str, ...] = ()

@@ -115,13 +115,7 @@ class Chunks:
 
 
 class Located:
-    """Where the elements of each chunk are, found in the items: the column kind.
-
-    Parameters
-    ----------
-    chunks : Chunks
-    directory : Path
-    """
+    """Where the elements of each chunk are, found in the items: the column kind."""
 
     def __init__(self, chunks: Chunks, directory: Path) -> None:
         self.chunks = chunks
@@ -133,10 +127,7 @@ class Located:
     def put(self, number: int, node: Tensor) -> None:
         """Say what an item is: `node` is that of an item that begins its file, and may be that of others.
 
-        Raises
-        ------
-        UnsupportedError
-            The bytes of its elements are not its values.
+        Raises UnsupportedError: the bytes of its elements are not its values.
         """
         kind = self._numbers.get(id(node))
         if kind is None:
@@ -168,13 +159,7 @@ def moved(node: Tensor, nbytes: int) -> Tensor:
 
 
 class ChunkSpans(Spans):
-    """The spans of a tensor of many chunks.
-
-    Parameters
-    ----------
-    located : Located
-    entry : TensorEntry
-    """
+    """The spans of a tensor of many chunks."""
 
     __slots__ = ("_bounds", "_entry", "_located")
 
@@ -222,13 +207,7 @@ class ChunkSpans(Spans):
 
 
 class FileChunks:
-    """Some chunks of a file, in the order in which they are listed.
-
-    Parameters
-    ----------
-    numbers : array of int
-    located : Located
-    """
+    """Some chunks of a file, in the order in which they are listed."""
 
     def __init__(self, numbers: array[int], located: Located) -> None:
         self._numbers, self._located = numbers, located

@@ -57,10 +57,7 @@ class Directory:
 def find(path: Path) -> Directory | None:
     """Find the checkpoint that a directory holds; None if it holds none.
 
-    Raises
-    ------
-    SourceError
-        The directory cannot be read.
+    Raises SourceError: the directory cannot be read.
     """
     if not path.is_dir():
         return None

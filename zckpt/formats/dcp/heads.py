@@ -173,10 +173,7 @@ def is_blob(descriptor: int, offset: int, nbytes: int, path: str) -> bool:
 def read_blob(descriptor: int, offset: int, nbytes: int, path: str) -> dict[str, Blob]:
     """Read the header of a blob that begins at `offset` and ends with the file.
 
-    Raises
-    ------
-    DamagedFileError
-        It is malformed, or its tensors leave holes, overlap or reach beyond the file.
+    Raises DamagedFileError: it is malformed, or its tensors leave holes, overlap or reach beyond the file.
     """
     length = int.from_bytes(read_at(descriptor, offset, 8, path=path), "little")
     start = offset + 8 + length
@@ -200,10 +197,7 @@ def read_blob(descriptor: int, offset: int, nbytes: int, path: str) -> dict[str,
 def sharding(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a header's metadata says of chunks.
 
-    Raises
-    ------
-    ValueError, KeyError, TypeError
-        It says nothing, or is malformed.
+    Raises ValueError, KeyError, TypeError: it says nothing, or is malformed.
     """
     found = json.loads(metadata[SHARDING_KEY])
     if not isinstance(found, dict):
@@ -214,10 +208,7 @@ def sharding(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 def offsets_of(name: str, about: Mapping[str, Any], dimensions: int) -> tuple[int, ...]:
     """Return the first index of a tensor of a safetensors file in the whole tensor.
 
-    Raises
-    ------
-    ValueError, KeyError, TypeError
-        It is malformed.
+    Raises ValueError, KeyError, TypeError: it is malformed.
     """
     offsets = about[name][OFFSETS_KEY]
     if len(offsets) != dimensions or not all(type(n) is int and n >= 0 for n in offsets):

@@ -176,10 +176,7 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
 def faults(directory: Path, metadata: Metadata) -> Iterator[SourceError]:
     """Yield the first thing that is wrong with each file, where `read_items` stops at the first file.
 
-    Raises
-    ------
-    SourceError
-        `.metadata` contradicts itself.
+    Raises SourceError: `.metadata` contradicts itself.
     """
     for name, needed in _by_file(metadata).items():
         try:

@@ -74,18 +74,8 @@ class OptimizerState:
 def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str) -> OptimizerState:
     """Bring an optimizer to one form.
 
-    Parameters
-    ----------
-    part : OptimizerPart
-    names : sequence of str
-        The model's, which tell a name from a slot in keys that are joined.
-    source : str
-        The directory.
-
-    Raises
-    ------
-    DamagedFileError
-        It is malformed.
+    `names`: the model's, which tell a name from a slot in keys that are joined; `source`: the directory. Raises
+    DamagedFileError: it is malformed.
     """
     where = f"{source}: {'.'.join(map(str, part.path))}" if part.path else source
     return _flat(part, frozenset(names), where) if part.is_flat else _nested(part, where)
@@ -147,10 +137,7 @@ def split_key(joined: str, names: frozenset[str]) -> tuple[str, str]:
 def hyperparameters(content: Mapping[str | int, Node], where: str) -> dict[str, object]:
     """Return a param group's values, with single numbers that are tensors read.
 
-    Raises
-    ------
-    UnsupportedError
-        A tensor that is no single number and is in several pieces.
+    Raises UnsupportedError: a tensor that is no single number and is in several pieces.
     """
     found: dict[str, object] = {}
     for key, node in content.items():
@@ -174,10 +161,7 @@ def _carried(node: Node, what: str, where: str) -> object:
 def place(parameter: Parameter, slots: Mapping[str, Node], where: str) -> None:
     """Give a parameter its state: tensors are slots, anything else is state.
 
-    Raises
-    ------
-    UnsupportedError
-        Tensors in several pieces, in something other than a slot.
+    Raises UnsupportedError: tensors in several pieces, in something other than a slot.
     """
     for key, node in slots.items():
         if isinstance(node, TensorItem):

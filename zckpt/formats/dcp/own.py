@@ -77,13 +77,7 @@ def _shape_and_dtype(parameter: Parameter) -> dict[str, object]:
 
 
 def complete(checkpoint: Checkpoint, file: TorchFile) -> None:
-    """Add the parameters of which the model has no tensor.
-
-    Raises
-    ------
-    DamagedFileError
-        The file is malformed.
-    """
+    """Add the parameters of which the model has no tensor. Raises DamagedFileError: the file is malformed."""
     for name, (shape, dtype) in _abouts(file, "absent").items():
         if name in checkpoint.parameters or name in checkpoint.buffers:
             raise DamagedFileError(f"{name} is said to be absent, and is there", path=file.path)
@@ -93,10 +87,7 @@ def complete(checkpoint: Checkpoint, file: TorchFile) -> None:
 def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: Sequence[str]) -> bool:
     """Give an optimizer's parameters these names, where some have none; tell whether any had none.
 
-    Raises
-    ------
-    UsageError
-        Too few or too many names.
+    Raises UsageError: too few or too many names.
     """
     if not _abouts(file, "unnamed"):
         return False
@@ -119,10 +110,7 @@ def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: S
 def regroup(optimizers: Sequence[OptimizerState], file: TorchFile) -> None:
     """Give an optimizer of flat keys its param groups.
 
-    Raises
-    ------
-    DamagedFileError
-        They are not those of the optimizer's parameters.
+    Raises DamagedFileError: they are not those of the optimizer's parameters.
     """
     listed = _about(file).get("groups")
     if listed is None:
@@ -138,10 +126,7 @@ def regroup(optimizers: Sequence[OptimizerState], file: TorchFile) -> None:
 def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
     """Give a checkpoint, whose parameters and groups are there, what the file says of it.
 
-    Raises
-    ------
-    DamagedFileError
-        The file is malformed, or speaks of what is not there.
+    Raises DamagedFileError: the file is malformed, or speaks of what is not there.
     """
     checkpoint.files.append(describe(file, "metadata", rules=RULES))
     for label, (shape, dtype) in _abouts(file, "unnamed").items():
@@ -155,13 +140,7 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
 
 
 def held_items(file: TorchFile) -> list[str]:
-    """Return the keys of values that the directory's items hold.
-
-    Raises
-    ------
-    DamagedFileError
-        The file is malformed.
-    """
+    """Return the keys of values that the directory's items hold. Raises DamagedFileError: the file is malformed."""
     found = _about(file).get("items", [])
     if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
         raise DamagedFileError("unexpected content", path=file.path, expected="keys of items")

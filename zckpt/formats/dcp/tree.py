@@ -106,10 +106,7 @@ def raw(item: ObjectItem) -> object:
 def carry(node: Node, lost: list[str]) -> object:
     """Return a node as `Checkpoint.metadata` keeps it; keys of tensors in several pieces are added to `lost`.
 
-    Raises
-    ------
-    DamagedFileError
-        A list with an index far beyond its length.
+    Raises DamagedFileError: a list with an index far beyond its length.
     """
     if isinstance(node, ObjectItem):
         return carried(node.file, node.node)
@@ -166,14 +163,8 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 class OptimizerPart:
     """An optimizer found in the saved dict.
 
-    Parameters
-    ----------
-    path : tuple
-    node : mapping
-    is_flat : bool
-        Whether keys are joined, as `flatten_optimizer_state_dict` joins them.
-    names : set of str
-        Of its parameters; empty where it only numbers them.
+    `is_flat`: whether keys are joined, as `flatten_optimizer_state_dict` joins them; `names`: of its parameters; empty
+    where it only numbers them.
     """
 
     path: Keys
@@ -299,12 +290,8 @@ def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> 
     """Return the model of each optimizer: what has most of its names, whatever wrappers they have.
 
     Two models may have the same names: then its is the one beside it, or of a key like its own (`opt_gen`: `gen`), or
-    that is called as models are and not as their averages. None of one without names, and where none has any.
-
-    Raises
-    ------
-    UnsupportedError
-        That leaves several.
+    that is called as models are and not as their averages. None of one without names, and where none has any. Raises
+    UnsupportedError: that leaves several.
     """
     return [_owner(part, models) if part.names else None for part in optimizers]
 

@@ -110,13 +110,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
 
 
 def items_of(root: dict[str, object], source: str) -> list[Item]:
-    """Return all leaves of a state dict, in its order.
-
-    Raises
-    ------
-    UnsupportedError
-        Names make one key of two leaves.
-    """
+    """Return all leaves of a state dict, in its order. Raises UnsupportedError: names make one key of two leaves."""
     found: dict[str, Item] = {}
     for item in _opened((), root, None):
         if item.key in found:
@@ -128,10 +122,7 @@ def items_of(root: dict[str, object], source: str) -> list[Item]:
 def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object]:
     """Return the optimizer's state dict of some slots, with names where torch's own has numbers.
 
-    Raises
-    ------
-    UnsupportedError
-        State that no single parameter can hold, or more values than a file should have.
+    Raises UnsupportedError: state that no single parameter can hold, or more values than a file should have.
     """
     tree: dict[object, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
     names = [name for group in checkpoint.param_groups for name in group.parameters]

@@ -88,10 +88,8 @@ def metadata(
 class _Metadata:
     """Writes the pickle.
 
-    Attributes
-    ----------
-    repeated : dict
-        Opcodes that mention only what is in the memo already, and so can be written again, by what they are about.
+    `repeated`: opcodes that mention only what is in the memo already, and so can be written again, by what they are
+    about.
     """
 
     def __init__(self) -> None:

@@ -25,26 +25,14 @@ Cell = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A slot, and further whole copies of it.
-
-    Parameters
-    ----------
-    slot : Slot
-    copies : list of (int, Slot)
-        The first rank of each copy, and the copy.
-    """
+    """A slot, and further whole copies of it. `copies`: the first rank of each copy, and the copy."""
 
     slot: Slot
     copies: list[tuple[int, Slot]] = field(default_factory=list)
 
 
 class RankFiles:
-    """The files of one kind (`model`, `optim`), by rank; gives the tensors of several ranks their files.
-
-    Parameters
-    ----------
-    paths : sequence of str
-    """
+    """The files of one kind (`model`, `optim`), by rank; gives the tensors of several ranks their files."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)

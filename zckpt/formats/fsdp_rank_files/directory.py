@@ -104,12 +104,8 @@ OWNED = Owned(_is_own, _is_marked)
 def find(search: Search) -> Directory | NearMiss | None:
     """Find the files of ranks that a path is, or holds.
 
-    Raises
-    ------
-    ShardError
-        A rank's file is missing.
-    UnknownFormatError
-        A run says that a step is its last that is not there.
+    Raises ShardError: a rank's file is missing; UnknownFormatError: a run says that a step is its last that is not
+    there.
     """
     path = search.path
     if not path.is_dir():

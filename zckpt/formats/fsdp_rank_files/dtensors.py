@@ -27,13 +27,8 @@ DEFAULT_GROUP = "0"
 class Target:
     """For which ranks files are written.
 
-    Parameters
-    ----------
-    world_size : int
-    fsdp_size : int
-        Ranks that together have everything once; where there are more, the mesh has a dimension of copies first.
-    device : str
-        Type of the devices of the mesh.
+    `fsdp_size`: ranks that together have everything once; where there are more, the mesh has a dimension of copies
+    first; `device`: type of the devices of the mesh.
     """
 
     world_size: int
@@ -49,13 +44,7 @@ class Target:
 
 
 class RankTensors:
-    """Makes the tensors of one rank's file, which share a mesh.
-
-    Parameters
-    ----------
-    target : Target
-    rank : int
-    """
+    """Makes the tensors of one rank's file, which share a mesh."""
 
     def __init__(self, target: Target, rank: int) -> None:
         self.mesh = target.mesh(rank)

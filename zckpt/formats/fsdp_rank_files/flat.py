@@ -23,10 +23,7 @@ from zckpt.torchfile import Tensor
 def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) -> dict[int, dict[str, object]]:
     """Return the state of each unit: members of what is cut, in their order, and values that all of them share.
 
-    Raises
-    ------
-    UnsupportedError
-        Members of a unit have other state than each other, or are of several param groups.
+    Raises UnsupportedError: members of a unit have other state than each other, or are of several param groups.
     """
     if len(checkpoint.param_groups) != 1:
         raise _refused(checkpoint, "the optimizer has several param groups", f"{len(checkpoint.param_groups)}",

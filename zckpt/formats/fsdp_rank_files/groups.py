@@ -21,12 +21,8 @@ DCP = "dcp"
 def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint whose only param group has all parameters in the model's order, and what to say of it.
 
-    Its hyperparameters, and what the scheduler has for it, are those of the first group.
-
-    Raises
-    ------
-    UnsupportedError
-        The order in which the checkpoint has its parameters is not the model's: groups have them in another.
+    Its hyperparameters, and what the scheduler has for it, are those of the first group. Raises UnsupportedError: the
+    order in which the checkpoint has its parameters is not the model's: groups have them in another.
     """
     groups = checkpoint.param_groups
     order = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]

@@ -125,12 +125,7 @@ def refuse_share(file: TorchFile) -> None:
 
 
 class RankReader:
-    """Reads the tensors of one rank's file, which share meshes and placements.
-
-    Parameters
-    ----------
-    path : str
-    """
+    """Reads the tensors of one rank's file, which share meshes and placements."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -140,10 +135,7 @@ class RankReader:
     def held(self, node: object) -> Held | None:
         """Return what a node is of a tensor; None if it is none.
 
-        Raises
-        ------
-        SourceError
-            It is one of a kind that is not read, or contradicts itself.
+        Raises SourceError: it is one of a kind that is not read, or contradicts itself.
         """
         if isinstance(node, Object) and node.qualified == PARAMETER and node.args:
             node = node.args[0]

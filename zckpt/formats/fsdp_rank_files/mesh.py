@@ -50,13 +50,8 @@ class Mesh:
 class Placement:
     """How a tensor lies along one dimension of the mesh.
 
-    Parameters
-    ----------
-    kind : {"Replicate", "Shard", "_StridedShard"}
-    dim : int
-        Of the tensor, where it is cut.
-    split_factor : int
-        Of a strided one: into how many shards later dimensions of the mesh have cut that dimension before.
+    `dim`: of the tensor, where it is cut; `split_factor`: of a strided one: into how many shards later dimensions of
+    the mesh have cut that dimension before.
     """
 
     kind: str
@@ -67,10 +62,7 @@ class Placement:
 def read_mesh(node: object, path: str) -> Mesh:
     """Return the mesh that a pickled `DeviceMesh` is.
 
-    Raises
-    ------
-    UnsupportedError
-        It does not say how large it is, or where in it the rank is.
+    Raises UnsupportedError: it does not say how large it is, or where in it the rank is.
     """
     if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
         raise DamagedFileError("a DTensor without a mesh", path=path, found=brief(node, 60))
@@ -137,10 +129,7 @@ def _integers(value: object) -> tuple[int, ...] | None:
 def read_placements(node: object, path: str) -> tuple[Placement, ...]:
     """Return the placements that a DTensor's spec has.
 
-    Raises
-    ------
-    UnsupportedError
-        One of another kind: a rank's elements are then no part of the tensor, as partial sums are.
+    Raises UnsupportedError: one of another kind: a rank's elements are then no part of the tensor, as partial sums are.
     """
     if not isinstance(node, (tuple, list)):
         raise DamagedFileError("a DTensor without placements", path=path, found=brief(node, 60))
@@ -171,24 +160,9 @@ def box_of(
     """Return the offsets and sizes of the box that a rank has.
 
     Each dimension of the mesh cuts what the ones before it have left, in pieces of ceil(n / ranks), of which the last
-    are smaller or empty.
+    are smaller or empty. `shape`: of the whole tensor; `placements`: one for each dimension of the mesh. Raises
+    UnsupportedError: strided shards in another order than that of FSDP over tensor parallelism.
 
-    Parameters
-    ----------
-    shape : sequence of int
-        Of the whole tensor.
-    placements : sequence of Placement
-        One for each dimension of the mesh.
-    mesh : Mesh
-    path : str
-
-    Raises
-    ------
-    UnsupportedError
-        Strided shards in another order than that of FSDP over tensor parallelism.
-
-    Notes
-    -----
     Source: torch 2.13, `compute_local_shape_and_global_offset`; `torch.chunk`.
     """
     if len(placements) != len(mesh.sizes):

@@ -48,10 +48,7 @@ class Model:
 def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     """Give a checkpoint the parameters and buffers of all ranks' files.
 
-    Raises
-    ------
-    SourceError
-        A file is damaged, has other names than rank 0's, or ranks do not have every element once.
+    Raises SourceError: a file is damaged, has other names than rank 0's, or ranks do not have every element once.
     """
     model = Model(RankFiles([str(path) for path in paths]))
     for rank, path in enumerate(paths):

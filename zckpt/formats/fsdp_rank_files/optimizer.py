@@ -65,12 +65,8 @@ class Optimizer:
 def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
     """Read the optimizer's files of all ranks, and hold against each other what they must agree on.
 
-    Raises
-    ------
-    DamagedFileError
-        A file does not hold an optimizer's state dict.
-    LayoutError
-        Ranks have other param groups, or other single values.
+    Raises DamagedFileError: a file does not hold an optimizer's state dict; LayoutError: ranks have other param groups,
+    or other single values.
     """
     found = Optimizer(RankFiles([str(path) for path in paths]))
     for rank, path in enumerate(paths):

@@ -34,10 +34,7 @@ def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, o
 def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
     """Give a checkpoint, whose names are those of `zckpt.pt`, masters for weights that had another type than these.
 
-    Raises
-    ------
-    DamagedFileError
-        The file is malformed.
+    Raises DamagedFileError: the file is malformed.
     """
     about = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
     as_masters(checkpoint, as_mapping(about.get("dtypes", {}), file.path), file.path)
@@ -46,16 +43,7 @@ def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
 def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | None:
     """Return the names of the optimizer's parameters as its files number them: those in flat parameters in turn.
 
-    Parameters
-    ----------
-    file : TorchFile
-    parameters : sequence of str
-        The model's tensors, in its order.
-
-    Raises
-    ------
-    DamagedFileError
-        It is no such file, or malformed.
+    `parameters`: the model's tensors, in its order. Raises DamagedFileError: it is no such file, or malformed.
     """
     tree = as_mapping(file.root, file.path)
     about = as_mapping(tree.get(KEY), file.path)

@@ -39,13 +39,8 @@ MOST_ALIASES = 12
 class Reading:
     """Whose state it is.
 
-    Parameters
-    ----------
-    kind : {"whole", "pieces", "flat"}
-    names : dict of Key to tuple of str
-        The parameters of each number; one that is missing has no certain name.
-    ties : tuple of (str, str)
-        Names of parameters that are other names of ones before them, by the sizes of their units.
+    `names`: the parameters of each number; one that is missing has no certain name; `ties`: names of parameters that
+    are other names of ones before them, by the sizes of their units.
     """
 
     kind: str
@@ -56,11 +51,7 @@ class Reading:
 class Sizes:
     """What is known of the sizes of an optimizer's parameters, in one group of ranks that have everything once.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    ranks : sequence of int
-        In the order of their shards.
+    `ranks`: in the order of their shards.
     """
 
     def __init__(self, optimizer: Optimizer, ranks: Sequence[int]) -> None:

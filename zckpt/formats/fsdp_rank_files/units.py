@@ -43,12 +43,8 @@ def _bare(module: str) -> str:
 def members_of(units: Sequence[str], names: Sequence[str]) -> Units:
     """Return the parameters of each unit, in the model's order; units without any are left out.
 
-    Parameters
-    ----------
-    units : sequence of str
-        Names of modules, in the model's order; the root's is empty.
-    names : sequence of str
-        Of all parameters, in the model's order, each once.
+    `units`: names of modules, in the model's order; the root's is empty; `names`: of all parameters, in the model's
+    order, each once.
     """
     known = set(units)
     found: dict[str, list[str]] = {unit: [] for unit in units}
@@ -91,17 +87,8 @@ def usual_wrappings(names: Sequence[str]) -> list[list[str]]:
 def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the modules that patterns name, such as `layers.*`, and the root, in the order of their flat parameters.
 
-    Parameters
-    ----------
-    patterns : sequence of str
-        A `*` stands for one part of a module's name.
-    names : sequence of str
-        Of all parameters, in the model's order.
-
-    Raises
-    ------
-    UsageError
-        One names no module.
+    `patterns`: a `*` stands for one part of a module's name; `names`: of all parameters, in the model's order. Raises
+    UsageError: one names no module.
     """
     modules: dict[str, None] = {}
     for name in names:

@@ -53,12 +53,8 @@ FSDP1, FSDP2 = 1, 2
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of all ranks.
 
-    Raises
-    ------
-    UsageError
-        Ranks that cannot be, or FSDP1 without the units that it wraps.
-    UnsupportedError
-        State that these files have no place for.
+    Raises UsageError: ranks that cannot be, or FSDP1 without the units that it wraps; UnsupportedError: state that
+    these files have no place for.
     """
     _refuse(job.checkpoint)
     target, version = _target(job), _version(job)

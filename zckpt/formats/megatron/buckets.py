@@ -29,12 +29,7 @@ BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 class Member:
     """A parameter of a buffer.
 
-    Parameters
-    ----------
-    name : str
-    numel : int, elements
-    alone : bool
-        Whether it has a bucket of its own: an embedding that the first and the last stage share.
+    `alone`: whether it has a bucket of its own: an embedding that the first and the last stage share.
     """
 
     name: str
@@ -67,12 +62,8 @@ class Layout:
 def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layout:
     """Return the layout of a buffer whose buckets end at a size.
 
-    Parameters
-    ----------
-    members : sequence of Member
-        In the model's order.
-    bucket_numel : int, optional, elements
-        A bucket that has reached it takes no more. None: only a shared embedding ends one.
+    `members`: in the model's order; `bucket_numel`: a bucket that has reached it takes no more. None: only a shared
+    embedding ends one.
     """
     places: list[Placed] = []
     sizes: list[int] = []
@@ -123,12 +114,7 @@ def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
 def default_bucket_numel(arguments: Mapping[object, object], data_ranks: int) -> int:
     """Return the elements after which a bucket ends, if gradients are reduced as they come.
 
-    Parameters
-    ----------
-    arguments : mapping
-        The program's.
-    data_ranks : int
-        Data-parallel ones, without those of context parallelism.
+    `arguments`: the program's; `data_ranks`: data-parallel ones, without those of context parallelism.
     """
     size, context = arguments.get("ddp_bucket_size"), arguments.get("context_parallel_size")
     if type(size) is int:

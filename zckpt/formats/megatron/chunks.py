@@ -26,14 +26,7 @@ EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]{1,18})(\..*)")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Tensor- and expert-parallel ranks that share an optimizer of a chain.
-
-    Parameters
-    ----------
-    tp, ep : int
-    kind : {"experts", "rest", "all"}
-        Of which parameters it is.
-    """
+    """Tensor- and expert-parallel ranks that share an optimizer of a chain. `kind`: of which parameters it is."""
 
     tp: int
     ep: int
@@ -48,13 +41,8 @@ class Ranks:
 class Guess:
     """What is nowhere said: the parameters' order, how groups are numbered, and where buckets ended.
 
-    Parameters
-    ----------
-    order : Order
-    experts_outside : bool
-        Whether groups of experts are numbered by expert-parallel rank first.
-    numels : tuple of int or None, elements
-        At which sizes buckets may end, the likeliest first.
+    `experts_outside`: whether groups of experts are numbered by expert-parallel rank first; `numels`: at which sizes
+    buckets may end, the likeliest first.
     """
 
     order: Order
@@ -66,13 +54,7 @@ class Guess:
 class Chunk:
     """The parameters of one type of a chunk, where each begins, and the buffers of all of its ranks, by (ep, tp).
 
-    Parameters
-    ----------
-    ranks : Ranks
-    starts : dict of str to int, elements
-    buffers : dict of (int, int) to Buffer
-    fused : bool
-        Whether experts are transposed in it.
+    `fused`: whether experts are transposed in it.
     """
 
     ranks: Ranks
@@ -97,10 +79,7 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Yield the chunks of all optimizers of a chain, each in the model's order.
 
-    Raises
-    ------
-    UnprovenError
-        The parameters do not fill the buffers in this way.
+    Raises UnprovenError: the parameters do not fill the buffers in this way.
     """
     for chain in sorted(buffers):
         yield from _of_chain(checkpoint, guess, buffers[chain], ranks_of(arguments, buffers, chain))
@@ -247,12 +226,7 @@ def experts_of(checkpoint: Checkpoint, name: str) -> int:
 def cut_for(checkpoint: Checkpoint, one: Parameter, ranks: int) -> Cut:
     """Return how a parameter is cut for a number of tensor-parallel ranks.
 
-    Raises
-    ------
-    UnprovenError
-        It is not cut evenly.
-    UnsupportedError
-        No rule is known for its name.
+    Raises UnprovenError: it is not cut evenly; UnsupportedError: no rule is known for its name.
     """
     if ranks == 1:
         return KEPT

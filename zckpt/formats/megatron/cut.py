@@ -43,12 +43,8 @@ _NUMBERED = re.compile(r"(weight|bias)[0-9]*")
 class Cut:
     """How ranks' slices make up a parameter.
 
-    Parameters
-    ----------
-    dimension : int or None
-        None: every rank has the whole.
-    parts : int
-        How many equal parts each slice has, that are apart in the whole.
+    `dimension`: None: every rank has the whole; `parts`: how many equal parts each slice has, that are apart in the
+    whole.
     """
 
     dimension: int | None
@@ -109,12 +105,8 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
 def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
     """Return the whole of which each rank has a slice.
 
-    Spans of a slice are ranges of it, or boxes with strides.
-
-    Raises
-    ------
-    LayoutError
-        The slices are of different shapes or types, or have an odd number of what comes in pairs.
+    Spans of a slice are ranges of it, or boxes with strides. Raises LayoutError: the slices are of different shapes or
+    types, or have an odd number of what comes in pairs.
     """
     first = slots[0]
     for one in slots[1:]:

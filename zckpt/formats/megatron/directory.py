@@ -83,16 +83,8 @@ class Place:
 def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
     """Return where the checkpoint is that a path is or holds; None if it is none of Megatron-Core's.
 
-    Parameters
-    ----------
-    path : Path
-    tag : str, optional
-        Which of a run: the name of a directory.
-
-    Raises
-    ------
-    SourceError
-        It is one for certain, and a file that is needed is missing or unreadable.
+    `tag`: which of a run: the name of a directory. Raises SourceError: it is one for certain, and a file that is needed
+    is missing or unreadable.
     """
     if path.is_file() or FOLDER.fullmatch(path.name):
         return _of_rank(path) or _beside(path)

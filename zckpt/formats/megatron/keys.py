@@ -33,16 +33,7 @@ _UNWRITTEN = re.compile(r".*\.(?:in_proj|conv1d)\.(?:weight|bias)|.*\.experts\.w
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a tensor is.
-
-    Parameters
-    ----------
-    key : str
-    index : tuple of int
-        Along the axes that its key has before the tensor's own.
-    sizes : tuple of int
-        Of these axes.
-    """
+    """Where a tensor is. `index`: along the axes that its key has before the tensor's own; `sizes`: of these axes."""
 
     key: str
     index: tuple[int, ...] = ()

@@ -104,10 +104,7 @@ class Model:
     def states(self, one: Dealt) -> list[tuple[str, list[Slot], str]]:
         """Return key, slots and type of all that the optimizer has of what a rank has.
 
-        Raises
-        ------
-        UnsupportedError
-            It does not have the same of each expert.
+        Raises UnsupportedError: it does not have the same of each expert.
         """
         every = [self.state(name) for name in one.experts or (one.name,)]
         kinds = {tuple((key, dtype) for key, _, dtype in its) for its in every}

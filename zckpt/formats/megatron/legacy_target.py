@@ -92,13 +92,7 @@ def wanted_of(options: object) -> Wanted:
 
 
 def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
-    """Return what the target is to be.
-
-    Raises
-    ------
-    UsageError
-        A size that cannot be.
-    """
+    """Return what the target is to be. Raises UsageError: a size that cannot be."""
     path, arguments, own = checkpoint.source, arguments_of(checkpoint.metadata.get("args")), checkpoint.topology
     given = {"dp": wanted.dp, "tp": wanted.tp, "pp": wanted.pp, "ep": wanted.ep}
     for value in (*given.values(), wanted.chunks):

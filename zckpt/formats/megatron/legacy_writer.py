@@ -69,12 +69,8 @@ _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of a run's directory.
 
-    Raises
-    ------
-    UsageError
-        A size that does not divide what it cuts.
-    UnsupportedError
-        It is no model of Megatron's, or has what these files have no known place for.
+    Raises UsageError: a size that does not divide what it cuts; UnsupportedError: it is no model of Megatron's, or has
+    what these files have no known place for.
     """
     checkpoint, options = job.checkpoint, job.options
     target = target_of(checkpoint, wanted_of(options))

@@ -86,17 +86,8 @@ Buffers = dict[int, dict[int, dict[int, Buffer]]]
 def buffers_of(items: Mapping[str, TensorItem], objects: Mapping[str, ObjectItem]) -> Buffers:
     """Return the buffers of a directory.
 
-    Parameters
-    ----------
-    items : mapping of str to TensorItem
-        Buckets, by key.
-    objects : mapping of str to ObjectItem
-        All that there are.
-
-    Raises
-    ------
-    UnprovenError
-        A key is of another form, or the tensors of a bucket are of different sizes.
+    `items`: buckets, by key; `objects`: all that there are. Raises UnprovenError: a key is of another form, or the
+    tensors of a bucket are of different sizes.
     """
     found: Buffers = {}
     unpadded = {_place(match): _only(one) for key, one in objects.items() if (match := UNPADDED_SIZES.fullmatch(key))}

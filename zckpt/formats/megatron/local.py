@@ -57,10 +57,7 @@ class Part:
 def parts_of(node: object, path: str, steps: Steps = (OPTIMIZER,)) -> list[Part]:
     """Return the optimizers that a rank's file holds.
 
-    Raises
-    ------
-    UnsupportedError
-        It is no optimizer of Megatron-Core's.
+    Raises UnsupportedError: it is no optimizer of Megatron-Core's.
     """
     if isinstance(node, list):
         return [part for at, one in enumerate(node) for part in parts_of(one, path, (*steps, str(at)))]
@@ -76,18 +73,8 @@ def parts_of(node: object, path: str, steps: Steps = (OPTIMIZER,)) -> list[Part]
 def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> list[Rule]:
     """Give a rank's parameters what its optimizers have of them; return what the inventory has to know.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Of the rank's model alone.
-    parts : sequence of Part
-        Each is plain.
-    path : str
-
-    Raises
-    ------
-    UnsupportedError
-        Which numbers are which parameters is not certain.
+    `checkpoint`: of the rank's model alone; `parts`: each is plain. Raises UnsupportedError: which numbers are which
+    parameters is not certain.
     """
     states, loose = [], []
     for part in parts:
@@ -115,10 +102,7 @@ def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> li
 def partitions(checkpoint: Checkpoint, parts: Sequence[Part]) -> dict[str, int | None]:
     """Return along which dimension each parameter is cut, as far as its master says so; None: it is not.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Of the rank, with its masters.
+    `checkpoint`: of the rank, with its masters.
     """
     by_offset: dict[int, int | None] = {}
     for part in parts:
@@ -176,12 +160,7 @@ def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:
 class Flat:
     """A buffer of a rank's distributed optimizer.
 
-    Parameters
-    ----------
-    tensors : dict of str to Tensor
-        Flat ones, by key.
-    members : list of Member
-        Its parameters, in the model's order.
+    `tensors`: flat ones, by key; `members`: its parameters, in the model's order.
     """
 
     tensors: dict[str, Tensor]

@@ -80,12 +80,7 @@ class Stored:
 
 
 def stored(keys: Iterable[str]) -> list[Stored]:
-    """Return what the keys of a model's tensors are; each key is a part of one.
-
-    Parameters
-    ----------
-    keys : iterable of str
-    """
+    """Return what the keys of a model's tensors are; each key is a part of one."""
     groups: dict[str, dict[str, str]] = {}
     for key in keys:
         whole, part = _split(key)

@@ -58,12 +58,8 @@ def filed_names(names: Iterable[str]) -> dict[str, str]:
 def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, str]:
     """Return the name that the keys of `torch_dist` have for each tensor of a model whose layers are known.
 
-    Parameters
-    ----------
-    names : iterable of str
-        Of Megatron-Core, of either kind of layers.
-    implementation : {"transformer_engine", "local"}, optional
-        None: it is not known, and what the names leave open stays as it is.
+    `names`: of Megatron-Core, of either kind of layers; `implementation`: None: it is not known, and what the names
+    leave open stays as it is.
     """
     every = set(names)
     if implementation == LOCAL and any(map(_LATENT.fullmatch, every)):
@@ -83,14 +79,7 @@ def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, s
 
 
 def live_names(names: Iterable[str], *, engine: bool) -> dict[str, str]:
-    """Return what the module calls each tensor.
-
-    Parameters
-    ----------
-    names : iterable of str
-        Of Megatron-Core, of either kind of layers.
-    engine : bool
-    """
+    """Return what the module calls each tensor. `names`: of Megatron-Core, of either kind of layers."""
     every = list(names)
     filed = filed_names(every)
     found = {}

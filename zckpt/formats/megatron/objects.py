@@ -40,14 +40,7 @@ RANKS = (
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What `common.pt` holds.
-
-    Parameters
-    ----------
-    file : TorchFile
-    content : dict of str to object
-        By key.
-    """
+    """What `common.pt` holds. `content`: by key."""
 
     file: TorchFile
     content: dict[str, object]
@@ -71,13 +64,7 @@ def arguments_of(value: object) -> Mapping[object, object]:
 
 
 def read_common(path: Path) -> Common:
-    """Read `common.pt`.
-
-    Raises
-    ------
-    SourceError
-        It is damaged, or holds something other than a dict.
-    """
+    """Read `common.pt`. Raises SourceError: it is damaged, or holds something other than a dict."""
     file = read_torchfile(path)
     return Common(file, by_name(as_mapping(file.root, file.path), file.path))
 

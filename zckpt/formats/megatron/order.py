@@ -89,12 +89,7 @@ class Order:
 
 
 def orders(names: Iterable[str]) -> list[Order]:
-    """Return the orders in which parameters may be in memory; none where a name is not known.
-
-    Parameters
-    ----------
-    names : iterable of str
-    """
+    """Return the orders in which parameters may be in memory; none where a name is not known."""
     every = list(names)
     layers = _layers(every)
     experts = [name for name in every if _LOCAL.search(name)]
@@ -111,12 +106,7 @@ def orders(names: Iterable[str]) -> list[Order]:
 def order_of(names: Iterable[str], *, engine: bool) -> list[str] | None:
     """Return parameters in the order in which a module has them that names them so; None where a name is not known.
 
-    Parameters
-    ----------
-    names : iterable of str
-        As the module's.
-    engine : bool
-        Whether its layers are Transformer Engine's.
+    `names`: as the module's; `engine`: whether its layers are Transformer Engine's.
     """
     every = list(names)
     layers = _layers(every)

@@ -80,10 +80,7 @@ class Own:
 def read_own(directory: Path) -> Own | None:
     """Read the file of a directory; None where there is none, as Megatron-Core leaves it.
 
-    Raises
-    ------
-    DamagedFileError
-        It is malformed.
+    Raises DamagedFileError: it is malformed.
     """
     path = directory / OWN_NAME
     if not is_file(path):
@@ -102,10 +99,7 @@ def read_own(directory: Path) -> Own | None:
 def add_absent(checkpoint: Checkpoint, own: Own) -> None:
     """Add the further names of tied parameters.
 
-    Raises
-    ------
-    DamagedFileError
-        One of them is there, or the file is malformed.
+    Raises DamagedFileError: one of them is there, or the file is malformed.
     """
     path = own.file.path
     about = as_mapping(as_mapping(own.file.root, path).get(KEY), path)
@@ -135,10 +129,7 @@ def trim(checkpoint: Checkpoint, own: Own) -> None:
 def restore_own(checkpoint: Checkpoint, own: Own) -> None:
     """Give a checkpoint, whose parameters and groups are there, what the file says of it.
 
-    Raises
-    ------
-    DamagedFileError
-        The file is malformed, or speaks of what is not there.
+    Raises DamagedFileError: the file is malformed, or speaks of what is not there.
     """
     checkpoint.files.append(describe(own.file, "metadata", rules=RULES))
     metadata, of_optimizer, scale = checkpoint.metadata, checkpoint.optimizer_metadata, checkpoint.loss_scale

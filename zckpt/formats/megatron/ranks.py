@@ -80,18 +80,9 @@ def arguments_of(content: Mapping[object, object]) -> Mapping[object, object]:
 def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
     """Read the structure of all ranks' files, in the order of tensor, expert, and pipeline ranks.
 
-    Parameters
-    ----------
-    directory : Path
-    known : mapping of str to int
-        How many ranks of each kind there are, `tp`, `pp` and `ep`, where that is known otherwise than by the files.
-
-    Raises
-    ------
-    ShardError
-        A rank's file is missing, or of another step.
-    SourceError
-        A file is damaged, or what its directory's name means is not certain.
+    `known`: how many ranks of each kind there are, `tp`, `pp` and `ep`, where that is known otherwise than by the
+    files. Raises ShardError: a rank's file is missing, or of another step; SourceError: a file is damaged, or what its
+    directory's name means is not certain.
     """
     names = folders(directory)
     matches = {name: FOLDER.fullmatch(name) for name in names}
@@ -211,12 +202,7 @@ def is_weight(name: str, value: object) -> bool:
 
 
 class Numbering:
-    """The numbers that layers and experts of ranks have in the whole model.
-
-    Parameters
-    ----------
-    ranks : sequence of RankFile
-    """
+    """The numbers that layers and experts of ranks have in the whole model."""
 
     def __init__(self, ranks: Sequence[RankFile]) -> None:
         self._stages = 1 + max(one.rank.pp for one in ranks)
@@ -237,10 +223,7 @@ class Numbering:
     def bounds(self, front: str) -> list[int]:
         """Return the first layer of each chunk, in the model's order, and how many layers there are.
 
-        Parameters
-        ----------
-        front : str
-            What the layers' names begin with. A chunk without any begins where the next one does.
+        `front`: what the layers' names begin with. A chunk without any begins where the next one does.
         """
         found: list[int] = [self._ends.get(front, 0)]
         for chunk in reversed(range(self._chunks)):

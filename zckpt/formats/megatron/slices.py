@@ -18,12 +18,8 @@ VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bia
 class Slice:
     """A rank's slice of a parameter.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the slice.
-    pieces : tuple of (int, Extent)
-        Of the whole, and from which element of the slice on each is; what none is of are zeros.
+    `shape`: of the slice; `pieces`: of the whole, and from which element of the slice on each is; what none is of are
+    zeros.
     """
 
     shape: Shape
@@ -67,21 +63,8 @@ def slice_of(shape: Shape, cut: Cut, rank: int, ranks: int, rows: int | None = N
 def cuts_of(shapes: Mapping[str, Shape], ranks: int, rows: int | None, path: str) -> dict[str, Cut]:
     """Return how each parameter is cut.
 
-    Parameters
-    ----------
-    shapes : mapping of str to tuple of int
-        Of the whole model's parameters, by the names of the module.
-    ranks : int
-    rows : int or None
-        Of vocabularies in the target.
-    path : str
-
-    Raises
-    ------
-    UsageError
-        One is not cut evenly.
-    UnsupportedError
-        Of one no rule is known.
+    `shapes`: of the whole model's parameters, by the names of the module; `rows`: of vocabularies in the target. Raises
+    UsageError: one is not cut evenly; UnsupportedError: of one no rule is known.
     """
     if ranks == 1 and rows is None:
         return dict.fromkeys(shapes, KEPT)

@@ -78,10 +78,7 @@ def unflattened(spans: Iterable[Span], shape: Shape, of: Shape, key: str, path: 
 def joined(parts: Sequence[tuple[Shape, Sequence[Span]]], key: str, path: str) -> tuple[Shape, tuple[Span, ...]]:
     """Return the shape and the spans of a parameter that is written as several, one after the other in the first axis.
 
-    Raises
-    ------
-    LayoutError
-        They do not fit together.
+    Raises LayoutError: they do not fit together.
     """
     shape, spans = parts[0][0], list(parts[0][1])
     for other, its in parts[1:]:

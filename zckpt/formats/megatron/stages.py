@@ -40,13 +40,8 @@ Bounds = tuple[int, ...]
 class Dealt:
     """A tensor of a chunk: its name in the whole model, and that on the rank.
 
-    Parameters
-    ----------
-    name, local : str
-    shared : bool
-        Whether the first and the last stage both have it.
-    experts : tuple of str
-        Where it is of all experts of the rank, the names of each one's part in the whole model; `name` is the first.
+    `shared`: whether the first and the last stage both have it; `experts`: where it is of all experts of the rank, the
+    names of each one's part in the whole model; `name` is the first.
     """
 
     name: str
@@ -64,18 +59,8 @@ def layer_count(names: Iterable[str]) -> int:
 def bounds_of(given: str | None, layers: int, chunks: int, path: str) -> Bounds:
     """Return the first layer of each chunk, and the number of all layers.
 
-    Parameters
-    ----------
-    given : str or None
-        As the user says; None: each has as many.
-    layers, chunks : int
-    path : str
-        For messages.
-
-    Raises
-    ------
-    UsageError
-        They are not in order, or do not divide.
+    `given`: as the user says; None: each has as many; `path`: for messages. Raises UsageError: they are not in order,
+    or do not divide.
     """
     if given is None:
         if chunks > 1 and layers % chunks:
@@ -100,20 +85,8 @@ def dealt(
 ) -> list[list[list[Dealt]]]:
     """Return what each stage has, by chunk, in the order of `names`.
 
-    Parameters
-    ----------
-    names : sequence of str
-    bounds : tuple of int
-        Of all chunks, in the model's order.
-    stages : int
-    tied : mapping of str to str
-        By the name of an embedding that is the output layer, too: what the last stage calls its copy.
-    path : str
-
-    Raises
-    ------
-    UnsupportedError
-        Of something it is not known which stage has it.
+    `bounds`: of all chunks, in the model's order; `tied`: by the name of an embedding that is the output layer, too:
+    what the last stage calls its copy. Raises UnsupportedError: of something it is not known which stage has it.
     """
     chunks = len(bounds) - 1
     further = chunks > 1 and any(map(_FURTHER.fullmatch, names))
@@ -165,12 +138,7 @@ def _check_further(names: Sequence[str], tied: Mapping[str, str], path: str) -> 
 def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int, ranks: int) -> list[Dealt]:
     """Return what an expert-parallel rank has of a chunk: of experts its own, numbered from 0.
 
-    Parameters
-    ----------
-    dealt : sequence of Dealt
-    counts : mapping of str to int
-        How many experts there are, by what their names begin with.
-    rank, ranks : int
+    `counts`: how many experts there are, by what their names begin with.
     """
     found = []
     for one in dealt:
@@ -188,10 +156,7 @@ def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int,
 def with_fused(dealt: Sequence[Dealt], path: str) -> list[Dealt]:
     """Return what a rank has of a chunk whose experts are one parameter, which is where the first of them is.
 
-    Raises
-    ------
-    UnsupportedError
-        They have what such a module has no place for.
+    Raises UnsupportedError: they have what such a module has no place for.
     """
     every: dict[str, list[Dealt]] = {}
     for one in dealt:
@@ -208,10 +173,7 @@ def with_fused(dealt: Sequence[Dealt], path: str) -> list[Dealt]:
 def expert_counts(names: Iterable[str], ranks: int, path: str) -> dict[str, int]:
     """Return how many experts there are, by what their names begin with.
 
-    Raises
-    ------
-    UsageError
-        They are not dealt evenly.
+    Raises UsageError: they are not dealt evenly.
     """
     found: dict[str, int] = {}
     for match in filter(None, map(_EXPERT.fullmatch, names)):

@@ -71,19 +71,9 @@ def state_of(
 ) -> Iterator[tuple[str, Slot]]:
     """Yield the slots that the optimizer has of a parameter by their keys, the master first.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    one : Parameter
-    model : (Slot, str)
-        What the model has of it, and the type that this will have.
-    plain : bool
-        Of an optimizer without masters of 32-bit weights: that of others has a copy of these, too.
-
-    Raises
-    ------
-    UnsupportedError
-        A slot is not of its parameter's shape.
+    `model`: what the model has of it, and the type that this will have; `plain`: of an optimizer without masters of
+    32-bit weights: that of others has a copy of these, too. Raises UnsupportedError: a slot is not of its parameter's
+    shape.
     """
     written, dtype = model
     if not plain or dtype != "float32":
@@ -106,12 +96,8 @@ def master_type(one: Parameter) -> str:
 def groups_for(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:
     """Return the groups to write, once it is certain that they hold all that is trained.
 
-    Raises
-    ------
-    UsageError
-        A size that cannot be.
-    UnsupportedError
-        Which group a parameter is in is not known, or some lack state that others have.
+    Raises UsageError: a size that cannot be; UnsupportedError: which group a parameter is in is not known, or some lack
+    state that others have.
     """
     path = checkpoint.source
     if expert_parallel_size is not None and expert_parallel_size < 1:
@@ -138,10 +124,7 @@ def groups_for(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: 
 def folder_for(checkpoint: Checkpoint, iteration: int | None, *, trained: bool) -> str:
     """Return the name of the directory within the run.
 
-    Raises
-    ------
-    UsageError
-        Nothing says at which iteration a trained model was saved.
+    Raises UsageError: nothing says at which iteration a trained model was saved.
     """
     chosen = checkpoint.step if iteration is None else iteration
     if chosen is None:

@@ -46,18 +46,8 @@ class Group:
 def groups_of(checkpoint: Checkpoint, *, chained: bool, notes: list[str]) -> list[Group]:
     """Return the groups that Megatron-Core has, those of experts last where they are an optimizer of their own.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    chained : bool
-        Whether experts are an optimizer of their own.
-    notes : list of str
-        Gets what was done.
-
-    Raises
-    ------
-    UnsupportedError
-        Groups that Megatron has as one differ.
+    `chained`: whether experts are an optimizer of their own; `notes`: gets what was done. Raises UnsupportedError:
+    groups that Megatron has as one differ.
     """
     found: dict[tuple[object, ...], Group] = {}
     own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in checkpoint.param_groups)
@@ -114,10 +104,7 @@ def _check_alike(checkpoint: Checkpoint, first: Mapping[str, object], other: Map
 def step_of(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
     """Return the step that the optimizer has for all parameters; None where it counts none.
 
-    Raises
-    ------
-    UnsupportedError
-        Parameters have different ones, or other single values.
+    Raises UnsupportedError: parameters have different ones, or other single values.
     """
     found: dict[float, float] = {}
     for one in trained:

@@ -130,12 +130,8 @@ class Items:
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of a run's directory.
 
-    Raises
-    ------
-    UsageError
-        An iteration that is needed, or cannot be.
-    UnsupportedError
-        It is no model of Megatron-Core, or has state that its optimizer has no place for.
+    Raises UsageError: an iteration that is needed, or cannot be; UnsupportedError: it is no model of Megatron-Core, or
+    has state that its optimizer has no place for.
     """
     checkpoint, options = job.checkpoint, job.options
     notes: list[str] = []

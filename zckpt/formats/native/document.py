@@ -54,13 +54,7 @@ _MARK = b',\n"crc32":"'
 
 
 def encode(members: Mapping[str, object]) -> bytes:
-    """Return the text of a document.
-
-    Raises
-    ------
-    UnsupportedError
-        A name that UTF-8 does not have.
-    """
+    """Return the text of a document. Raises UnsupportedError: a name that UTF-8 does not have."""
     lines = ",\n".join(f"{json.dumps(key)}:{_lines(value)}" for key, value in members.items())
     try:
         text = f"{{\n{lines}".encode()
@@ -82,12 +76,8 @@ def _compact(value: object) -> str:
 def read_document(directory: Path) -> tuple[dict[str, Json], int]:
     """Return the members of a directory's document, and its size in bytes.
 
-    Raises
-    ------
-    DamagedFileError
-        It is missing, malformed, or not as it was written.
-    UnsupportedError
-        It is of a later version.
+    Raises DamagedFileError: it is missing, malformed, or not as it was written; UnsupportedError: it is of a later
+    version.
     """
     path = directory / DOCUMENT_NAME
     text = _read(path)
@@ -174,13 +164,7 @@ def wrong(what: str, expected: str, found: object) -> DamagedFileError:
 
 
 def read_sizes(found: object, what: str) -> tuple[int, ...]:
-    """Return a shape, strides or offsets.
-
-    Raises
-    ------
-    DamagedFileError
-        It is something else.
-    """
+    """Return a shape, strides or offsets. Raises DamagedFileError: it is something else."""
     if type(found) is not list or len(found) > MAX_DIMENSIONS:
         raise wrong(what, f"at most {MAX_DIMENSIONS} integers", found)
     if not all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in found):
@@ -191,18 +175,8 @@ def read_sizes(found: object, what: str) -> tuple[int, ...]:
 class Members:
     """The members of one JSON object.
 
-    Parameters
-    ----------
-    found : object
-    where : str
-        For messages.
-    names : tuple of str
-        All that it may have.
-
-    Raises
-    ------
-    DamagedFileError
-        It is no object, or has others. As all errors here it names no file: the caller does.
+    `where`: for messages; `names`: all that it may have. Raises DamagedFileError: it is no object, or has others. As
+    all errors here it names no file: the caller does.
     """
 
     __slots__ = ("_found", "_where")

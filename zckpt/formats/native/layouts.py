@@ -170,10 +170,8 @@ class Headers(Offsets):
 class Order(Offsets):
     """Sums up where tensors are, one by one. Takes all that the files hold.
 
-    Attributes
-    ----------
-    is_proven : bool
-        Whether the headers that follow from the document have the CRC-32 that it lists. If not, headers are to be read.
+    `is_proven`: whether the headers that follow from the document have the CRC-32 that it lists. If not, headers are to
+    be read.
     """
 
     def __init__(self, files: Sequence[Listed], identity: str, cuts: Cuts) -> None:
@@ -204,10 +202,7 @@ class Order(Offsets):
 class Table(Offsets):
     """Computes where a tensor is when asked. Takes all that the files hold, from a document as it was written.
 
-    Attributes
-    ----------
-    is_proven : bool
-        Whether the sizes of all tensors are those of the files. If not, headers are to be read.
+    `is_proven`: whether the sizes of all tensors are those of the files. If not, headers are to be read.
     """
 
     def __init__(self, files: Sequence[Listed], cuts: Cuts) -> None:

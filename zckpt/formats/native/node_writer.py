@@ -44,17 +44,8 @@ NESTED = frozenset({list}) | (BY_CLASS.keys() - UNNUMBERED)
 class NodeWriter:
     """Writes the values of one document.
 
-    Parameters
-    ----------
-    roots : iterable
-        All values that will be written: what several of them share is numbered.
-
-    Attributes
-    ----------
-    objects : list
-        JSON of the numbered objects.
-    storages : list of Mentioned
-        The storages that tensors lie in, by number.
+    `roots`: all values that will be written: what several of them share is numbered. `objects`: JSON of the numbered
+    objects; `storages`: the storages that tensors lie in, by number.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
@@ -70,10 +61,7 @@ class NodeWriter:
     def write(self, root: object) -> Json:
         """Return the JSON of one of the roots, or of a value that shares nothing with others.
 
-        Raises
-        ------
-        UnsupportedError
-            It holds something that the format has no kind for, or is nested too deep.
+        Raises UnsupportedError: it holds something that the format has no kind for, or is nested too deep.
         """
         self._roots.append(root)
         found = self._value(root, 0, None)

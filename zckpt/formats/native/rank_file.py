@@ -125,10 +125,7 @@ class RankFile:
     def take(self, key: str, dtype: str, shape: tuple[int, ...]) -> int:
         """Return the byte offset of a tensor, which must be as described and belongs to one thing only.
 
-        Raises
-        ------
-        DamagedFileError
-            It is not there, is another, or has been taken.
+        Raises DamagedFileError: it is not there, is another, or has been taken.
         """
         found = self.tensors.get(key)
         if found is None or key in self.taken:
@@ -178,11 +175,7 @@ def header_for(
     """Return the header of a file of these tensors: name, type and shape of each, in their order.
 
     It is padded so that what follows begins at `start` modulo a block, or as that of so many bytes may have been.
-
-    Raises
-    ------
-    UnsupportedError
-        It would be larger than safetensors allows.
+    Raises UnsupportedError: it would be larger than safetensors allows.
     """
     every = [(DIGESTS, DIGEST_DTYPE, (len(tensors),)), *tensors]
     return header_of(every, {ID_KEY: identity}, start=start, nbytes=nbytes)
@@ -191,10 +184,7 @@ def header_for(
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     """Return a rank's file of the checkpoint with this identity.
 
-    Raises
-    ------
-    UnsupportedError
-        The header would be larger than safetensors allows.
+    Raises UnsupportedError: the header would be larger than safetensors allows.
     """
     from zckpt.engine.congruence import residue  # what only reads does without
 
@@ -227,12 +217,8 @@ def _holes(ordered: Sequence[Entry]) -> Iterator[Hole]:
 def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
     """Open a rank's file and see that it is the one that a document means.
 
-    Raises
-    ------
-    ShardError
-        It is missing, or from another checkpoint.
-    DamagedFileError
-        Its header is malformed, or it is of another size.
+    Raises ShardError: it is missing, or from another checkpoint; DamagedFileError: its header is malformed, or it is of
+    another size.
     """
     if not is_file(path):
         raise ShardError(
@@ -281,13 +267,7 @@ def is_as_listed(path: Path, one: Listed) -> bool:
 
 
 def check_header(path: Path, one: Listed) -> None:
-    """Refuse a file whose header is not the one that a document lists.
-
-    Raises
-    ------
-    DamagedFileError
-        It is another.
-    """
+    """Refuse a file whose header is not the one that a document lists. Raises DamagedFileError: it is another."""
     _, found = _found_header(path, one)
     if found != one.header_crc32:
         raise _other_header(path, one, found)
@@ -320,10 +300,7 @@ class Mismatch:
 def recorded(path: str) -> list[tuple[Slot, int]]:
     """Return the tensors of a rank's file under their names, each with the CRC-32 that was written for it.
 
-    Raises
-    ------
-    SourceError
-        The file's header is damaged, or does not have them.
+    Raises SourceError: the file's header is damaged, or does not have them.
     """
     tensors, _, _ = read_header(Path(path))
     digests = _digests(tensors, path)

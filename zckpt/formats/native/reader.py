@@ -109,10 +109,7 @@ def check_digests(path: Path, *, rank: int = 0, world_size: int = 1) -> list[Mis
 def contradictions(path: Path) -> Iterator[SourceError]:
     """Yield what the ranks' files say otherwise than the document, of a directory that can be read.
 
-    Raises
-    ------
-    SourceError
-        It cannot be read.
+    Raises SourceError: it cannot be read.
     """
     document, nbytes = read_document(path)
     with _located(path):
@@ -169,14 +166,7 @@ class _Described:
 class Reading:
     """Reads one directory.
 
-    Parameters
-    ----------
-    path : Path
-    document : Members
-    nbytes : int, bytes
-        Of the document.
-    headers : bool
-        Read all headers, whether or not the document is enough.
+    `nbytes`: of the document; `headers`: read all headers, whether or not the document is enough.
     """
 
     def __init__(self, path: Path, document: Members, nbytes: int, *, headers: bool) -> None:

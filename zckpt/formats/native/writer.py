@@ -69,18 +69,8 @@ class Description:
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     """Return the files of a checkpoint.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    world_size : int
-        Files to spread the tensors over; any number of ranks loads them. With one, every tensor is whole.
-
-    Raises
-    ------
-    UsageError
-        The world size is not positive.
-    UnsupportedError
-        Something that the format has no way to say.
+    `world_size`: files to spread the tensors over; any number of ranks loads them. With one, every tensor is whole.
+    Raises UsageError: the world size is not positive; UnsupportedError: something that the format has no way to say.
     """
     check_world_size(world_size)
 
@@ -95,12 +85,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
 def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetFile]:
     """Return the files of a checkpoint of this format, with every slot cut as it is.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Slots may have been taken from it.
-    paths : sequence of str
-        Its ranks' files, in order.
+    `checkpoint`: slots may have been taken from it; `paths`: its ranks' files, in order.
     """
     numbers = {path: number for number, path in enumerate(paths)}
 
@@ -115,12 +100,8 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
 class ByRank:
     """What ranks write who have the files of a checkpoint among them.
 
-    Parameters
-    ----------
-    members : dict
-        Of the document, without those that tell the files.
-    entries : list of list of Entry
-        What each rank has in its file, in no order.
+    `members`: of the document, without those that tell the files; `entries`: what each rank has in its file, in no
+    order.
     """
 
     members: dict[str, object]
@@ -130,21 +111,10 @@ class ByRank:
 def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: int) -> ByRank:
     """Return what each rank writes of a checkpoint, which is what it has.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    rank_of : callable
-        Which rank has a file; storages of inert objects are for the first, whoever has them.
-    world_size : int
-        Ranks, each of which writes one file.
-
-    Raises
-    ------
-    LayoutError
-        Some element is nowhere, or twice.
-    UnsupportedError
-        A rank has elements of a slot that do not follow each other, or values are means over ranks; or something that
-        the format has no way to say.
+    `rank_of`: which rank has a file; storages of inert objects are for the first, whoever has them; `world_size`:
+    ranks, each of which writes one file. Raises LayoutError: some element is nowhere, or twice; UnsupportedError: a
+    rank has elements of a slot that do not follow each other, or values are means over ranks; or something that the
+    format has no way to say.
     """
     about = describe(checkpoint)
     stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]

@@ -158,10 +158,7 @@ def source_file(
 def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
     """Return the tensors of a file as slots, its metadata, and its size in bytes.
 
-    Raises
-    ------
-    DamagedFileError
-        The header is malformed, or tensors leave holes, overlap or reach beyond the file.
+    Raises DamagedFileError: the header is malformed, or tensors leave holes, overlap or reach beyond the file.
     """
     with opened(str(path)) as descriptor:
         size = os.fstat(descriptor).st_size

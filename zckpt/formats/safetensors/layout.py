@@ -40,17 +40,7 @@ class Entry:
 def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> TargetFile:
     """Return a safetensors file that holds the entries, in their order.
 
-    Parameters
-    ----------
-    name : str
-        File name within the target.
-    entries : sequence of Entry
-    metadata : mapping of str to str, optional
-
-    Raises
-    ------
-    UnsupportedError
-        An element type that the format has no code for.
+    `name`: file name within the target. Raises UnsupportedError: an element type that the format has no code for.
     """
     from zckpt.engine.congruence import residue
 
@@ -69,10 +59,7 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
 def check_names(names: Sequence[str]) -> None:
     """Raise unless a file can hold tensors of these names.
 
-    Raises
-    ------
-    UnsupportedError
-        A name is that of the format's own metadata, there twice, or not to be had in UTF-8.
+    Raises UnsupportedError: a name is that of the format's own metadata, there twice, or not to be had in UTF-8.
     """
     seen: set[str] = set()
     for name in names:
@@ -103,12 +90,8 @@ def header_of(
     """Return what a file begins with that holds tensors (name, dtype, shape) end to end: the header and its length.
 
     It is padded with spaces, so that the tensors begin at a multiple of `ALIGNMENT`, or at `start` modulo a block; or
-    at `nbytes`, as far as a header that was padded so may have as many.
-
-    Raises
-    ------
-    UnsupportedError
-        An element type that the format has no code for, too many tensors, or a name that it cannot hold.
+    at `nbytes`, as far as a header that was padded so may have as many. Raises UnsupportedError: an element type that
+    the format has no code for, too many tensors, or a name that it cannot hold.
     """
     check_names([name for name, _, _ in tensors])
     header: dict[str, object] = {METADATA_KEY: {"format": "pt", **(metadata or {})}}

@@ -19,13 +19,7 @@ def is_there(path: Path) -> bool:
 
 
 def shards(source: Path) -> list[Path]:
-    """Return the shards in a directory, in their order.
-
-    Raises
-    ------
-    ShardError
-        They are not all that their names count.
-    """
+    """Return the shards in a directory, in their order. Raises ShardError: they are not all that their names count."""
     found = {match.groups(): one for one in sorted(source.iterdir()) if (match := _SHARD.fullmatch(one.name))}
     kinds = sorted({(stem, count) for stem, _, count in found})
     if len(kinds) != 1:

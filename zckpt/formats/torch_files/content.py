@@ -136,13 +136,7 @@ def _without_tensors(model: object) -> dict[object, object]:
 
 
 def content_of(root: Node, path: Path) -> Content:
-    """Find models and optimizers.
-
-    Raises
-    ------
-    DamagedFileError
-        What looks like an optimizer is none.
-    """
+    """Find models and optimizers. Raises DamagedFileError: what looks like an optimizer is none."""
     found = Content(root=root, base=root)
     models, optimizers = _models(root), _optimizers(root, (), path)
     if not models and not optimizers:

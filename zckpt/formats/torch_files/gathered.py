@@ -22,12 +22,7 @@ SAMPLE_NBYTES = 4096
 def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
     """Return a warning if slots of an optimizer are equal, bit for bit, which are never equal in training.
 
-    Parameters
-    ----------
-    optimizer : OptimizerState
-        With names.
-    path : str
-        The file that has it.
+    `optimizer`: with names; `path`: the file that has it.
     """
     several = {}
     for number, name in optimizer.names.items():

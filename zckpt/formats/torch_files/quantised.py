@@ -36,12 +36,8 @@ BLOCKS = tuple(1 << power for power in range(6, 13))
 def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:
     """Return the slots that quantised state of a parameter is as floats; empty if it has none.
 
-    Raises
-    ------
-    UnsupportedError
-        State that is quantised in a way that is not known.
-    DamagedFileError
-        Codes, scales and map do not belong together.
+    Raises UnsupportedError: state that is quantised in a way that is not known; DamagedFileError: codes, scales and map
+    do not belong together.
     """
     slots: dict[str, Slot] = {}
     for key, value in parameter.state.items():
@@ -92,12 +88,7 @@ def pieces_of(value: object, name: str, path: str) -> tuple[str, dict[str, Slot]
 def block_of(key: str, codes: Slot, scale: Slot | None, qmap: Slot | None, name: str, path: str) -> int:
     """Return how many elements a block of bitsandbytes has.
 
-    Raises
-    ------
-    UnsupportedError
-        These are no codes with scales and a map.
-    DamagedFileError
-        They do not belong together.
+    Raises UnsupportedError: these are no codes with scales and a map; DamagedFileError: they do not belong together.
     """
     if scale is None or qmap is None or codes.dtype != "uint8":
         raise unknown(key, name, path)

@@ -122,20 +122,9 @@ def looks_flattened(node: object) -> bool:
 def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerState:
     """Bring a state dict to one form.
 
-    Parameters
-    ----------
-    node : object
-        The state dict.
-    path : str
-    masters : sequence of Tensor
-        One for each parameter, in order; empty where there are none.
-
-    Raises
-    ------
-    DamagedFileError
-        It is not the state dict of a torch optimizer.
-    UnsupportedError
-        State under a text, which torch allows, where parameters have numbers.
+    `node`: the state dict; `masters`: one for each parameter, in order; empty where there are none. Raises
+    DamagedFileError: it is not the state dict of a torch optimizer; UnsupportedError: state under a text, which torch
+    allows, where parameters have numbers.
     """
     if not isinstance(node, dict) or not looks_like_optimizer(node):
         raise DamagedFileError(
@@ -192,10 +181,7 @@ def _listed(group: Mapping[str, Any]) -> list[Any]:
 def unflattened(node: Mapping[str, object], path: str) -> dict[str, object]:
     """Return a state dict whose keys are joined as one of names; what it keeps once a parameter is once a group.
 
-    Raises
-    ------
-    DamagedFileError
-        State of a parameter of which it has no hyperparameters.
+    Raises DamagedFileError: state of a parameter of which it has no hyperparameters.
     """
     state: dict[str, dict[str, object]] = {}
     values: dict[str, dict[str, object]] = {}
@@ -217,10 +203,7 @@ def unflattened(node: Mapping[str, object], path: str) -> dict[str, object]:
 def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> OptimizerState:
     """Return several optimizers as one, their parameters numbered from the first on; groups say of which they are.
 
-    Parameters
-    ----------
-    several : iterable of (str or None, str, OptimizerState)
-        The name of each, and what the names of its parameters are to begin with.
+    `several`: the name of each, and what the names of its parameters are to begin with.
     """
     found = OptimizerState({}, [])
     for optimizer, scope, one in several:

@@ -29,14 +29,8 @@ NO_PADDING = "this format has no padding"
 def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:
     """Return a torch file without what is to go.
 
-    Parameters
-    ----------
-    path : Path
-    name : str
-        Within the target.
-    request : Request
-    slots : collection of str
-        The names of slots, as far as they are known: a 0-d tensor of any other name is a single value.
+    `name`: within the target; `slots`: the names of slots, as far as they are known: a 0-d tensor of any other name is
+    a single value.
     """
     return rewrite(path, name, optimizer_edit(request, slots), unreferenced=request.unreferenced)
 

@@ -37,10 +37,7 @@ BITS = ("conj", "neg")
 def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
     """Return a slot that one tensor holds as a whole, in whatever order its elements are stored.
 
-    Raises
-    ------
-    UnsupportedError
-        Its bytes alone do not give its values.
+    Raises UnsupportedError: its bytes alone do not give its values.
     """
     return Slot(name, tensor.dtype, tensor.shape, (span_of(tensor, path),) if tensor.numel else ())
 
@@ -48,19 +45,8 @@ def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
 def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: int = 0) -> Span:
     """Return where elements of a tensor are.
 
-    Parameters
-    ----------
-    tensor : Tensor
-    path : str
-    extent : Extent, optional
-        What the elements are, beginning with `first` in the tensor's order. By default those of the whole tensor.
-    first : int, elements
-        Only of a contiguous tensor.
-
-    Raises
-    ------
-    UnsupportedError
-        Its bytes alone do not give its values.
+    `extent`: what the elements are, beginning with `first` in the tensor's order. By default those of the whole tensor;
+    `first`: only of a contiguous tensor. Raises UnsupportedError: its bytes alone do not give its values.
     """
     strides = None if tensor.is_contiguous else tensor.strides
     if strides is not None and extent is not None and (first or len(extent.sizes) != len(strides)):
@@ -82,10 +68,7 @@ def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: i
 def slot_of_storage(mentioned: Mentioned) -> Slot:
     """Return a slot that a whole storage of a file is, its bytes little-endian.
 
-    Raises
-    ------
-    UnsupportedError
-        It is not known which file it is in, or which elements its bytes are.
+    Raises UnsupportedError: it is not known which file it is in, or which elements its bytes are.
     """
     storage, dtype = mentioned.storage, mentioned.dtype
     if mentioned.path is None:
@@ -98,10 +81,7 @@ def slot_of_storage(mentioned: Mentioned) -> Slot:
 def unresolved(tensor: Tensor, path: str) -> tuple[str, ...]:
     """Return what is to be done to a tensor's elements to have its values.
 
-    Raises
-    ------
-    UnsupportedError
-        It has values that cannot be had so.
+    Raises UnsupportedError: it has values that cannot be had so.
     """
     if tensor.subclass is not None and tensor.subclass.qualified not in PLAIN_CLASSES:
         raise _not_plain(f"a tensor of class {tensor.subclass}", path)
@@ -162,13 +142,7 @@ def identity_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def by_name(mapping: Mapping[object, Value], path: str | None = None) -> dict[str, Value]:
-    """Return a dict of a file with its keys as text.
-
-    Raises
-    ------
-    UnsupportedError
-        Two keys are one name: 1 and "1".
-    """
+    """Return a dict of a file with its keys as text. Raises UnsupportedError: two keys are one name: 1 and "1"."""
     found: dict[str, Value] = {}
     for key, value in mapping.items():
         name = str(key)
@@ -179,26 +153,14 @@ def by_name(mapping: Mapping[object, Value], path: str | None = None) -> dict[st
 
 
 def as_mapping(node: object, path: str | None = None, expected: str = "a dict") -> dict[object, object]:
-    """Return a node of a file that has to be a dict.
-
-    Raises
-    ------
-    DamagedFileError
-        It is something else.
-    """
+    """Return a node of a file that has to be a dict. Raises DamagedFileError: it is something else."""
     if not isinstance(node, dict):
         raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
     return node
 
 
 def as_names(node: object, path: str | None = None) -> list[str]:
-    """Return a node of a file that has to be a list of names.
-
-    Raises
-    ------
-    DamagedFileError
-        It is something else.
-    """
+    """Return a node of a file that has to be a list of names. Raises DamagedFileError: it is something else."""
     if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
         raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
     return node
@@ -281,12 +243,7 @@ _FORMATS = {
 def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
     """Read one-element tensors of one file.
 
-    Raises
-    ------
-    UnsupportedError
-        An element type that is no number.
-    DamagedFileError
-        The file ends too early.
+    Raises UnsupportedError: an element type that is no number; DamagedFileError: the file ends too early.
     """
     if not tensors:
         return []
@@ -299,10 +256,7 @@ def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
 def encode(scalar: Scalar) -> bytes:
     """Return the bytes of a 0-d tensor that holds a single value, little-endian.
 
-    Raises
-    ------
-    UnsupportedError
-        An element type that is no number.
+    Raises UnsupportedError: an element type that is no number.
     """
     if scalar.dtype == "bfloat16":
         return struct.pack("<f", scalar.value)[2:]

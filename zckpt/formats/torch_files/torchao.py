@@ -131,12 +131,8 @@ def slots_of(key: str, parameter: Parameter) -> list[str]:
 def quantised(key: str, parameter: Parameter, path: str) -> Quantised:
     """Return a slot of a parameter that torchao has quantised, in its pieces.
 
-    Raises
-    ------
-    UnsupportedError
-        It is of a class that is not known.
-    DamagedFileError
-        Codes, scales and map do not belong together.
+    Raises UnsupportedError: it is of a class that is not known; DamagedFileError: codes, scales and map do not belong
+    together.
     """
     value = parameter.state[key]
     told = description(value)

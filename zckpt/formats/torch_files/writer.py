@@ -196,17 +196,9 @@ def view(
 def lay_out(name: str, root: object) -> TargetFile:
     """Return a torch file that holds a tree.
 
-    Parameters
-    ----------
-    name : str
-        File name within the target; its stem becomes the archive's root.
-    root : object
-        Plain data, nodes of `zckpt.torchfile`, and the tensors named above.
-
-    Raises
-    ------
-    UnsupportedError
-        The tree holds something that cannot be written.
+    `name`: file name within the target; its stem becomes the archive's root; `root`: plain data, nodes of
+    `zckpt.torchfile`, and the tensors named above. Raises UnsupportedError: the tree holds something that cannot be
+    written.
     """
     return lay_out_pickled(name, dump(root, _StandIns()))
 
@@ -238,10 +230,7 @@ def lay_out_pickled(name: str, pickled: Pickled) -> TargetFile:
 class Stencil:
     """A file all bytes of which are known, to be had under other names of the same length; each record begins with it.
 
-    Parameters
-    ----------
-    file : TargetFile
-        From `lay_out`, and `fits`.
+    `file`: from `lay_out`, and `fits`.
     """
 
     def __init__(self, file: TargetFile) -> None:

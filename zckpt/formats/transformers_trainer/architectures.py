@@ -30,11 +30,7 @@ TENSORS = ("weight", "bias")
 class Architecture:
     """What is known of the models of one type.
 
-    Parameters
-    ----------
-    siblings : dict of str to list of str
-        In their order, by the path of the module that they are in.
-    layer_norms : frozenset of str
+    `siblings`: in their order, by the path of the module that they are in.
     """
 
     siblings: dict[str, list[str]] = field(default_factory=dict)

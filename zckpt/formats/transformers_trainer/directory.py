@@ -42,12 +42,8 @@ _DCP_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 class ModelFiles:
     """The files of one model.
 
-    Parameters
-    ----------
-    stem : str
-        What they are called: `model`, `pytorch_model_1`, `adapter_model`; of a pipeline's the name of their folder.
-    path : Path
-        The file, or the index of several.
+    `stem`: what they are called: `model`, `pytorch_model_1`, `adapter_model`; of a pipeline's the name of their folder;
+    `path`: the file, or the index of several.
     """
 
     stem: str

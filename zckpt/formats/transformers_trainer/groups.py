@@ -20,20 +20,8 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
     """Return a checkpoint with the two param groups that the Trainer has, one of which may be empty.
 
     Groups that are the Trainer's stay as they are. Others are parted and joined by its rule, where those that come to
-    be in one group have the same hyperparameters.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    known : Architecture
-        Of the model.
-    notes : list of str
-        Gets what was done.
-
-    Raises
-    ------
-    UnsupportedError
-        The Trainer's groups cannot be told, or have no hyperparameters that hold for all in one.
+    be in one group have the same hyperparameters. `known`: of the model; `notes`: gets what was done. Raises
+    UnsupportedError: the Trainer's groups cannot be told, or have no hyperparameters that hold for all in one.
     """
     groups = checkpoint.param_groups
     members = [list(group.parameters) for group in groups]

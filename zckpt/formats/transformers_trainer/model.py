@@ -39,18 +39,8 @@ RUNNING = ("running_mean", "running_var")
 def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory: Directory) -> Weights:
     """Give a checkpoint the tensors of one model; return what its files tell of its parameters.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    files : ModelFiles
-    prefix : str
-        Put before all names, where there are several models.
-    directory : Directory
-
-    Raises
-    ------
-    SourceError
-        A file is damaged or missing, or the index says otherwise than the files.
+    `prefix`: put before all names, where there are several models. Raises SourceError: a file is damaged or missing, or
+    the index says otherwise than the files.
     """
     paths = _paths(files)
     one = Checkpoint(str(directory.path), "")

@@ -55,19 +55,8 @@ def read_names(
 ) -> dict[int, str]:
     """Return the names that are certain, by number.
 
-    Parameters
-    ----------
-    optimizer : OptimizerState
-    weights : Weights
-    names : sequence of str, optional
-        From the user: in the optimizer's order, or those of all of the model in its order.
-    path : str
-        Of the optimizer's file.
-
-    Raises
-    ------
-    UsageError
-        `names` fit in neither way.
+    `names`: from the user: in the optimizer's order, or those of all of the model in its order; `path`: of the
+    optimizer's file. Raises UsageError: `names` fit in neither way.
     """
     numbers = optimizer.every_number
     fewer = {n: shape for n, shape in weights.shapes.items() if n.rpartition(".")[2] not in UNTRAINED}

@@ -64,11 +64,8 @@ def is_own(name: str) -> bool:
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of a directory.
 
-    Raises
-    ------
-    UnsupportedError
-        The Trainer could not resume from it: there are several models or optimizers, parameters without names, groups
-        that are not its own and cannot be made so, or no step is known.
+    Raises UnsupportedError: the Trainer could not resume from it: there are several models or optimizers, parameters
+    without names, groups that are not its own and cannot be made so, or no step is known.
     """
     checkpoint = job.checkpoint
     _check(checkpoint)

@@ -75,12 +75,7 @@ def rank_name(rank: int) -> str:
 def find(path: Path) -> Directory | None:
     """Find the checkpoint of a ZeroRedundancyOptimizer that a directory holds; None if it holds none.
 
-    Raises
-    ------
-    ShardError
-        A rank's file is missing.
-    UnknownFormatError
-        Two sets of files may be the optimizer's.
+    Raises ShardError: a rank's file is missing; UnknownFormatError: two sets of files may be the optimizer's.
     """
     if not path.is_dir():
         return None
@@ -109,10 +104,7 @@ def find(path: Path) -> Directory | None:
 def optimizer_key(root: object) -> object:
     """Return the key under which a file's only optimizer is; None if it is the file itself.
 
-    Raises
-    ------
-    KeyError
-        There is none, or several.
+    Raises KeyError: there is none, or several.
     """
     from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
 

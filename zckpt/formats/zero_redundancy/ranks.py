@@ -116,15 +116,8 @@ def _is_plain(value: object) -> bool:
 def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order, held: Shares | None = None) -> None:
     """Give the parameters their state from the rank that holds each, and the checkpoint its param groups.
 
-    Parameters
-    ----------
-    held : list of list of list of int, optional
-        For each rank and each group, which of the group's parameters it has; by default as torch assigns them.
-
-    Raises
-    ------
-    LayoutError
-        A rank's share is another one, by number or by shape.
+    `held`: for each rank and each group, which of the group's parameters it has; by default as torch assigns them.
+    Raises LayoutError: a rank's share is another one, by number or by shape.
     """
     if held is None:
         held = greedy_partition([[checkpoint.parameters[name].numel for name in group] for group in order], len(ranks))
@@ -158,10 +151,7 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
 def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names: Sequence[str]) -> None:
     """Attach a state under names that the directory gives; that they do not fit is then no fault of the user's.
 
-    Raises
-    ------
-    LayoutError
-        A parameter has another shape than its state.
+    Raises LayoutError: a parameter has another shape than its state.
     """
     try:
         attach(checkpoint, state, path, names=names)
@@ -196,21 +186,9 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
 
     That order is the one of `model.parameters()`, which nothing in the files can prove: parameters of one size were
     assigned in the optimizer's order, and of those of different sizes no order is kept. An optimizer of one group that
-    has all of the model's parameters needs no shapes.
-
-    Parameters
-    ----------
-    ranks : sequence of OptimizerState
-        Each rank's own.
-    checkpoint : Checkpoint
-        Has the model's parameters.
-
-    Raises
-    ------
-    LayoutError
-        The ranks' shares are not those that torch assigns.
-    UnsupportedError
-        A parameter has no state that tells its size, or several of the model's tensors fit.
+    has all of the model's parameters needs no shapes. `ranks`: each rank's own; `checkpoint`: has the model's
+    parameters. Raises LayoutError: the ranks' shares are not those that torch assigns; UnsupportedError: a parameter
+    has no state that tells its size, or several of the model's tensors fit.
     """
     candidates = [p.name for p in checkpoint.parameters.values() if p.tied_to is None]
     if all(len(state.groups) == 1 for state in ranks) and sum(len(s.numbers[0]) for s in ranks) == len(candidates):

@@ -350,19 +350,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> OptimizerState:
     """Return the state of an optimizer.
 
-    Parameters
-    ----------
-    known : mapping
-        Names of the model's parameters.
-    members : Members
-        Those that FullyShardedDataParallel has.
-
-    Raises
-    ------
-    UsageError
-        A parameter has no name, or it is no optimizer.
-    UnsupportedError
-        The optimizer is not one for FullyShardedDataParallel.
+    `known`: names of the model's parameters; `members`: those that FullyShardedDataParallel has. Raises UsageError: a
+    parameter has no name, or it is no optimizer; UnsupportedError: the optimizer is not one for
+    FullyShardedDataParallel.
     """
     cls = state_class(optimizer)
     parameters = [one for group in optimizer.param_groups for one in group["params"]]

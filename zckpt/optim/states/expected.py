@@ -89,12 +89,7 @@ torch 2.5 to 2.13, where a test holds it against the classes, and DeepSpeed 0.19
 def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
     """Return the keys that an optimizer's step wants; None of a class that is not known.
 
-    Parameters
-    ----------
-    group : dict
-        The settings that it will have.
-    dim : int
-        The number of the parameter's dimensions.
+    `group`: the settings that it will have; `dim`: the number of the parameter's dimensions.
     """
     step = inspect.unwrap(type(optimizer).step)  # torch wraps it to profile it
     if not step.__module__.startswith(("torch.optim.", "deepspeed.ops.")):
@@ -108,14 +103,8 @@ def check_keys(
 ) -> None:
     """Raise UsageError if an optimizer cannot go on with the state that a checkpoint has of a parameter.
 
-    Parameters
-    ----------
-    name : str
-    dim : int
-        As for `wanted`.
-    values : mapping
-        By key. No state at all is none that is wrong: the optimizer makes it in the next step. What is quantised is
-        refused by who makes room for it.
+    `dim`: as for `wanted`; `values`: by key. No state at all is none that is wrong: the optimizer makes it in the next
+    step. What is quantised is refused by who makes room for it.
     """
     found = [key for key, value in values.items() if value is not None]
     its = wanted(optimizer, group, dim)
@@ -226,12 +215,7 @@ def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, A
     """Give back what `load_state_dict` has made of values that are no floating-point numbers: they stay as they were.
 
     torch casts all tensors to the parameter's type, integers too, and whatever can be iterated over: of a text it makes
-    the name of a generator.
-
-    Parameters
-    ----------
-    given : mapping
-        What the optimizer was given, by parameter.
+    the name of a generator. `given`: what the optimizer was given, by parameter.
     """
     for parameter, its in given.items():
         loaded = optimizer.state.get(parameter, {})

@@ -158,19 +158,9 @@ class Optimizers:
     ) -> list[Restoring]:
         """Find out what each optimizer needs of a checkpoint; nothing is read or changed yet.
 
-        Parameters
-        ----------
-        everywhere : collection of str
-            Of a model in parts, all parameters that some rank's optimizers have.
-        called : sequence of str
-            Names of optimizers that some rank has.
-
-        Raises
-        ------
-        UsageError
-            The checkpoint has another number of optimizers, other names of them, or other parameters.
-        UnsupportedError
-            State that an optimizer has no way to keep.
+        `everywhere`: of a model in parts, all parameters that some rank's optimizers have; `called`: names of
+        optimizers that some rank has. Raises UsageError: the checkpoint has another number of optimizers, other names
+        of them, or other parameters; UnsupportedError: state that an optimizer has no way to keep.
         """
         found = []
         for name, (groups, metadata) in self._each(checkpoint, path, called, strict=strict).items():
@@ -256,15 +246,8 @@ class Optimizers:
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
     """Return the param groups of optimizers that are several, or parts of one: of each name, group by group.
 
-    Parameters
-    ----------
-    every : iterable of sequence of ParamGroup
-        Of each part or rank.
-
-    Raises
-    ------
-    UsageError
-        Parts of an optimizer have other numbers of groups, or other hyperparameters.
+    `every`: of each part or rank. Raises UsageError: parts of an optimizer have other numbers of groups, or other
+    hyperparameters.
     """
     found: dict[str | None, list[ParamGroup]] = {}
     for groups in every:

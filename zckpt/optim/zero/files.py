@@ -184,19 +184,9 @@ PLAIN = (str, int, float, bool, complex, bytes, type(None))
 def write_torch_file(root: object, path: Path) -> None:
     """Write a tree of plain data, tensors and inert nodes; it appears whole or not at all.
 
-    Parameters
-    ----------
-    root : object
-        Dicts, lists, tuples, sets, numbers, strings, tensors, shapes, element types, and nodes of `zckpt.torchfile`.
-        Tensors share memory in the file as they do here, and bring all of it along.
-    path : Path
-
-    Raises
-    ------
-    UnsupportedError
-        Something else, which only a pickle could hold.
-    TargetError
-        It cannot be written.
+    `root`: dicts, lists, tuples, sets, numbers, strings, tensors, shapes, element types, and nodes of
+    `zckpt.torchfile`. Tensors share memory in the file as they do here, and bring all of it along. Raises
+    UnsupportedError: something else, which only a pickle could hold; TargetError: it cannot be written.
     """
     write_target(plan([lay_out(path.name, _Tree().of(root))]), path)
 
@@ -325,17 +315,9 @@ class Experts:
 def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], order: list[str] | None = None) -> Experts:
     """Return the experts that this rank has.
 
-    Parameters
-    ----------
-    names : mapping
-        Of its parameters, as this rank's model has them.
-    order : list of str, optional
-        The names of all parameters of the model; by default the optimizer's.
-
-    Raises
-    ------
-    UnsupportedError
-        They are not those of DeepSpeed's expert layers, whose names say which is meant; or are assigned otherwise.
+    `names`: of its parameters, as this rank's model has them; `order`: the names of all parameters of the model; by
+    default the optimizer's. Raises UnsupportedError: they are not those of DeepSpeed's expert layers, whose names say
+    which is meant; or are assigned otherwise.
     """
     every = dist.get_process_group_ranks(optimizer.process_group)
     places: dict[str, Place] = {}

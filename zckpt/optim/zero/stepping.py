@@ -52,8 +52,6 @@ def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
 def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) -> bool:
     """Tell whether this rank counts a parameter: its own slice of one, or, on the first rank, one that all have.
 
-    Notes
-    -----
     Source: the attributes `model_parallel` and `tensor_model_parallel` (Megatron), `ds_pipe_replicated` (DeepSpeed).
     """
     if getattr(parameter, "ds_pipe_replicated", False):

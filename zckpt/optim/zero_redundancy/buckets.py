@@ -76,11 +76,7 @@ class OverlapInfo:
 def cut(numels: Sequence[int], count: int) -> list[tuple[int, int]]:
     """Return at most so many extents [begin, end) of a bucket's parameters, of about equal size, none of them empty.
 
-    Parameters
-    ----------
-    numels : sequence of int, elements
-        Of the parameters.
-    count : int
+    `numels`: of the parameters.
     """
     extents: list[tuple[int, int]] = []
     begin, rest = 0, sum(numels)

@@ -49,12 +49,8 @@ class GroupOfPart(Group):
 def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.Tensor, int]:
     """Return the number that a dict has for each parameter of an optimizer.
 
-    Where both have names, parameters of a group are matched by them.
-
-    Raises
-    ------
-    ValueError
-        The dict is another optimizer's; the message names what differs.
+    Where both have names, parameters of a group are matched by them. Raises ValueError: the dict is another
+    optimizer's; the message names what differs.
     """
     saved, state = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(state, Mapping) or not isinstance(saved, (list, tuple)):
@@ -103,10 +99,7 @@ def saved_ranks(
 ) -> dict[torch.Tensor, int] | None:
     """Return which rank had each parameter when a part was saved; None for a whole dict.
 
-    Raises
-    ------
-    ValueError
-        It is another rank's part, or one of another number of ranks.
+    Raises ValueError: it is another rank's part, or one of another number of ranks.
     """
     saved = state_dict.get(PARTITION)
     if saved is None:
@@ -130,13 +123,7 @@ def local_dict(
 ) -> dict[str, Any]:
     """Return what a rank's local optimizer loads; nothing of it is the given dict's.
 
-    Parameters
-    ----------
-    state_dict : mapping
-    numbers : mapping
-        What it calls each parameter.
-    groups : sequence of Group
-        The local optimizer's.
+    `numbers`: what it calls each parameter; `groups`: the local optimizer's.
     """
     local: dict[int, dict[str, object]] = {}
     made: list[Group] = []
@@ -172,12 +159,7 @@ def labels(groups: Sequence[Group]) -> list[Label]:
 def sharded(groups: Sequence[Group], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the dict of a rank.
 
-    Parameters
-    ----------
-    groups : sequence of Group
-        All.
-    state : mapping
-        By number, of this rank's parameters, those without state included.
+    `groups`: all; `state`: by number, of this rank's parameters, those without state included.
     """
     called = labels(groups)
     made = packed(groups)
@@ -252,10 +234,7 @@ def _put(tree: dict[str, Any], path: Sequence[str | int], value: object) -> None
 def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterable[int]) -> dict[str, Any]:
     """Return a dict of a rank as `torch.optim` has it, by number.
 
-    Raises
-    ------
-    ValueError
-        It is of other parameters, or lacks state that was saved; the message names some.
+    Raises ValueError: it is of other parameters, or lacks state that was saved; the message names some.
     """
     if not all(isinstance(state_dict.get(key), kind) for key, kind in ((STATE, Mapping), (GROUPS, (list, tuple)))):
         raise ValueError("not the dict of sharded_state_dict(): it has no 'state' and 'param_groups'")

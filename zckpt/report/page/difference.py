@@ -23,13 +23,7 @@ from zckpt.report.text import count
 
 
 def diff_page(document: Mapping[str, Any]) -> str:
-    """Return the page of a diff.
-
-    Parameters
-    ----------
-    document : dict
-        What `zckpt diff --json` prints.
-    """
+    """Return the page of a diff. `document`: what `zckpt diff --json` prints."""
     a, b = document["a"], document["b"]
     title = f"{name_of(a['source'])} and {name_of(b['source'])}"
     body = (
@@ -129,13 +123,7 @@ def _value(value: object) -> str:
 
 
 def series_page(document: Mapping[str, Any]) -> str:
-    """Return the page of a series.
-
-    Parameters
-    ----------
-    document : dict
-        What `zckpt diff --series --json` prints.
-    """
+    """Return the page of a series. `document`: what `zckpt diff --series --json` prints."""
     sources, steps = document["sources"], document["steps"]
     first, last = name_of(sources[0]["source"]), name_of(sources[-1]["source"])
     rows = [(f"<code>{text(one['source'])}</code>", text(described(one))) for one in sources]

@@ -33,15 +33,7 @@ SHOWN_NAMES = 12
 
 
 def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> str:
-    """Return the page of one checkpoint.
-
-    Parameters
-    ----------
-    document : dict
-        From `zckpt.inspect`.
-    map_data : dict
-        From `zckpt.map`.
-    """
+    """Return the page of one checkpoint. `document`: from `zckpt.inspect`; `map_data`: from `zckpt.map`."""
     source = name_of(document["source"])
     listed = _files(document, str(map_data.get("root", "")))
     more = _groups(document) + MAP_TABLE
@@ -177,12 +169,8 @@ def _below(path: str, root: str) -> str:
 def verify_page(document: Mapping[str, Any], map_data: Mapping[str, Any] | None = None) -> str:
     """Return the page of a verification.
 
-    Parameters
-    ----------
-    document : dict
-        What `zckpt verify --json` prints.
-    map_data : dict, optional
-        From `zckpt.map`, if the checkpoint could be read; findings are marked in it.
+    `document`: what `zckpt verify --json` prints; `map_data`: from `zckpt.map`, if the checkpoint could be read;
+    findings are marked in it.
     """
     source = name_of(document["source"])
     findings = sorted(document["findings"], key=lambda one: SEVERITIES.index(one["severity"]))

@@ -18,13 +18,7 @@ from zckpt.report.text import count
 
 
 def svg(map_data: Mapping[str, Any]) -> str:
-    """Return the map as an SVG document.
-
-    Parameters
-    ----------
-    map_data : dict
-        From `zckpt.map`.
-    """
+    """Return the map as an SVG document. `map_data`: from `zckpt.map`."""
     drawn, height = shapes(map_data)
     title = f"Map of {map_data['source']}"
     parameters = count(num_parameters(map_data), "parameter")
@@ -45,13 +39,7 @@ def svg(map_data: Mapping[str, Any]) -> str:
 
 
 def png(map_data: Mapping[str, Any]) -> bytes:
-    """Return the map as a PNG, at twice the SVG's pixels.
-
-    Raises
-    ------
-    MissingPackageError
-        matplotlib is not installed.
-    """
+    """Return the map as a PNG, at twice the SVG's pixels. Raises MissingPackageError: matplotlib is not installed."""
     try:
         figure_type: Any = import_module("matplotlib.figure").Figure
         canvas: Any = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
