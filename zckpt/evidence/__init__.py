@@ -5,12 +5,14 @@ program wrote down, rules of their own. It is known here when that is certain, a
 
 solver      names in an order of which some may be left out
 modules     names whose order follows from the modules that they are in
+trained     which tensors an optimizer could own at all
 unnamed     what is said where no name is certain
 """
 
 from __future__ import annotations
 
 from zckpt.evidence.solver import Evidence, agree, orders_of, shown_shape
+from zckpt.evidence.trained import is_trainable, may_be_trained
 from zckpt.evidence.unnamed import (
     NAMES_ADVICE,
     NAMES_BY_STAGE_ADVICE,
@@ -27,7 +29,9 @@ __all__ = [
     "NAMES_OF_RANK_ADVICE",
     "Evidence",
     "agree",
+    "is_trainable",
     "keep_number",
+    "may_be_trained",
     "note_not_used",
     "note_numbers",
     "orders_of",

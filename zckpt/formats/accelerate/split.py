@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.evidence import refuse_unnamed
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
+from zckpt.state import Checkpoint, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +40,15 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     if not models:
         if checkpoint.optimizers():
             raise _unpaired(checkpoint, "one model, or which parameters are of which")
-        return Parts(checkpoint, [_trained(checkpoint)], [checkpoint] if checkpoint.param_groups else [])
+        return Parts(checkpoint, [checkpoint], [checkpoint] if checkpoint.param_groups else [])
     apart = [_of_model(checkpoint, name) for name in models]
     if not checkpoint.optimizers() and not paired:
-        return Parts(checkpoint, list(map(_trained, apart)), [checkpoint] if checkpoint.param_groups else [])
+        return Parts(checkpoint, apart, [checkpoint] if checkpoint.param_groups else [])
     if sum(len(one.param_groups) for one in apart) != len(checkpoint.param_groups):
         raise _unpaired(checkpoint, "an optimizer for each model")
     if checkpoint.param_groups and any(len({g.optimizer for g in one.param_groups}) != 1 for one in apart):
         raise _unpaired(checkpoint, "one optimizer for each model")
-    return Parts(_arranged(checkpoint, models), list(map(_trained, apart)), apart if checkpoint.param_groups else [])
+    return Parts(_arranged(checkpoint, models), apart, apart if checkpoint.param_groups else [])
 
 
 def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
@@ -82,12 +82,11 @@ def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:
         checkpoint,
         parameters={one.name: one for one in own},
         buffers={one.name: one for one in buffers},
-        param_groups=[_bare_group(checkpoint.param_groups[at], prefix) for at in groups],
+        param_groups=[
+            replace(group, parameters=[name.removeprefix(prefix) for name in group.parameters])
+            for group in map(checkpoint.param_groups.__getitem__, groups)
+        ],
     )
-
-
-def _bare_group(group: ParamGroup, prefix: str) -> ParamGroup:
-    return replace(group, parameters=[name.removeprefix(prefix) for name in group.parameters])
 
 
 def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:
@@ -104,17 +103,3 @@ def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:
         for name, one in checkpoint.parameters.items()
     }
     return replace(checkpoint, parameters=parameters, param_groups=[checkpoint.param_groups[at] for at in order])
-
-
-def _trained(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint with masters in the place of weights: what Accelerate's optimizers train are the weights."""
-    parameters = {}
-    for name, one in checkpoint.parameters.items():
-        master = one.slots.get(MASTER)
-        if master is None:
-            parameters[name] = one
-            continue
-        others = {key: slot for key, slot in one.slots.items() if key not in (WEIGHT, MASTER)}
-        slots = {WEIGHT: replace(master, name=WEIGHT), **others}
-        parameters[name] = replace(one, dtype=master.dtype, slots=slots)
-    return replace(checkpoint, parameters=parameters)

@@ -21,7 +21,7 @@ from zckpt.formats.accelerate.split import Parts, parts_of
 from zckpt.formats.accelerate.states import OWN as STATES
 from zckpt.formats.accelerate.states import state_files
 from zckpt.formats.assets import copies_of, find_assets, is_adapter
-from zckpt.formats.consolidated.model import model_tensors, model_tree
+from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.dcp import writer as dcp_writer
 from zckpt.formats.dcp.directory import OWN_NAME
@@ -141,11 +141,8 @@ def _numbered(stem: str, number: int) -> str:
 def _plain(parts: Parts) -> Iterator[TargetFile]:
     for number, model in enumerate(parts.models):
         tied = {one.name: one.tied_to for one in model.parameters.values() if one.tied_to is not None}
-        entries = [
-            safetensors_layout.Entry(one.name, one.slots[WEIGHT], one.slots[WEIGHT].dtype, one.name)
-            for one in model.tensors()
-            if one.tied_to is None and WEIGHT in one.slots
-        ]
+        found = trained_tensors(model, tied="drop")
+        entries = [safetensors_layout.Entry(name, slot, dtype, name) for name, (slot, dtype) in found.items()]
         safetensors_layout.check_names([*(one.name for one in entries), *tied])
         metadata = {**tied, **safetensors_layout.FOR_TORCH}
         yield safetensors_layout.lay_out(f"{_numbered(MODEL, number)}.safetensors", entries, metadata)
@@ -156,14 +153,15 @@ def _plain(parts: Parts) -> Iterator[TargetFile]:
 
 def _full(parts: Parts, notes: list[str]) -> Iterator[TargetFile]:
     for number, model in enumerate(parts.models):
-        yield torch_writer.lay_out(f"{_numbered(FSDP_MODEL, number)}.bin", _model(model))
+        yield torch_writer.lay_out(f"{_numbered(FSDP_MODEL, number)}.bin", model_tree(trained_tensors(model)))
     for number, optimizer in enumerate(parts.optimizers):
         yield torch_writer.lay_out(f"{_numbered(OPTIMIZER, number)}.bin", _by_name(optimizer, notes))
 
 
 def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[TargetFile]:
     trees: dict[str, dict[str, object]] = {
-        f"{FSDP_MODEL}_{number}": {"model": _model(model)} for number, model in enumerate(parts.models)
+        f"{FSDP_MODEL}_{number}": {"model": model_tree(trained_tensors(model))}
+        for number, model in enumerate(parts.models)
     }
     for number, optimizer in enumerate(parts.optimizers):
         trees[f"{OPTIMIZER}_{number}"] = {"optimizer": _by_name(optimizer, notes)}
@@ -174,10 +172,6 @@ def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[Target
 
 def _slots(optimizer: Checkpoint) -> list[str]:
     return [name for name in optimizer.slot_names() if name not in (WEIGHT, MASTER)]
-
-
-def _model(model: Checkpoint) -> object:
-    return model_tree(model_tensors(model, "keep", tied="duplicate", exclude_frozen=False))
 
 
 def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:

@@ -64,6 +64,12 @@ def model_tensors(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclu
     return tensors
 
 
+def trained_tensors(checkpoint: Checkpoint, *, tied: str = "duplicate") -> Tensors:
+    """Return what a whole model holds for programs without masters: these in the place of weights, as they are."""
+    found = model_tensors(checkpoint, None, tied=tied, exclude_frozen=False)
+    return {name: (slot, slot.dtype) for name, (slot, _) in found.items()}
+
+
 def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
     """Return the slot that a parameter is written from, and its element type in the target."""
     weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)

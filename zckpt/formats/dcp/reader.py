@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError
+from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
@@ -271,23 +272,13 @@ def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:
     are taken for parameters. A tied parameter is there twice, and nothing says that it is tied.
     """
     for model in models:
+        dtypes = {bare: item.dtype for bare, item in model.tensors.items()}
         for bare, item in model.tensors.items():
             name = model.prefix + bare
             parameter = Parameter(name, item.shape, item.dtype, {WEIGHT: item.slot(WEIGHT)})
-            is_buffer = not _trainable(item) or _is_running_statistic(bare, model.tensors)
-            (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
+            (checkpoint.parameters if may_be_trained(bare, dtypes) else checkpoint.buffers)[name] = parameter
             if (filed := model.prefix + model.filed.get(bare, bare)) != name:
                 checkpoint.wrapped[name] = filed
-
-
-def _trainable(item: TensorItem) -> bool:
-    return is_floating(item.dtype) or item.dtype.startswith("complex")
-
-
-def _is_running_statistic(name: str, tensors: Mapping[str, TensorItem]) -> bool:
-    module, _, last = name.rpartition(".")
-    count = tensors.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
-    return last in ("running_mean", "running_var") and count is not None and not _trainable(count)
 
 
 def _carry(checkpoint: Checkpoint, root: Branch, models: set[Keys], optimizers: set[Keys], lost: list[str]) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import Held, RankReader, elements, rules_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
-from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, TorchFile, brief, has_checksums, read_torchfile
 
 FLAT = "_flat_param"
@@ -121,10 +121,10 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
     """
     owners: dict[tuple[object, ...], str] = {}
     is_shown = model.tells_parameters
+    dtypes = {name: held[0].dtype for name, held in model.held.items()}
     for name, held in model.held.items():
         joined = model.files.joined(WEIGHT, name, list(enumerate(held)))
-        seems = _trainable(held[0]) and not _is_running_statistic(name, model.held)
-        is_buffer = not held[0].is_parameter and (is_shown or not seems)
+        is_buffer = not held[0].is_parameter and (is_shown or not may_be_trained(name, dtypes))
         key = _identity(held)
         owner = name if is_buffer or key is None else owners.setdefault(key, name)
         parameter = Parameter(name, joined.slot.shape, joined.slot.dtype)
@@ -145,13 +145,3 @@ def _identity(held: Sequence[Held]) -> tuple[object, ...] | None:
         if one.boxes:
             return (rank, one.shape, *(identity_of(box.tensor) for box in one.boxes))
     return None
-
-
-def _trainable(held: Held) -> bool:
-    return is_floating(held.dtype) or held.dtype.startswith("complex")
-
-
-def _is_running_statistic(name: str, model: Mapping[str, Sequence[Held]]) -> bool:
-    module, _, last = name.rpartition(".")
-    count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
-    return last in ("running_mean", "running_var") and count is not None and not _trainable(count[0])

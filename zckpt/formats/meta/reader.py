@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.evidence import is_trainable
 from zckpt.formats.meta.cut import Sizes, cut_dimension
-from zckpt.formats.torch_files.content import is_trainable
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of, span_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Topology
 from zckpt.state.inventory import Claim
@@ -110,7 +110,7 @@ def _add(
             continue
         cut = cut_dimension(name, tensor.shape, ranks, sizes, vocabulary, files[0].path)
         slices = [one for content in contents if isinstance(one := content[name], Tensor)]
-        is_buffer = name.endswith(BUFFER) or not is_trainable(tensor)
+        is_buffer = name.endswith(BUFFER) or not is_trainable(tensor.dtype)
         if cut is None:
             slot = slot_of(WEIGHT, tensor, files[0].path)
             kind = "buffer" if is_buffer else "parameter"

@@ -74,28 +74,37 @@ def read(source: Path) -> Checkpoint:
     checkpoint = Checkpoint(str(source), "safetensors")
     where: dict[str, str] = {}
     for path in _files(source):
-        slots, metadata, nbytes = read_header(path)
+        slots, metadata = add_file(checkpoint, path)
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
-        rules = (*rules_of(metadata, slots), *carry_texts(checkpoint, path, metadata, slots))
-        checkpoint.files.append(source_file(path, slots, metadata, nbytes, rules))
         for name, slot in slots.items():
-            if name in checkpoint.parameters or name in checkpoint.buffers:
-                raise DamagedFileError(f"{name} is in two files", path=path)
             target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
             target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
             where[name] = path.name
     if source.is_dir() and (source / INDEX_NAME).is_file():
-        checkpoint.claims[str(source / INDEX_NAME)] = Claim(IMPLIED, "which file each tensor is in")
-        for name, file in weight_map(source / INDEX_NAME).items():
-            if where.get(name) != file:
-                raise DamagedFileError(
-                    f"{name} is not where the index says",
-                    path=source / INDEX_NAME,
-                    expected=file,
-                    found=where.get(name),
-                )
+        take_index(checkpoint, source / INDEX_NAME, where)
     return checkpoint
+
+
+def add_file(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
+    """Add a file of a model to those of a checkpoint, which has none of its tensors yet; return tensors and texts."""
+    slots, texts, nbytes = read_header(path)
+    rules = (*rules_of(texts, slots), *carry_texts(checkpoint, path, texts, slots))
+    checkpoint.files.append(source_file(path, slots, texts, nbytes, rules))
+    twice = [name for name in slots if name in checkpoint.parameters or name in checkpoint.buffers]
+    if twice:
+        raise DamagedFileError(f"{twice[0]} is in two files", path=path)
+    return slots, texts
+
+
+def take_index(checkpoint: Checkpoint, index: Path, where: Mapping[str, str]) -> None:
+    """Note an index, which has to say where the files are in which tensors were found."""
+    checkpoint.claims[str(index)] = Claim(IMPLIED, "which file each tensor is in")
+    for name, file in weight_map(index).items():
+        if where.get(name) != file:
+            raise DamagedFileError(
+                f"{name} is not where the index says", path=index, expected=file, found=where.get(name)
+            )
 
 
 def carry_texts(
@@ -118,10 +127,15 @@ def _files(source: Path) -> list[Path]:
     index = source / INDEX_NAME
     if not index.is_file():
         return [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else unindexed.shards(source)
+    return indexed_files(index)
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """Return the files that an index names, which are beside it."""
     names = sorted(set(weight_map(index).values()))
     if any(Path(name).name != name for name in names):
         raise DamagedFileError("the index names a file outside its directory", path=index)
-    return [source / name for name in names]
+    return [index.parent / name for name in names]
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zckpt.evidence import NAMES_ADVICE, agree
+from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
 from zckpt.formats.torch_files.state_dicts import (
     OptimizerState,
     joined,
@@ -31,7 +31,6 @@ from zckpt.formats.torch_files.state_dicts import (
     unflattened,
 )
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import Tensor, is_tensor
@@ -163,23 +162,17 @@ def is_state_dict(node: object) -> bool:
     return any(isinstance(value, Tensor) for value in values) and all(map(is_tensor, values))
 
 
-def is_trainable(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements can be trained."""
-    return is_floating(tensor.dtype) or tensor.dtype.startswith("complex")
-
-
-def is_running_statistic(name: str, model: Node) -> bool:
-    """Tell whether an entry is a batch norm's running mean or variance: the integer count next to it says so."""
-    module, _, last = name.rpartition(".")
-    count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
-    return last in ("running_mean", "running_var") and isinstance(count, Tensor) and not is_trainable(count)
+def dtypes_of(model: Node) -> dict[str, str]:
+    """Return the element types of a state dict's tensors."""
+    return {str(name): one.dtype for name, one in model.items() if isinstance(one, Tensor)}
 
 
 def shapes_of(model: Node) -> dict[str, tuple[int, ...]]:
     """Return the shapes of what an optimizer could have of a model."""
     found: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
+    dtypes = dtypes_of(model)
     for name, one in model.items():
-        if isinstance(one, Tensor) and is_trainable(one) and not is_running_statistic(str(name), model):
+        if isinstance(one, Tensor) and may_be_trained(str(name), dtypes):
             found.setdefault(identity_of(one) if one.numel else (name,), (str(name), one.shape))
     return dict(found.values())
 

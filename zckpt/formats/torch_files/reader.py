@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
 from zckpt.errors import SourceError, UnsupportedError
+from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
-from zckpt.formats.torch_files.content import content_of, is_running_statistic, is_trainable
+from zckpt.formats.torch_files.content import content_of, dtypes_of
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter
@@ -98,18 +100,16 @@ def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: st
     running statistics of a batch norm; the rest are taken for parameters.
     """
     owners: dict[tuple[object, ...], str] = {}
+    dtypes = dtypes_of(model)
     for name, tensor in by_name(model, path).items():
         if not isinstance(tensor, Tensor):
             continue
-        slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
-        if not is_trainable(tensor) or is_running_statistic(name, model):
-            checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+        one = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
+        if not may_be_trained(name, dtypes):
+            checkpoint.buffers[name] = one
             continue
         owner = owners.setdefault(identity_of(tensor), name) if tensor.numel else name
-        if owner != name:
-            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, tied_to=owner)
-        else:
-            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+        checkpoint.parameters[name] = one if owner == name else replace(one, slots={}, tied_to=owner)
 
 
 def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:

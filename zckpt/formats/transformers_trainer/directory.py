@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError, listed
+from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss
 from zckpt.storage.files import is_file
 
 OWN_NAME = "zckpt.pt"
 STATE_NAME = "trainer_state.json"
-ADAPTER_CONFIG = "adapter_config.json"
 PIPELINE_NAME = "model_index.json"
 
 FULL_STEM, ADAPTER_STEM = "pytorch_model_fsdp", "adapter_model"

@@ -14,26 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.evidence import may_be_trained
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
 from zckpt.formats.fsdp_rank_files.held import refuse_share
-from zckpt.formats.safetensors.file import aliases_in, carry_texts, read_header, rules_of, source_file, weight_map
+from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, take_index
 from zckpt.formats.torch_files.content import is_state_dict
 from zckpt.formats.torch_files.reader import add_tensors
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.formats.transformers_trainer.architectures import architecture
-from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, Directory, ModelFiles
+from zckpt.formats.transformers_trainer.directory import Directory, ModelFiles
 from zckpt.formats.transformers_trainer.readings import Weights
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.state.dtypes import is_floating
-from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.storage.files import read_json
 from zckpt.torchfile import brief, is_tensor, read_torchfile
-
-CONFIG_NAME = "config.json"
-
-
-COUNT = "num_batches_tracked"
-RUNNING = ("running_mean", "running_var")
-"""Buffers of a batch norm, which are floats."""
 
 
 def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory: Directory) -> Weights:
@@ -42,20 +35,24 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     `prefix`: put before all names, where there are several models. Raises SourceError: a file is damaged or missing, or
     the index says otherwise than the files.
     """
-    paths = _paths(files)
+    paths = indexed_files(files.path) if files.is_indexed else [files.path]
     one = Checkpoint(str(directory.path), "")
     place_of: dict[str, int] = {}
     for number, path in enumerate(paths):
-        before = {*one.parameters, *one.buffers}
         (_read_safetensors if path.suffix == ".safetensors" else _read_torch)(one, path)
-        new = [name for name in (*one.parameters, *one.buffers) if name not in before]
-        place_of |= dict.fromkeys(new, number)
+        for name in (*one.parameters, *one.buffers):
+            place_of.setdefault(name, number)
     if files.is_indexed:
-        _check_index(files.path, {name: paths[number].name for name, number in place_of.items()})
-        checkpoint.claims[str(files.path)] = Claim(IMPLIED, "which file each tensor is in")
+        take_index(one, files.path, {name: paths[number].name for name, number in place_of.items()})
     weights = _weights(one, place_of, paths)
     weights.known = architecture(_model_type(directory))
-    _move(one, checkpoint, prefix)
+    checkpoint.files += one.files
+    checkpoint.claims |= one.claims
+    checkpoint.metadata |= {f"{prefix}{key}": value for key, value in one.metadata.items()}
+    for section in ("parameters", "buffers"):
+        for name, tensor in getattr(one, section).items():
+            tied = None if tensor.tied_to is None else f"{prefix}{tensor.tied_to}"
+            getattr(checkpoint, section)[f"{prefix}{name}"] = replace(tensor, name=f"{prefix}{name}", tied_to=tied)
     return weights
 
 
@@ -73,41 +70,15 @@ def _weights(one: Checkpoint, place_of: Mapping[str, int], paths: list[Path]) ->
     return Weights(shapes, {} if in_turn == sorted(in_turn) else places)
 
 
-def _paths(files: ModelFiles) -> list[Path]:
-    if not files.is_indexed:
-        return [files.path]
-    names = sorted(set(weight_map(files.path).values()))
-    if any(Path(name).name != name for name in names):
-        raise DamagedFileError("the index names a file outside its directory", path=files.path)
-    return [files.path.parent / name for name in names]
-
-
-def _check_index(index: Path, where: Mapping[str, str]) -> None:
-    for name, file in weight_map(index).items():
-        if where.get(name) != file:
-            raise DamagedFileError(
-                f"{name} is not where the index says", path=index, expected=file, found=where.get(name)
-            )
-
-
 def _read_safetensors(one: Checkpoint, path: Path) -> None:
-    slots, texts, nbytes = read_header(path)
-    rules = (*rules_of(texts, slots), *carry_texts(one, path, texts, slots))
-    one.files.append(source_file(path, slots, texts, nbytes, rules))
+    slots, texts = add_file(one, path)
+    dtypes = {name: slot.dtype for name, slot in slots.items()}
     for name, slot in slots.items():
-        _check_new(one, name, path)
-        trained = is_floating(slot.dtype) and not _is_running(name, slots)
-        (one.parameters if trained else one.buffers)[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+        kind = one.parameters if may_be_trained(name, dtypes) else one.buffers
+        kind[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
     for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
-            shape, dtype = one.parameters[owner].shape, one.parameters[owner].dtype
-            one.parameters[alias] = Parameter(alias, shape, dtype, tied_to=owner)
-
-
-def _is_running(name: str, slots: Mapping[str, Slot]) -> bool:
-    module, _, last = name.rpartition(".")
-    count = slots.get(f"{module}.{COUNT}" if module else COUNT)
-    return last in RUNNING and count is not None and not is_floating(count.dtype)
+            one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)
 
 
 def _read_torch(one: Checkpoint, path: Path) -> None:
@@ -118,26 +89,12 @@ def _read_torch(one: Checkpoint, path: Path) -> None:
         raise UnsupportedError(
             "holds no state dict", path=path, expected="a dict of tensors by name", found=brief(root, 60)
         )
-    for name in by_name(root, str(path)):
-        _check_new(one, name, path)
+    twice = [name for name in by_name(root, str(path)) if name in one.parameters or name in one.buffers]
+    if twice:
+        raise DamagedFileError(f"{twice[0]} is in two files", path=path)
     add_tensors(one, root, str(path))
     one.metadata |= {str(key): carried(file, value) for key, value in root.items() if not is_tensor(value)}
     one.files.append(describe(file, "model"))
-
-
-def _check_new(one: Checkpoint, name: str, path: Path) -> None:
-    if name in one.parameters or name in one.buffers:
-        raise DamagedFileError(f"{name} is in two files", path=path)
-
-
-def _move(one: Checkpoint, checkpoint: Checkpoint, prefix: str) -> None:
-    """Put all of one model's into the checkpoint."""
-    checkpoint.files += one.files
-    checkpoint.metadata |= {f"{prefix}{key}": value for key, value in one.metadata.items()}
-    for section in ("parameters", "buffers"):
-        for name, tensor in getattr(one, section).items():
-            tied = None if tensor.tied_to is None else f"{prefix}{tensor.tied_to}"
-            getattr(checkpoint, section)[f"{prefix}{name}"] = replace(tensor, name=f"{prefix}{name}", tied_to=tied)
 
 
 def _model_type(directory: Directory) -> str | None:

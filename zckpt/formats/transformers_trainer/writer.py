@@ -20,7 +20,7 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.assets import CONFIG_NAME, copies_of, find_assets, is_adapter
-from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
@@ -32,7 +32,7 @@ from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, OWN_NAME, STATE_NAME
 from zckpt.formats.transformers_trainer.groups import as_the_trainer_has_them
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.files import read_json
 from zckpt.torchfile import Object, node_of
 
@@ -82,10 +82,13 @@ def lay_out(job: Job) -> TargetFiles:
     else:
         notes.append("the source has no optimizer: the Trainer resumes with the weights and the step alone")
     files.append(_trainer_state(checkpoint, job.options.train_batch_size, notes))
-    own = _own_files(checkpoint, notes)
+    states = random_states(checkpoint)
+    if not states:
+        notes.append("no random state is in the source that the Trainer takes: it begins with its arguments' seed")
+    own = {name: checkpoint.metadata[key] for key, name in FILES.items() if key in checkpoint.metadata} | states
     files += [torch_writer.lay_out(name, value) for name, value in own.items()]
     rest = remainder(checkpoint)
-    carried = {"trainer_state", *(_key(name) for name in own)}
+    carried = {"trainer_state", *(Path(name).stem for name in own)}
     carried |= {"scheduler"} if checkpoint.param_groups else set()
     rest["metadata"] = {key: value for key, value in checkpoint.metadata.items() if key not in carried}
     files.append(torch_writer.lay_out(OWN_NAME, rest))
@@ -93,10 +96,6 @@ def lay_out(job: Job) -> TargetFiles:
     if not assets:
         notes.append("config.json is not with the source: give the Trainer the model, or put it there")
     return TargetFiles(files, notes=notes, copied=frozenset(assets))
-
-
-def _key(name: str) -> str:
-    return Path(name).stem
 
 
 def _check(checkpoint: Checkpoint) -> None:
@@ -118,23 +117,10 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def _model_files(checkpoint: Checkpoint, assets: Mapping[str, Path]) -> list[TargetFile]:
-    entries = []
-    for name, slot in _weights(checkpoint).items():
-        entries.append(Entry(name, slot, slot.dtype, name))
+    entries = [Entry(name, slot, dtype, name) for name, (slot, dtype) in trained_tensors(checkpoint).items()]
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
         return [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
     return safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
-
-
-def _weights(checkpoint: Checkpoint) -> dict[str, Slot]:
-    """Return what the model has under each name: masters where there are any, else its own weights."""
-    found = {}
-    for name in checkpoint.parameters:
-        slots = checkpoint.owner(name).slots
-        slot = slots.get(MASTER) or slots.get(WEIGHT)
-        if slot is not None:
-            found[name] = slot
-    return found | {name: buffer.slots[WEIGHT] for name, buffer in checkpoint.buffers.items()}
 
 
 def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[str]) -> TargetFile:
@@ -176,12 +162,3 @@ def _batch_size(checkpoint: Checkpoint) -> int:
             expected="--train-batch-size N: samples of a device in each step",
         )
     return found[0]
-
-
-def _own_files(checkpoint: Checkpoint, notes: list[str]) -> dict[str, object]:
-    """Return what goes into files of the Trainer's as it is: random states, the loss scaler, its arguments."""
-    found = {name: checkpoint.metadata[key] for key, name in FILES.items() if key in checkpoint.metadata}
-    states = random_states(checkpoint)
-    if not states:
-        notes.append("no random state is in the source that the Trainer takes: it begins with its arguments' seed")
-    return found | states

@@ -7,15 +7,15 @@ write one file for each rank, and the model in a file next to them or in each of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError, about
 from zckpt.evidence import NAMES_ADVICE, note_not_used
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
-from zckpt.formats.torch_files.tensors import as_mapping, carried, describe, slot_of
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find
 from zckpt.formats.zero_redundancy.ranks import (
     Order,
@@ -60,23 +60,33 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
 
 
 def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | None) -> Checkpoint:
-    """Read a directory that zckpt wrote. Parameters and errors are those of `read`."""
+    """Read a directory that zckpt wrote; `metadata.pt` says which tensors are buffers and which are tied."""
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     for model in directory.models:
         file = read_torchfile(model)
         checkpoint.files.append(describe(file, "model"))
-        _place(checkpoint, file)
-    about = as_mapping(as_mapping(metadata.root, metadata.path).get(KEY), metadata.path)
-    order = _order(about, metadata)
-    if names is not None and about.get("unnamed"):
+        for name, tensor in by_name(as_mapping(file.root, file.path), file.path).items():
+            if name in checkpoint.parameters:
+                raise DamagedFileError(f"{name} is there twice", path=file.path)
+            if isinstance(tensor, Tensor):
+                slots = {WEIGHT: slot_of(WEIGHT, tensor, file.path)}
+                checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+    with about(metadata.path):
+        order, shapes, held, has_numbers = _numbering(metadata)
+    if names is not None and has_numbers:
         order = order_by_names(names, [len(group) for group in order], checkpoint, str(directory.path))
     else:
         note_not_used(checkpoint, names)
     outside = [name for group in order for name in group if name not in checkpoint.parameters]
-    shapes = _shapes(about, metadata)
     for name in outside:
         checkpoint.parameters[name] = Parameter(name, shapes.get(name, ()), "float32")
-    _attach(checkpoint, directory, order, _held(about, order, metadata))
+    if directory.ranks:
+        attach_ranks(checkpoint, read_ranks(checkpoint, directory.ranks), order, held)
+    elif order:
+        file = read_torchfile(directory.path / OPTIMIZER_NAME)
+        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
+        every = [name for group in order for name in group]
+        attach_named(checkpoint, parse(file.root, file.path), file.path, every)
     for name in outside:
         parameter = checkpoint.parameters.pop(name)
         if parameter.slots or parameter.state:
@@ -87,71 +97,37 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
     return checkpoint
 
 
-def _place(checkpoint: Checkpoint, file: TorchFile) -> None:
-    """Take over a model's tensors; `metadata.pt` says which are buffers and which are tied."""
-    for key, tensor in as_mapping(file.root, file.path).items():
-        if isinstance(tensor, Tensor):
-            name = str(key)
-            if name in checkpoint.parameters:
-                raise DamagedFileError(f"{name} is there twice", path=file.path)
-            slots = {WEIGHT: slot_of(WEIGHT, tensor, file.path)}
-            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, tuple[int, ...]], Shares | None, bool]:
+    """Return the optimizer's order, shapes of what is not the model's, which rank has what, and whether names lack.
 
-
-def _attach(checkpoint: Checkpoint, directory: Directory, order: Order, held: Shares | None) -> None:
-    if directory.ranks:
-        attach_ranks(checkpoint, read_ranks(checkpoint, directory.ranks), order, held)
-    elif order:
-        file = read_torchfile(directory.path / OPTIMIZER_NAME)
-        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
-        every = [name for group in order for name in group]
-        attach_named(checkpoint, parse(file.root, file.path), file.path, every)
-
-
-def _order(about: Mapping[object, object], metadata: TorchFile) -> Order:
-    names = about.get("names")
-    if not isinstance(names, list) or not all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in names
+    What ranks have is said where it does not follow from sizes (parameters that were put on RPC workers).
+    """
+    said = as_mapping(as_mapping(metadata.root, metadata.path).get(KEY), metadata.path)
+    order, held = said.get("names"), said.get("held")
+    if not isinstance(order, list) or not all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in order
     ):
-        raise DamagedFileError("unexpected content", path=metadata.path, expected="lists of names")
-    every = [name for group in names for name in group]
+        raise DamagedFileError("unexpected content", expected="lists of names")
+    every = [name for group in order for name in group]
     if len(set(every)) != len(every):
-        raise DamagedFileError("the optimizer has a parameter twice", path=metadata.path)
-    return names
-
-
-def _held(about: Mapping[object, object], order: Order, metadata: TorchFile) -> Shares | None:
-    """Return which rank has what, where that does not follow from sizes (parameters that were put on RPC workers)."""
-    held = about.get("held")
-    if held is None:
-        return None
-    every: list[list[object]] = [[] for _ in order]
-    if not isinstance(held, list) or not all(isinstance(groups, list) and len(groups) == len(order) for groups in held):
-        raise DamagedFileError("unexpected content", path=metadata.path, expected="lists of parameters by rank")
-    for groups in held:
-        for known, mine in zip(every, groups, strict=True):
-            known.extend(mine if isinstance(mine, list) else [mine])
-    if any(
-        sorted(map(repr, known)) != sorted(map(repr, range(len(group))))
-        for known, group in zip(every, order, strict=True)
-    ):
-        raise DamagedFileError("ranks do not have every parameter once", path=metadata.path)
-    return held
-
-
-def _shapes(about: Mapping[object, object], metadata: TorchFile) -> dict[str, tuple[int, ...]]:
-    """Return the recorded shapes of parameters that the model does not hold."""
-    shapes = as_mapping(about.get("shapes"), metadata.path)
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in shapes.items():
+        raise DamagedFileError("the optimizer has a parameter twice")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in as_mapping(said.get("shapes"), metadata.path).items():
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-            raise DamagedFileError("unexpected content", path=metadata.path, expected=f"the shape of {name}")
-        found[str(name)] = tuple(shape)
-    return found
+            raise DamagedFileError("unexpected content", expected=f"the shape of {name}")
+        shapes[str(name)] = tuple(shape)
+    if held is not None:
+        if not isinstance(held, list) or not all(isinstance(one, list) and len(one) == len(order) for one in held):
+            raise DamagedFileError("unexpected content", expected="lists of parameters by rank")
+        for number, group in enumerate(order):
+            found = [one for its in held for one in (its[number] if isinstance(its[number], list) else [its[number]])]
+            if sorted(map(repr, found)) != sorted(map(repr, range(len(group)))):
+                raise DamagedFileError("ranks do not have every parameter once")
+    return order, shapes, held, bool(said.get("unnamed"))
 
 
 def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
-    """Read a directory that another program wrote. Parameters and errors are those of `read`."""
+    """Read a directory that another program wrote."""
     path = str(directory.path)
     checkpoint = _model(directory, names)
     checkpoint.source, checkpoint.format = path, FORMAT
