@@ -3,15 +3,17 @@
 Under ZeRO-3 every rank's model file has every name and shape, and a record for each tensor, all of them empty. Such a
 file costs as much to read as the whole model has names. Where all of a file's bytes are those of another, but for the
 archive's name, which each record's begins with, the checksums and the records' data, it gets the other's tree. Names
-have as many characters: there are four kinds of them among a thousand ranks.
+have as many characters: the first file of another length is held against the others record by record.
 """
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from zckpt.torchfile import FileRange, TorchFile, find_directory, open_range, read_source
+from zckpt.errors import SourceError
+from zckpt.torchfile import FileRange, TorchFile, find_directory, open_range, read_archive, read_source
 
 if TYPE_CHECKING:
     from zckpt.formats.alike_patterns import Pattern
@@ -46,13 +48,21 @@ class AlikeReader:
                 return found
             count, start, size = find_directory(source)
             self._count += count
-            file = read_source(source)
+            file = self._with_records(source, count) or read_source(source)
             if count >= FEWEST_RECORDS and self._count >= ENOUGH_RECORDS:
                 from zckpt.formats.alike_patterns import Pattern
 
                 made = Pattern.of(source, file, start, size)
                 self._patterns = [*self._patterns[1 - MOST_PATTERNS :], made] if made is not None else self._patterns
             return file
+
+    def _with_records(self, source: FileRange, count: int) -> TorchFile | None:
+        if all(len(pattern.file.records) != count for pattern in self._patterns):
+            return None
+        with suppress(SourceError):  # which reading it says better
+            records = list(read_archive(source).values())
+            return next(filter(None, (one.match_records(source, records) for one in self._patterns)), None)
+        return None
 
     def _alike(self, source: FileRange) -> TorchFile | None:
         data, ranges = bytearray(), list[tuple[int, int]]()

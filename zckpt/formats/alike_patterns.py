@@ -5,12 +5,14 @@ Apart from `alike_files` because it needs numpy, which is loaded when there are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from zckpt.formats.alike_records import AlikeRecords
 from zckpt.storage.files import read_into
-from zckpt.torchfile import CENTRAL, LOCAL, FileRange, TorchFile
+from zckpt.torchfile import CENTRAL, LOCAL, FileRange, Record, TorchFile
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
@@ -26,7 +28,7 @@ class Pattern:
         self.file, self.root = file, file.archive.encode() + b"/"
         inner = {one.name.partition("/")[2]: index for index, one in enumerate(file.records)}
         pickle = inner["data.pkl"]
-        kept = {pickle, inner.get("byteorder")}
+        kept = [pickle, *(index for name, index in inner.items() if name == "byteorder")]
         data = sorted((one.offset, one.offset + one.nbytes) for index, one in enumerate(file.records)
                       if index not in kept and one.nbytes)  # fmt: skip
         far = [one for one in data if one[1] - one[0] > CLOSE]
@@ -39,6 +41,9 @@ class Pattern:
             return found
 
         self.data = read_ranges(source, self.ranges)
+        starts = within(np.array([file.records[index].offset for index in kept])).tolist()
+        self.kept = {index: slice(at, at + file.records[index].nbytes) for index, at in zip(kept, starts, strict=True)}
+        self.begin = slice(starts[0], starts[0] + min(file.records[pickle].nbytes, CLOSE))
         self.free = np.zeros(len(self.data), bool)
         for low, high in set(data).difference(far):
             at = int(within(np.array(low)))
@@ -78,6 +83,8 @@ class Pattern:
         name, expected = bytes(data[LOCAL.size : LOCAL.size + len(self.root)]), np.frombuffer(self.data, np.uint8)
         if name[-1:] != b"/" or name.count(b"/") > 1 or not name.isascii():
             return None
+        if data[self.begin] != self.data[self.begin]:  # the pickle, which names the device of its rank
+            return None
         for at, (before, after) in enumerate(zip(self.name, name, strict=True)):
             if before != after:
                 expected[self.named + at] = after
@@ -87,7 +94,25 @@ class Pattern:
                 return None
             crcs = self._crcs(data)
             changed = {int(i): int(crcs[i]) for i in np.flatnonzero(crcs != self.crcs)}
-        file, archive = self.file, name[:-1].decode()
+        return self._file(source, name[:-1].decode(), changed)
+
+    def match_records(self, source: FileRange, records: Sequence[Record]) -> TorchFile | None:
+        """Return a file with this one's tree if it has the same pickle, and the same records in the same places.
+
+        Its archive's name may have any length.
+        """
+        own, archive = self.file.records, records[0].name.partition("/")[0]
+        expected = [(archive + one.name[len(self.root) - 1 :], one.offset, one.nbytes) for one in own]
+        if [(one.name, one.offset, one.nbytes) for one in records] != expected:
+            return None
+        changed = {index: one.crc32 for index, one in enumerate(records) if one.crc32 != own[index].crc32}
+        for index, part in self.kept.items():
+            if index in changed or source.read(own[index].offset, own[index].nbytes) != self.data[part]:
+                return None
+        return self._file(source, archive, changed)
+
+    def _file(self, source: FileRange, archive: str, changed: dict[int, int]) -> TorchFile:
+        file = self.file
         records = AlikeRecords(file.records, self.filled, len(self.root) - 1, archive, changed)
         return TorchFile(source.path, source.nbytes, "zip", file.byteorder, file.root, file.storages, file.globals,
                          file.protocol, records, archive, file.plain)  # fmt: skip
