@@ -66,6 +66,15 @@ def test_parts_in_any_order_that_may_overlap_are_put_together(
         assert (checked.records, checked.nbytes) == (1, len(data))
 
 
+def test_what_was_seen_end_to_end_is_kept_as_one() -> None:
+    data = bytes(range(200)) * 3
+    checks = Checks([Sum("record", "x", 0, 700, 0)])
+    for at in range(0, 600, 6):
+        checks.add([Seen("x", at, 6, crc32(data[at : at + 6]))])
+    ((_, seen),) = checks.hand_over()
+    assert seen == [Seen("x", 0, 600, crc32(data))]
+
+
 def big(path: Path, *, pad: int = 0) -> dict[str, torch.Tensor]:
     """Write a file of three records, of which one is strided in its tensor and one has `pad` elements of no tensor."""
     torch.manual_seed(0)

@@ -103,6 +103,17 @@ def test_each_file_is_read_once(tmp_path: Path) -> None:
         assert sum(nbytes for _, _, nbytes in sources.reads) == end
 
 
+def test_parts_of_a_parameter_are_read_at_once(tmp_path: Path) -> None:
+    (slot,) = shards(tmp_path, [300], 100)
+    cuts = [Cut(slot.spans, start, 75, (225 - start) * 4) for start in (0, 75, 150, 225)]  # type: ignore[arg-type]
+    memory = bytearray(1200)
+    with Counting() as sources:
+        read_together(cuts, memoryview(memory), sources, 1 << 20)
+        assert len(sources.reads) == 100
+        alone = read_extent(slot, Extent.whole(slot.shape), sources).tobytes()
+    assert bytes(memory) == b"".join(alone[start : start + 300] for start in (900, 600, 300, 0))
+
+
 def test_a_scan_reads_what_is_cut_finely_together(tmp_path: Path, reads: list[str]) -> None:
     slots = shards(tmp_path, [4000, 3, 129] * 20, 128)
     sets = [SlotSet(str(number), (slot,), ("float32",)) for number, slot in enumerate(slots)]

@@ -183,7 +183,13 @@ class Checks:
             if each.nbytes == one.nbytes and each.crc32 is not None:
                 self._note(one, each.crc32)
             else:
-                self._seen.setdefault(one, []).append(each)
+                some = self._seen.setdefault(one, [])
+                if some and _follows(some[-1], each):  # of a record that thousands of pieces need, one is kept
+                    last = some.pop()
+                    crc = None if last.crc32 is None else combine(last.crc32, each.crc32 or 0, each.nbytes)
+                    some.append(Seen(last.path, last.offset, last.nbytes + each.nbytes, crc))
+                else:
+                    some.append(each)
                 self._nbytes[one] = self._nbytes.get(one, 0) + each.nbytes
                 if self._nbytes[one] >= one.nbytes:
                     self._try(one)
@@ -304,6 +310,10 @@ def seen_of(piece: Piece, crc: int) -> Seen:
     """Return what is seen of a source file in a piece that is moved as it is, given its CRC-32."""
     source = piece.copies[0].sources[0]
     return Seen(source.path, source.offset, piece.nbytes, crc)
+
+
+def _follows(one: Seen, other: Seen) -> bool:
+    return one.offset + one.nbytes == other.offset and (one.crc32 is None) == (other.crc32 is None)
 
 
 def _tiles(seen: Iterable[Seen]) -> list[Seen]:

@@ -85,7 +85,7 @@ def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most:
     tables: list[_Table] = []
     nbytes = 0
     for some in by_files.values():
-        for near in _near(sorted(some, key=lambda one: (one.spans.at, one.start)), most):
+        for near in _near(sorted(some, key=lambda one: (one.spans.at, _line(one))), most):
             table = _Table(near)
             if tables and nbytes + table.nbytes > most:
                 _read(tables, into, sources)
@@ -131,34 +131,45 @@ def _read_long(cuts: Sequence[Cut], into: memoryview, sources: Sources) -> None:
             sources.read(path, offset, into[position : position + nbytes])
 
 
-def _near(cuts: Sequence[Cut], most: int) -> Iterator[list[Cut]]:
-    """Yield parameters that lie near each other in each file, in tables of at most `most` bytes if of several."""
-    near: list[Cut] = []
+def _line(one: Cut) -> int:
+    """Return where on its line it begins."""
+    return one.spans.origin + one.start
+
+
+def _near(cuts: Sequence[Cut], most: int) -> Iterator[list[list[Cut]]]:
+    """Yield lines that lie near each other in each file, in tables of at most `most` bytes if of several."""
+    near: list[list[Cut]] = []
     first = end = columns = reach = 0
     for one in cuts:
         low, high = one.spans.files_of(one.start, one.start + one.numel)
         size, width = itemsize(one.spans.files.dtype), one.spans.width
+        last = near[-1][-1] if near else one
+        goes_on = (last.spans.at, last.spans.width, _line(last) + last.numel) == (one.spans.at, width, _line(one))
+        more, gap = (0, 0) if goes_on else (width, one.spans.at - reach)
         rows = max(high, end) - min(low, first)
-        gap = one.spans.at - reach
-        if near and (not 0 <= gap * size <= GAP_NBYTES or rows * (columns + width) * size > most):
+        if near and (not 0 <= gap * size <= GAP_NBYTES or rows * (columns + more) * size > most):
             yield near
-            near = []
+            near, goes_on, more = [], False, width
         if not near:
             first, end, columns = low, high, 0
-        near.append(one)
-        first, end, columns, reach = min(low, first), max(high, end), columns + width, one.spans.at + width
+        if goes_on:
+            near[-1].append(one)
+        else:
+            near.append([one])
+        first, end, columns, reach = min(low, first), max(high, end), columns + more, one.spans.at + width
     yield near
 
 
 class _Table:
-    """What files have of some parameters: a row for each file, columns for each parameter."""
+    """What files have of some lines: a row for each file, columns for each line."""
 
-    def __init__(self, cuts: Sequence[Cut]) -> None:
+    def __init__(self, cuts: Sequence[Sequence[Cut]]) -> None:
         self._cuts = cuts
-        self._files: CutFiles = cuts[0].spans.files
+        self._files: CutFiles = cuts[0][0].spans.files
         self._size = itemsize(self._files.dtype)
         self._at, self._width, low, numel = np.array(
-            [(one.spans.at, one.spans.width, one.spans.origin + one.start, one.numel) for one in cuts], np.int64
+            [(one[0].spans.at, one[0].spans.width, _line(one[0]), sum(each.numel for each in one)) for one in cuts],
+            np.int64,
         ).T
         self._low, self._high = low, low + numel
         self._first, self._end = low // self._width, -(-self._high // self._width)
@@ -201,9 +212,10 @@ class _Table:
         """Put each parameter where it is to be."""
         rows = self._rows.view(self._kind)
         begins, ends = (self._ends - self._width).tolist(), self._ends.tolist()
-        for one, begin, end, top, bottom in zip(
+        for cuts, begin, end, top, bottom in zip(
             self._cuts, begins, ends, self._first.tolist(), self._end.tolist(), strict=True
         ):
-            skipped = one.spans.origin + one.start - top * one.spans.width
-            found = rows[top - self._top : bottom - self._top, begin:end].reshape(-1)[skipped : skipped + one.numel]
-            np.frombuffer(into, self._kind, one.numel, one.position)[:] = found
+            line = rows[top - self._top : bottom - self._top, begin:end].reshape(-1)
+            for one in cuts:
+                at = _line(one) - top * one.spans.width
+                np.frombuffer(into, self._kind, one.numel, one.position)[:] = line[at : at + one.numel]
