@@ -23,8 +23,9 @@ from zckpt.engine.plan import plan
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError
 from zckpt.state import Extent, Slot, Span
-from zckpt.storage import direct
-from zckpt.storage.direct import PAGE_NBYTES, DirectReads, DirectTarget
+from zckpt.storage import files as storage_files
+from zckpt.storage.direct import DirectTarget
+from zckpt.storage.files import LEAST_DIRECT_NBYTES, PAGE_NBYTES, Sources, aligned
 
 NBYTES = 3 << 20
 
@@ -40,19 +41,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(offset=st.integers(0, NBYTES), nbytes=st.integers(1, 1 << 18))
 def test_a_window_has_the_bytes_of_its_place(source, offset, nbytes):
-    reads = DirectReads(1 << 18)
-    try:
+    with Sources(1 << 18) as reads:
         if offset + nbytes > NBYTES + 77:
             with pytest.raises(DamagedFileError, match="ends too early"):
-                reads.window(str(source), offset, max(nbytes, direct.LEAST_NBYTES + NBYTES + 77 - offset))
+                reads.window(str(source), offset, memoryview(bytearray(NBYTES + LEAST_DIRECT_NBYTES)))
             return
-        found = reads.window(str(source), offset, nbytes)
-        if nbytes < direct.LEAST_NBYTES:
-            assert found is None
-        elif found is not None:
-            assert found.tobytes() == source.read_bytes()[offset : offset + nbytes]
-    finally:
-        reads.close()
+        buffer = memoryview(bytearray(nbytes))
+        found, phase = reads.window(str(source), offset, buffer)
+        assert found == source.read_bytes()[offset : offset + nbytes]
+        assert phase in ((None,) if nbytes < LEAST_DIRECT_NBYTES else (None, offset % PAGE_NBYTES))
 
 
 @given(offset=st.integers(0, 3 * PAGE_NBYTES), nbytes=st.integers(1, 1 << 19), phase=st.none() | st.integers(0, 4095))
@@ -60,7 +57,7 @@ def test_what_is_written_directly_is_written_there_and_nowhere_else(tmp_path_fac
     path = tmp_path_factory.mktemp("t") / "t"
     path.write_bytes(b"\xaa" * (1 << 20))
     data = np.random.default_rng(nbytes).bytes(nbytes)
-    memory = direct.aligned(nbytes + PAGE_NBYTES)[phase or 0 :][:nbytes]
+    memory = aligned(nbytes + PAGE_NBYTES)[phase or 0 :][:nbytes]
     memory[:] = data
     with path.open("r+b") as file:
         target = DirectTarget(file.fileno(), str(path), 1 << 17)
@@ -102,7 +99,7 @@ def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(source, 
     write_directory(made, tmp_path / "a")
 
     def refused(path, flags, *rest, **more):
-        if flags & direct._O_DIRECT:
+        if flags & storage_files._O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return usual(path, flags, *rest, **more)
 

@@ -1,23 +1,20 @@
 """Files that no disk has: their bytes, or some of them, are in this process's memory, and readers find them by name.
 
-A folder has a name and a size for each, as for what is in a store (`zckpt.storage.distant`).
+A folder has a name and a size for each, as for what is in a store (`zckpt.storage.stand_ins`).
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from zckpt.deepspeed.engine import in_memory
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import SourceError, TargetError
-from zckpt.storage import distant
+from zckpt.storage.stand_ins import FILES, forget_all, new_base, stand_in
 
 
 class NotHereError(SourceError):
@@ -99,7 +96,7 @@ class HeldFiles:
 
     def __init__(self, tag: str) -> None:
         with _named():
-            self._base = Path(os.path.realpath(tempfile.mkdtemp(prefix=distant.MARK, dir=in_memory())))
+            self._base = new_base(in_memory())
             self.directory = self._base / "files" / tag
             self.directory.mkdir(parents=True)
         self.files: dict[str, Held] = {}
@@ -108,17 +105,12 @@ class HeldFiles:
         """Add a file; its directories are made. Raises as the folder itself."""
         path = self.directory / name
         with _named():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as file:
-                file.truncate(nbytes)
-        self.files[name] = Held(str(path), literals)
-        distant.add(str(path), self.files[name])
+            stand_in(path, nbytes)
+        FILES[str(path)] = self.files[name] = Held(str(path), literals)
 
     def close(self) -> None:
         """Remove the folder."""
-        for one in self.files.values():
-            distant.forget(one.path)
-        shutil.rmtree(self._base, ignore_errors=True)
+        forget_all(self._base, [one.path for one in self.files.values()])
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
-from zckpt.storage.distant import MARK
+from zckpt.storage.stand_ins import MARK
 from zckpt.version import __version__
 
 TASK_NBYTES = 512 << 20

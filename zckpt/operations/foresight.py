@@ -16,10 +16,10 @@ from zckpt.engine.together import GAP_NBYTES
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
-from zckpt.storage.distant import is_remote
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
 from zckpt.storage.room import Room, check_room, read_rate, room, write_rate
+from zckpt.storage.stand_ins import is_remote
 
 SAMPLE_NBYTES = 32 << 20
 """Read, and written, to see how fast that is: enough to leave the caches of a disk, and below a second for most."""

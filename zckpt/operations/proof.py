@@ -20,8 +20,8 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
-from zckpt.storage.distant import place
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable
+from zckpt.storage.stand_ins import place
 from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from zckpt.storage.purpose import Purpose
 from zckpt.storage.remote.mount import check_sources, mount_of, mounted
 from zckpt.storage.remote.schemes import uploads_of
 from zckpt.storage.remote.uploads import Sent, Uploads
+from zckpt.storage.stand_ins import InMemory
 
 SMALL_NBYTES = 1 << 28
 """A file of metadata is sent as a whole, and last, if it is at most this."""
@@ -114,7 +115,7 @@ def _proven(
         folder = there.path if uploads.is_folder else there.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         for one, data in small.items():
-            there.add_bytes(folder / one, data)
+            there.add(folder / one, InMemory(data), len(data))
         companions = [folder / one for one in more]
         for path in companions:
             there.remove(path)

@@ -25,7 +25,7 @@ from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
-from zckpt.storage.distant import place
+from zckpt.storage.stand_ins import place
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

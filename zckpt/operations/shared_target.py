@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from zckpt.engine import Reporter
 from zckpt.errors import TargetError, ZckptError
 from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.stand_ins import InMemory
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Checked, Checks
@@ -141,7 +142,7 @@ class SharedTarget:
         with mounted(self._uploads.url(), missing=True) as there:
             there.path.mkdir(exist_ok=True)
             for name, data in self.in_memory.items():
-                there.add_bytes(there.path / name, data)
+                there.add(there.path / name, InMemory(data), len(data))
             yield there.path
 
     def add(self, name: str, data: bytes) -> None:

@@ -22,8 +22,8 @@ from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
-from zckpt.storage.distant import place
 from zckpt.storage.ownership import Owned
+from zckpt.storage.stand_ins import place
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

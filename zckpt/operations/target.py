@@ -32,10 +32,11 @@ from zckpt.operations.options import DECIDING, Renamed, options_of
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
-from zckpt.storage.distant import check_unchanged, is_remote
+from zckpt.storage.distant import check_unchanged
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
 from zckpt.storage.purpose import Purpose
+from zckpt.storage.stand_ins import is_remote
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""

@@ -10,101 +10,15 @@ reads or writes is read and written through the page cache, and `unavailable` te
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from zckpt.errors import SourceError
-from zckpt.storage.distant import found, is_remote
-from zckpt.storage.files import FLAGS, OPEN_SOURCES, PAGE_NBYTES, too_short, write_all
-
-LEAST_NBYTES = 1 << 16
-"""Of what is read or written directly: each waits for the device, and takes whole blocks of it."""
-
-_NONE = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
-"""What is said where there is no such thing, when a file is opened, read or written."""
-
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
-
-
-def aligned(nbytes: int) -> memoryview:
-    """Return memory that begins at a page: so many bytes, up to a whole page."""
-    return memoryview(mmap.mmap(-1, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def opened(path: str, flags: int) -> int | None:
-    """Open a file that was opened before, for direct reads or writes; None: that cannot be."""
-    if not _O_DIRECT or found(path) is not None:
-        return None
-    try:
-        return os.open(path, flags | _O_DIRECT)
-    except OSError:  # whatever else is wrong, the other descriptor of it says
-        return None
-
-
-class DirectReads:
-    """Reads ranges of files directly, where that can be; for one worker. `nbytes`: read at once, at most."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._buffer: memoryview | None = None
-        self.nbytes = nbytes
-        self._descriptors: dict[str, int | None] = {}
-
-    def room(self, nbytes: int) -> memoryview:
-        """Return memory for windows of so many bytes, wherever they begin."""
-        return aligned(nbytes + PAGE_NBYTES)
-
-    def window(self, path: str, offset: int, nbytes: int, room: memoryview | None = None) -> memoryview | None:
-        """Return bytes of a file in `room`; or at most `self.nbytes`, in memory that the next such call uses again.
-
-        They begin as far behind a page as they do in the file. None: they are to be read otherwise. `room` is what the
-        method of this name returns. Raises DamagedFileError: the file ends before the last of them; SourceError: it
-        cannot be read.
-        """
-        skipped = offset % PAGE_NBYTES
-        descriptor = self._descriptor(path) if nbytes >= LEAST_NBYTES else None
-        if descriptor is None:
-            return None
-        if room is None:
-            self._buffer = room = self._buffer or aligned(self.nbytes + PAGE_NBYTES)
-        needed, filled = skipped + nbytes, 0
-        view = room[: -(-needed // PAGE_NBYTES) * PAGE_NBYTES]
-        while filled < needed:
-            try:
-                count = os.preadv(descriptor, [view[filled:]], offset - skipped + filled)
-            except OSError as error:
-                if error.errno not in _NONE:
-                    raise SourceError("cannot be read", path=path, found=error.strerror) from error
-                self._forget(path, None)
-                return None
-            if filled + count < needed and (count == 0 or (filled + count) % PAGE_NBYTES):
-                raise too_short(path, offset + nbytes, offset - skipped + filled + count)
-            filled += count
-        return view[skipped:needed]
-
-    def _descriptor(self, path: str) -> int | None:
-        if path not in self._descriptors:
-            if len(self._descriptors) >= OPEN_SOURCES:
-                self._forget(next(iter(self._descriptors)))
-            self._descriptors[path] = opened(path, FLAGS)
-        return self._descriptors[path]
-
-    def _forget(self, path: str, *known: None) -> None:
-        """Close a file; with None, note that it is not to be opened again."""
-        descriptor = self._descriptors.pop(path)
-        if descriptor is not None:
-            os.close(descriptor)
-        if known:
-            self._descriptors[path] = None
-
-    def close(self) -> None:
-        """Close all files."""
-        for path in list(self._descriptors):
-            self._forget(path)
+from zckpt.storage.distant import found
+from zckpt.storage.files import FLAGS, LEAST_DIRECT_NBYTES, NOT_DIRECT, PAGE_NBYTES, aligned, opened_directly, write_all
+from zckpt.storage.stand_ins import is_remote
 
 
 class DirectTarget:
@@ -116,7 +30,7 @@ class DirectTarget:
 
     def __init__(self, descriptor: int, path: str, nbytes: int) -> None:
         self.descriptor = descriptor
-        self._direct = opened(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        self._direct = opened_directly(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
         self._nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self._moved: memoryview | None = None
 
@@ -127,7 +41,7 @@ class DirectTarget:
         """
         low = -offset % PAGE_NBYTES
         high = len(data) - (offset + len(data)) % PAGE_NBYTES
-        if self._direct is None or high - low < LEAST_NBYTES:
+        if self._direct is None or high - low < LEAST_DIRECT_NBYTES:
             write_all(self.descriptor, data, offset)
             return
         lies_well = phase is not None and (phase + low) % PAGE_NBYTES == 0
@@ -146,7 +60,7 @@ class DirectTarget:
             try:
                 done += os.pwrite(self._direct, data[done:], offset + done)
             except OSError as error:
-                if error.errno not in _NONE:
+                if error.errno not in NOT_DIRECT:
                     raise
                 self.close()
         write_all(self.descriptor, data[done:], offset + done)
@@ -185,7 +99,7 @@ def unavailable(sources: Iterable[str], directory: Path | None = None) -> list[s
 
 
 def _reads(path: str) -> bool:
-    descriptor = opened(path, FLAGS)
+    descriptor = opened_directly(path, FLAGS)
     try:
         return descriptor is not None and os.preadv(descriptor, [aligned(PAGE_NBYTES)], 0) >= 0
     except OSError:
@@ -197,7 +111,7 @@ def _reads(path: str) -> bool:
 
 def _writes(directory: Path) -> bool:
     with suppress(OSError), tempfile.NamedTemporaryFile(dir=directory, prefix=".zckpt-sample-") as file:
-        descriptor = opened(file.name, os.O_WRONLY)
+        descriptor = opened_directly(file.name, os.O_WRONLY)
         if descriptor is not None:
             try:
                 return os.pwrite(descriptor, aligned(PAGE_NBYTES), 0) == PAGE_NBYTES

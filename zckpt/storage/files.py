@@ -9,8 +9,10 @@ A `FileRange` is a range that is read by itself: offsets count from its start, a
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +23,10 @@ from typing import TYPE_CHECKING, Any
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.storage import distant
+from zckpt.storage.stand_ins import FLAGS as STAND_IN_FLAGS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from zckpt.storage.direct import DirectReads
 
 OPEN_SOURCES = 32
 """Source files kept open at once by each worker; a checkpoint may have more files than a process may open."""
@@ -37,13 +38,22 @@ FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 """Opening does not wait, whatever has taken the place of a file since it was looked at."""
 
 
+LEAST_DIRECT_NBYTES = 1 << 16
+"""Of what is read or written directly: each waits for the device, and takes whole blocks of it."""
+
+NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+"""What is said where nothing is read or written directly, when a file is opened, read or written."""
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
 def open_file(path: str) -> int:
     """Open a regular file for reading; the caller closes the descriptor.
 
     Raises SourceError: it cannot be opened, or is no regular file.
     """
     try:
-        flags = FLAGS if distant.found(path) is None else distant.FLAGS
+        flags = FLAGS if distant.found(path) is None else STAND_IN_FLAGS
         if S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # first: a device may act on being opened
             descriptor = os.open(path, flags)
             if S_ISREG(os.fstat(descriptor).st_mode):
@@ -140,19 +150,31 @@ def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) ->
         filled += count
 
 
-class Sources:
-    """Descriptors of source files for one worker; the first opened is closed when there are many.
+def aligned(nbytes: int) -> memoryview:
+    """Return memory that begins at a page: so many bytes, up to a whole page."""
+    return memoryview(mmap.mmap(-1, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
-    `direct`: read so much at once past the page cache, where that can be; 0: through it.
+
+def opened_directly(path: str, flags: int) -> int | None:
+    """Open a file that was opened before, for reads or writes past the page cache; None: that cannot be."""
+    if not _O_DIRECT or distant.found(path) is not None:
+        return None
+    try:
+        return os.open(path, flags | _O_DIRECT)
+    except OSError:  # whatever else is wrong, the other descriptor of it says
+        return None
+
+
+class Sources:
+    """Source files of one worker; the first opened is closed when there are many.
+
+    `direct`: read so much at once past the page cache (`storage.direct`), where that can be; 0: through it.
     """
 
     def __init__(self, direct: int = 0) -> None:
-        self._open: dict[str, int] = {}
-        self._direct: DirectReads | None = None
-        if direct:
-            from zckpt.storage.direct import DirectReads
-
-            self._direct = DirectReads(direct)
+        self._open: dict[str, tuple[int, int | None]] = {}
+        self._direct = direct
+        self._buffer: memoryview | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -162,25 +184,31 @@ class Sources:
 
     def descriptor(self, path: str) -> int:
         """Return a descriptor of `path` for reading. Raises SourceError: it cannot be opened, or is no regular file."""
+        return self._opened(path)[0]
+
+    def _opened(self, path: str) -> tuple[int, int | None]:
+        """Return descriptors of a file, the second for direct reads."""
         if path not in self._open:
             if len(self._open) >= OPEN_SOURCES:
-                os.close(self._open.pop(next(iter(self._open))))
-            self._open[path] = open_file(path)
+                self._close(next(iter(self._open)))
+            self._open[path] = open_file(path), opened_directly(path, FLAGS) if self._direct else None
         return self._open[path]
+
+    def _close(self, path: str) -> None:
+        for descriptor in self._open.pop(path):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def read(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at byte `offset` of a file; errors are those of `read_into`."""
-        descriptor = self.descriptor(path)
-        if self._direct is None:
-            read_into(descriptor, offset, buffer, path=path)
+        if not self._direct:
+            read_into(self.descriptor(path), offset, buffer, path=path)
             return
-        for at in range(0, len(buffer), self._direct.nbytes):
-            into = buffer[at : at + self._direct.nbytes]
-            view = self._direct.window(path, offset + at, len(into))
-            if view is None:
-                read_into(descriptor, offset + at, into, path=path)
-            else:
-                into[:] = view
+        for at in range(0, len(buffer), self._direct):
+            into = buffer[at : at + self._direct]
+            found, phase = self.window(path, offset + at, into)
+            if phase is not None:
+                into[:] = found
 
     def window(
         self, path: str, offset: int, buffer: memoryview, room: memoryview | None = None
@@ -190,29 +218,46 @@ class Sources:
         The number is how far behind a page of memory they begin, where that is known. Without `room`, the
         next call may use that memory again.
         """
-        descriptor = self.descriptor(path)
-        view = None if self._direct is None else self._direct.window(path, offset, len(buffer), room)
-        if view is not None:
-            return view, offset % PAGE_NBYTES
+        descriptor, direct = self._opened(path)
+        if direct is not None and len(buffer) >= LEAST_DIRECT_NBYTES:
+            if room is None:
+                self._buffer = room = self._buffer or aligned(self._direct + PAGE_NBYTES)
+            view = self._read_blocks(path, direct, offset, len(buffer), room)
+            if view is not None:
+                return view, offset % PAGE_NBYTES
         read_into(descriptor, offset, buffer, path=path)
         return buffer, None
 
+    def _read_blocks(self, path: str, direct: int, offset: int, nbytes: int, room: memoryview) -> memoryview | None:
+        """Return bytes in `room`, as far behind a page as they are in the file; None: they are to be read otherwise."""
+        skipped = offset % PAGE_NBYTES
+        needed, filled = skipped + nbytes, 0
+        view = room[: -(-needed // PAGE_NBYTES) * PAGE_NBYTES]
+        while filled < needed:
+            try:
+                count = os.preadv(direct, [view[filled:]], offset - skipped + filled)
+            except OSError as error:
+                if error.errno not in NOT_DIRECT:
+                    raise SourceError("cannot be read", path=path, found=error.strerror) from error
+                os.close(direct)
+                self._open[path] = self._open[path][0], None
+                return None
+            if filled + count < needed and (count == 0 or (filled + count) % PAGE_NBYTES):
+                raise too_short(path, offset + nbytes, offset - skipped + filled + count)
+            filled += count
+        return view[skipped:needed]
+
     def room(self, nbytes: int) -> memoryview:
-        """Return memory for windows of so many bytes, and a page besides."""
-        if self._direct is None:
-            return memoryview(bytearray(nbytes + PAGE_NBYTES))
-        return self._direct.room(nbytes)
+        """Return memory for windows of so many bytes, wherever they begin."""
+        return aligned(nbytes + PAGE_NBYTES) if self._direct else memoryview(bytearray(nbytes + PAGE_NBYTES))
 
     def touch(self, path: str, offset: int, nbytes: int) -> None:
         """Note that some of these bytes are read otherwise."""
 
     def close(self) -> None:
         """Close all."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-        if self._direct is not None:
-            self._direct.close()
+        for path in list(self._open):
+            self._close(path)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -44,8 +44,6 @@ REQUEST_NBYTES = 1 << 23
 
 FETCHERS = 24
 """Requests under way at once."""
-
-Fetch = Callable[[int, int], bytes]
 
 
 @lru_cache(maxsize=1)
@@ -87,15 +85,14 @@ _HELD = _Held()
 
 
 class RemoteFile:
-    """A file of a store, of which ranges can be read; `fetch` is called from several threads."""
+    """A file of a store, of which ranges can be read."""
 
-    def __init__(self, nbytes: int, fetch: Fetch, identity: str, shown: str) -> None:
-        self.nbytes = nbytes
-        self.identity = identity
+    def __init__(self, store: Store, listed: Listed, shown: str) -> None:
+        self.store = store
+        self.listed = listed
+        self.nbytes = listed.nbytes
+        self.identity = f"{listed.nbytes}-{listed.version}"
         self.shown = shown
-        self.origin: tuple[Store, Listed] | None = None
-        """The store, and what it lists of the file, if it is in one."""
-        self._fetch = fetch
         self._fetching = threading.Lock()
         self._lock = threading.Lock()  # of what is held; nobody waits for a store under it
         self._blocks: dict[int, bytes] = {}
@@ -105,12 +102,14 @@ class RemoteFile:
         self._step = EDGE_NBYTES
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at byte `offset`; errors are those of `fetch`.
+        """Fill `buffer` with the bytes at byte `offset`.
 
         Raises
         ------
         DamagedFileError
             The file ends before the buffer is full.
+        SourceError
+            They cannot be had, or the file is another one by now.
         """
         end = offset + len(buffer)
         if end > self.nbytes:
@@ -142,6 +141,9 @@ class RemoteFile:
             one(cuts[0])
         else:
             list(fetchers().map(one, cuts))
+
+    def _fetch(self, offset: int, nbytes: int) -> bytes:
+        return self.store.fetch(self.listed, offset, nbytes, self.shown)
 
     def _from_window(self, offset: int, buffer: memoryview) -> bool:
         """Fill `buffer` from what was fetched ahead, if all of it was."""

@@ -2,7 +2,7 @@
 
 TEMPORARY/zckpt-remote-XXXX/7/s3/bucket/run/global_step5/...      of the seventh mount of this process
 
-What asks for names, sizes and directories works on the tree as on any; what reads is sent to the store (`distant`).
+What asks for names, sizes and directories works on the tree as on any; what reads is sent to the store (`stand_ins`).
 The tree is private to this process and is removed with the mount, at the latest when the process ends. In everything
 that a user reads, its paths are the URLs that they stand for (`errors.shown`).
 """
@@ -13,18 +13,16 @@ import atexit
 import itertools
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.errors import SourceError, UsageError, show_as_urls
-from zckpt.storage import distant
 from zckpt.storage.remote.addresses import Address, address_of
-from zckpt.storage.remote.cache import RemoteFile, fetched
+from zckpt.storage.remote.cache import RemoteFile
 from zckpt.storage.remote.schemes import store_of
-from zckpt.storage.remote.stores import ChangedError, Listed, Store, changed
+from zckpt.storage.remote.stores import Listed, Store, changed
+from zckpt.storage.stand_ins import FILES, MARK, Distant, forget_all, new_base, stand_in
 
 _NUMBERS = itertools.count()
 
@@ -38,10 +36,9 @@ _BASE: list[tuple[int, Path]] = []
 def _base() -> Path:
     pid = os.getpid()
     if not _BASE or _BASE[0][0] != pid:
-        made = Path(os.path.realpath(tempfile.mkdtemp(prefix=distant.MARK)))
+        made = new_base()
         _BASE[:] = [(pid, made)]
         show_as_urls(str(made))
-        distant.fetch_with(_ahead)
         atexit.register(_remove, pid, made)
     return _BASE[0][1]
 
@@ -89,7 +86,7 @@ class Mount:
     def __init__(self, url: str, *, missing: bool = False) -> None:
         self.address: Address = address_of(url)
         self.store: Store = store_of(self.address)
-        self.files: dict[str, tuple[Listed, RemoteFile]] = {}
+        self.files: dict[str, Distant] = {}
         self._tree = _base() / str(next(_NUMBERS))
         self.path = self._tree.joinpath(self.address.scheme, self.address.host, *self.address.parts)
         self.is_target = missing
@@ -107,34 +104,23 @@ class Mount:
             if not missing or error.found != "nothing there":
                 raise
             found = []
-        whole = [one for one in found if not one.parts]
-        self.path.parent.mkdir(parents=True)
-        if whole or (missing and not found):
-            if whole:
-                self._add(self.path, whole[0])
-            beside = [one for one in self.store.listed_beside() if one.parts[0] != self.path.name]
-            self._lay_out(self.path.parent, beside)
-        else:
-            self.path.mkdir()
-            self._lay_out(self.path, found)
+        is_file = any(not one.parts for one in found) or (missing and not found)
+        (self.path.parent if is_file else self.path).mkdir(parents=True)
+        for one in found:
+            self._add_listed(self.path, one)
+        for one in self.store.listed_beside() if is_file else ():
+            if one.parts[0] != self.path.name:
+                self._add_listed(self.path.parent, one)
 
-    def _lay_out(self, root: Path, every: Iterable[Listed]) -> None:
-        folders = {root}
-        for one in every:
-            path = root.joinpath(*one.parts)
-            if path.parent not in folders:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                folders.add(path.parent)
-            self._add(path, one)
+    def _add_listed(self, root: Path, one: Listed) -> None:
+        path = root.joinpath(*one.parts)
+        self.add(path, RemoteFile(self.store, one, self._url_of(path)), one.nbytes, one.modified)
 
-    def _add(self, path: Path, one: Listed) -> None:
-        _stand_in(path, one)
-        shown = self._url_of(path)
-        fetch = partial(_fetch_from, self.store, one, shown)
-        file = RemoteFile(one.nbytes, fetch, f"{one.nbytes}-{one.version}", shown)
-        file.origin = self.store, one
-        self.files[str(path)] = one, file
-        distant.add(str(path), file)
+    def add(self, path: Path, file: Distant, nbytes: int, modified: float | None = None) -> None:
+        """Add a file, in the place of what has its name."""
+        self.remove(path)
+        _make_file(path, nbytes, modified)
+        self.files[str(path)] = FILES[str(path)] = file
 
     def _url_of(self, path: Path) -> str:
         scheme, *rest = path.relative_to(self._tree).parts
@@ -151,27 +137,19 @@ class Mount:
         if self.store.checks_versions or not self.files:
             return
         now = {one.key: (one.nbytes, one.version) for one in self.store.listed()}
-        for path, (one, _) in self.files.items():
-            if Path(path).is_relative_to(self.path) and now.get(one.key) != (one.nbytes, one.version):
+        for path, one in self._listed_below(self.path):
+            if now.get(one.key) != (one.nbytes, one.version):
                 raise changed(path)
 
-    def add_bytes(self, path: Path, data: bytes) -> None:
-        """Add a file that is in memory."""
-
-        def fetch(offset: int, nbytes: int) -> bytes:
-            return data[offset : offset + nbytes]
-
-        one = Listed((), "", len(data), "", None)
-        self.remove(path)
-        _stand_in(path, one)
-        file = RemoteFile(len(data), fetch, "", self._url_of(path))
-        self.files[str(path)] = one, file
-        distant.add(str(path), file)
+    def _listed_below(self, folder: Path) -> Iterator[tuple[str, Listed]]:
+        for path, file in self.files.items():
+            if isinstance(file, RemoteFile) and Path(path).is_relative_to(folder):
+                yield path, file.listed
 
     def remove(self, path: Path) -> None:
         """Let a name be free, here and not in the store."""
         if self.files.pop(str(path), None) is not None:
-            distant.forget(str(path))
+            del FILES[str(path)]
             path.unlink()
 
     def forget(self, root: Path, names: Iterable[str]) -> None:
@@ -193,18 +171,17 @@ class Mount:
 
     def keys_below(self, path: Path) -> list[str]:
         """Return what is below a directory, those first that come last when it is written."""
-        found = [one for name, (one, _) in self.files.items() if Path(name).is_relative_to(path)]
-        return [one.key for one in sorted(found, key=lambda one: one.nbytes)]
+        return [one.key for _, one in sorted(self._listed_below(path), key=lambda found: found[1].nbytes)]
 
     def close(self) -> None:
         """Remove the tree; nothing of it can be read any more."""
-        for path, (_, file) in self.files.items():
-            distant.forget(path)
-            file.close()
+        for file in self.files.values():
+            if isinstance(file, RemoteFile):
+                file.close()
+        forget_all(self._tree, list(self.files))
         self.files.clear()
         self.store.close()
         _LIVE.pop(str(self._tree), None)
-        shutil.rmtree(self._tree, ignore_errors=True)
 
 
 def adopt(path: str) -> RemoteFile:
@@ -215,13 +192,12 @@ def adopt(path: str) -> RemoteFile:
     SourceError
         It was this process's, and is closed; or the store has it no longer, or in another size.
     """
-    head, mark, rest = path.partition(f"/{distant.MARK}")
+    head, mark, rest = path.partition(f"/{MARK}")
     name, _, scheme, host, *parts = rest.split("/")
     base = Path(f"{head}{mark}{name}")
     if _BASE and _BASE[0][1] == base:
         raise SourceError("is closed", path=path, advice="keep what zckpt.open returned for as long as you read it")
     show_as_urls(str(base))
-    distant.fetch_with(_ahead)
     address = address_of(f"{scheme}://{'/'.join([host, *parts])}")
     store = store_of(address)
     one = next((one for one in store.listed() if not one.parts), None)
@@ -230,31 +206,17 @@ def adopt(path: str) -> RemoteFile:
         raise changed(address.shown)
     if not there.exists():  # on another machine
         base.mkdir(mode=0o700, exist_ok=True)
-        there.parent.mkdir(parents=True, exist_ok=True)
-        _stand_in(there, one)
+        _make_file(there, one.nbytes, one.modified)
         atexit.register(_remove, os.getpid(), base)
-    fetch = partial(_fetch_from, store, one, address.shown)
-    file = RemoteFile(one.nbytes, fetch, f"{one.nbytes}-{one.version}", address.shown)
-    distant.add(path, file)
+    file = FILES[path] = RemoteFile(store, one, address.shown)
     return file
 
 
-def _fetch_from(store: Store, one: Listed, shown: str, offset: int, nbytes: int) -> bytes:
-    return store.fetch(one, offset, nbytes, shown)
-
-
-def _stand_in(path: Path, one: Listed) -> None:
-    """Make a file of its size, which nobody can read."""
+def _make_file(path: Path, nbytes: int, modified: float | None) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o000)
-        try:
-            os.ftruncate(descriptor, one.nbytes)
-        finally:
-            os.close(descriptor)
+        stand_in(path, nbytes, modified)
     except OSError as error:
         raise SourceError("this machine's files have no such names", path=path, found=error.strerror) from error
-    if one.modified is not None:
-        os.utime(path, (one.modified, one.modified))
 
 
 def mount_of(path: Path) -> Mount:
@@ -286,11 +248,3 @@ def mounted(url: str, *, missing: bool = False) -> Iterator[Mount]:
         yield mount
     finally:
         mount.close()
-
-
-def _ahead(ranges: list[distant.Range]) -> AbstractContextManager[None]:
-    found = ((distant.found(path), offset, nbytes) for path, offset, nbytes in ranges)
-    return fetched((file, offset, nbytes) for file, offset, nbytes in found if isinstance(file, RemoteFile))
-
-
-__all__ = ["ChangedError", "Mount", "mounted"]

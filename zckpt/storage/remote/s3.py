@@ -21,12 +21,12 @@ from hashlib import md5
 from typing import Any
 
 from zckpt.errors import TargetError
-from zckpt.storage import distant
 from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.attempts import attempt, status_of
 from zckpt.storage.remote.cache import RemoteFile
 from zckpt.storage.remote.stores import Entries, Listed, Store, changed
 from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
+from zckpt.storage.stand_ins import FILES
 
 CONNECTIONS = 32
 """Open at once to one store; as many requests are under way at most."""
@@ -97,10 +97,6 @@ class S3Store(Store):
         """Return the bucket of a key, and what the bucket calls it."""
         bucket, _, rest = key.partition("/")
         return {"Bucket": bucket, "Key": rest}
-
-    def same_as(self, other: S3Store) -> bool:
-        """Tell whether the other is the same server, and who we are there: it copies from one to the other."""
-        return self.client is other.client
 
     def copies(self, ask: Callable[[], bool]) -> bool:
         """Tell whether it makes parts of ranges of its objects; `ask` finds out, and is called once."""
@@ -202,12 +198,11 @@ class S3Sink:
         bool
             False: the file is elsewhere, or the store does not do that, and is not asked again.
         """
-        file = distant.found(path)
-        origin = file.origin if isinstance(file, RemoteFile) else None
-        if origin is None or nbytes > MOST_COPIED_NBYTES:
+        file = FILES.get(path)
+        if not isinstance(file, RemoteFile) or nbytes > MOST_COPIED_NBYTES:
             return False
-        store, one = origin
-        if not isinstance(store, S3Store) or not self._store.same_as(store):
+        store, one = file.store, file.listed
+        if not isinstance(store, S3Store) or self._store.client is not store.client:
             return False
         arguments: dict[str, object] = {
             "PartNumber": number + 1,

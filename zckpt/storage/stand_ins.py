@@ -1,0 +1,91 @@
+"""Files that have a name and a size here, and their bytes elsewhere: in a store, or in the memory of this process.
+
+A place is laid out below a directory of this process as a tree of files without bytes, so that all that asks for names
+and sizes need know of no store. What is read of such a file comes through its `Distant` (`distant`). Nothing else can
+read one: it is opened with `O_PATH`, so that a read that went another way fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+MARK = "zckpt-remote-"
+"""How the names of directories begin that have files without bytes."""
+
+PLACE = re.compile(rf"/{MARK}[A-Za-z0-9_]+/\d+/[a-z][a-z0-9+.\-]*/[^/]+/.")
+"""In the path of a file of a store: DIRECTORY/NUMBER/SCHEME/HOST/NAME."""
+
+_MOUNT = re.compile(rf".*/{MARK}[A-Za-z0-9_]+/\d+/")
+
+FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0)
+"""Opened for its size alone."""
+
+
+class Distant(Protocol):
+    """A file whose bytes are elsewhere."""
+
+    identity: str
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at byte `offset`, which the file has.
+
+        Raises SourceError: they cannot be had, or the file is another one by now.
+        """
+
+
+FILES: dict[str, Distant] = {}
+"""By their paths, those that this process can read."""
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """Return a path by which two names of one place are the same, in whichever mount; links are followed."""
+    whole = Path(path).resolve()
+    found = _MOUNT.match(str(whole)) if MARK in str(path) else None
+    return whole if found is None else Path(f"/{MARK}/{str(whole)[found.end() :]}")
+
+
+def is_remote(path: Path) -> bool:
+    """Tell whether a path stands for a place in a store."""
+    return MARK in str(path) and _MOUNT.match(str(path)) is not None
+
+
+def new_base(directory: str | None = None) -> Path:
+    """Make a directory for trees, private to this user; errors are the system's."""
+    return Path(os.path.realpath(tempfile.mkdtemp(prefix=MARK, dir=directory)))
+
+
+def stand_in(path: Path, nbytes: int, modified: float | None = None) -> None:
+    """Make a file of its size, which nobody can read, and the directories that it is in; errors are the system's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o000)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+    if modified is not None:
+        os.utime(path, (modified, modified))
+
+
+def forget_all(top: Path, files: list[str]) -> None:
+    """Remove a tree; nothing of these files can be read any more."""
+    for path in files:
+        FILES.pop(path, None)
+    shutil.rmtree(top, ignore_errors=True)
+
+
+class InMemory:
+    """A small file that is in memory."""
+
+    identity = ""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at byte `offset`, which the file has."""
+        buffer[:] = self._data[offset : offset + len(buffer)]
