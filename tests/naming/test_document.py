@@ -107,7 +107,7 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
         ({"rules": [{"apart": "x", "joined": "y", "beside": {"apart": ["z.{l}"]}}]}, "unusable beside"),
         ({"sizes": {"a": []}}, "unusable"),
         ({"tied": {"third": {}}}, "unusable tied"),
-        ({"order": {"apart": "x"}}, "unusable names"),
+        ({"order": {"apart": "x"}}, "unusable order"),
         ({"like": "mine"}, "unusable like"),
         ({"like": 1}, "unusable like"),
         ({"settings": {"a": []}}, "unusable settings"),

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
-from zckpt.naming.renames import Renaming
+from zckpt.naming.renames import names_of, new_names
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
 
@@ -124,7 +124,7 @@ class Naming:
         for checkpoint in checkpoints:
             changed = replace(checkpoint)
             unused = None if idle is None else set[str]()
-            names = Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename)).of(changed, unused)
+            names = new_names(changed, unused, strip_prefix=self.strip_prefix, rename=self.rename)
             renamed(changed, names)
             idles.append(unused or set())
             if self.map is not None:
@@ -132,7 +132,7 @@ class Naming:
                 changed, side = found.checkpoint, found.side
                 notes += found.notes
                 names = {old: found.names[new] for old, new in names.items() if new in found.names}
-            last = Renaming(add_prefix=self.add_prefix).of(changed)
+            last = {name: f"{self.add_prefix or ''}{name}" for name in names_of(changed)}
             renamed(changed, last)
             traces.append({old: last[new] for old, new in names.items() if new in last})
             changed.origin, changed.wrapped = None, {}  # of names that are no longer so

@@ -219,30 +219,33 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
         _refuse(name, "unusable rules", "a list of them")
     sizes = {key: _sizes(value, f"{name}: size {key}") for key, value in _mapping(document, "sizes", name).items()}
     parsed = tuple(_rule(one, (first, second), f"{name}: rule {number}") for number, one in enumerate(rules, 1))
-
-    def of_sides(key: str) -> tuple[object, object]:
-        found = _mapping(document, key, name)
-        if found.keys() - {first, second}:
-            _refuse(name, f"unusable {key}", f"{first} and {second}")
-        return found.get(first), found.get(second)
-
     settings = _mapping(document, "settings", name)
     if not all(isinstance(value, (str, int, float)) for value in settings.values()):
         _refuse(name, "unusable settings", "texts, numbers, true or false")
 
-    def pair(key: str, of: Callable[[object, str], One]) -> tuple[One, One]:
-        one, other = of_sides(key)
-        return of(one, name), of(other, name)
+    def pair(key: str, of: Callable[[object, str], One], empty: object) -> tuple[One, One]:
+        """Return what is said of each side under a key."""
+        found = _mapping(document, key, name)
+        if found.keys() - {first, second}:
+            _refuse(name, f"unusable {key}", f"{first} and {second}")
+        one, other = (empty if (its := found.get(side)) is None else its for side in (first, second))
+        return of(one, f"{name}: unusable {key}"), of(other, f"{name}: unusable {key}")
 
-    own = of_sides("optimizer")
-    optimizer = (
-        _optimizer_rules(own[0], (first, second), 0, name),
-        _optimizer_rules(own[1], (first, second), 1, name),
-    )
+    def optimizer_rules(value: object, where: str) -> tuple[Rule, ...]:
+        if not isinstance(value, list):
+            raise UsageError(where, expected="a list of rules")
+        return tuple(_rule(one, (first, second), where) for one in value)
+
+    optimizer = pair("optimizer", optimizer_rules, [])
+    for side, own in enumerate(optimizer):
+        if any(one.padded or one.sides[0][0].axes is None or len(one.sides[side]) != 1 for one in own):
+            _refuse(name, "unusable optimizer", f"one tensor of {sides[side]}, and arrangements")
+    refused, other_refused = pair("refused", _texts_by_name, {})
     return Map(
-        name, str(document.get("about", "")), (first, second), sizes, parsed, pair("tied", _aliases),
-        pair("order", _templates), pair("ignored", _templates), pair("refused", _reasons),
-        optimizer, settings, pair("implied", _names),
+        name, str(document.get("about", "")), (first, second), sizes, parsed, pair("tied", _texts_by_name, {}),
+        pair("order", _templates, []), pair("ignored", _templates, []),
+        (_reasons(refused, name), _reasons(other_refused, name)),
+        optimizer, settings, pair("implied", lambda value, where: frozenset(_names(value, where)), []),
     )  # fmt: skip
 
 
@@ -261,42 +264,24 @@ def _mapping(document: Mapping[str, object], key: str, where: str) -> dict[str, 
     return found
 
 
-def _aliases(value: object, where: str) -> dict[str, str]:
-    value = {} if value is None else value
+def _texts_by_name(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
-        _refuse(where, "unusable tied", "names by names")
+        raise UsageError(where, expected="texts by names")
     return value
 
 
-def _names(value: object, where: str) -> frozenset[str]:
-    value = [] if value is None else value
+def _names(value: object, where: str) -> list[str]:
     if not _is_texts(value):
-        _refuse(where, "unusable implied", "a list of names")
-    return frozenset(value)
+        raise UsageError(where, expected="a list of names")
+    return value
 
 
 def _templates(value: object, where: str) -> tuple[Template, ...]:
-    value = [] if value is None else value
-    if not _is_texts(value):
-        _refuse(where, "unusable names", "a list of them")
-    return tuple(template(text, None, where) for text in value)
+    return tuple(template(text, None, where) for text in _names(value, where))
 
 
-def _reasons(value: object, where: str) -> tuple[tuple[Template, str], ...]:
-    value = {} if value is None else value
-    if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
-        _refuse(where, "unusable refused", "what it is, by names")
-    return tuple((template(text, None, where), why) for text, why in value.items())
-
-
-def _optimizer_rules(value: object, sides: tuple[str, str], own: int, where: str) -> tuple[Rule, ...]:
-    value = [] if value is None else value
-    if not isinstance(value, list):
-        _refuse(where, "unusable optimizer", "a list of rules")
-    found = tuple(_rule(one, sides, f"{where}: optimizer") for one in value)
-    if any(one.padded or one.sides[0][0].axes is None or len(one.sides[own]) != 1 for one in found):
-        _refuse(where, "unusable optimizer", f"one tensor of {sides[own]}, and arrangements")
-    return found
+def _reasons(refused: Mapping[str, str], where: str) -> tuple[tuple[Template, str], ...]:
+    return tuple((template(text, None, where), why) for text, why in refused.items())
 
 
 def _sizes(value: object, where: str) -> tuple[str, ...]:
@@ -364,7 +349,8 @@ def _beside(
     """Return the names that must be there for a rule to hold, by side."""
     if not isinstance(value, dict) or value.keys() - set(names):
         _refuse(where, "unusable beside", f"names of {names[0]} or {names[1]}")
-    found = (_templates(value.get(names[0]), where), _templates(value.get(names[1]), where))
+    first, second = (_templates(value.get(name, []), f"{where}: unusable beside") for name in names)
+    found = (first, second)
     if any(set(one.indices) - set(shared) for side in found for one in side):
         _refuse(where, "unusable beside", "letters that all names of the rule have")
     return found

@@ -4,54 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from zckpt.errors import UsageError, listed
 from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renaming:
-    """What is done to names, in this order.
+def new_names(
+    checkpoint: Checkpoint, idle: set[str] | None = None, *, strip_prefix: str | None, rename: Iterable[tuple[str, str]]
+) -> dict[str, str]:
+    """Return the new name of each tensor, by its old one.
 
     Parameters
     ----------
+    checkpoint : Checkpoint
+    idle : set of str, optional
+        Gets the options that find no name; without, they are refused.
     strip_prefix : str or None
         Taken off the names that have it.
-    rename : tuple of (str, str)
+    rename : iterable of (str, str)
         Regular expressions and what each becomes wherever it is found. With `*` in what it becomes, a glob of whole
         names instead: each `*` there is what that of the glob finds, in turn.
-    add_prefix : str or None
-        Put before all names.
+
+    Raises
+    ------
+    UsageError
+        Something finds no name, is no regular expression, or makes two names one.
     """
-
-    strip_prefix: str | None = None
-    rename: tuple[tuple[str, str], ...] = ()
-    add_prefix: str | None = None
-
-    def of(self, checkpoint: Checkpoint, idle: set[str] | None = None) -> dict[str, str]:
-        """Return the new name of each tensor, by its old one.
-
-        Parameters
-        ----------
-        checkpoint : Checkpoint
-        idle : set of str, optional
-            Gets the options that find no name; without, they are refused.
-
-        Raises
-        ------
-        UsageError
-            Something finds no name, is no regular expression, or makes two names one.
-        """
-        names = {name: name for name in names_of(checkpoint)}
-        if self.strip_prefix:
-            option = f"--strip-prefix {self.strip_prefix}"
-            names = _found(names, _without(names, self.strip_prefix), option, checkpoint, idle)
-        for old, new in self.rename:
-            names = _found(names, _replaced(names, old, new), f"--rename {old}={new}", checkpoint, idle)
-        if self.add_prefix:
-            names = {name: f"{self.add_prefix}{one}" for name, one in names.items()}
-        return names
+    names = {name: name for name in names_of(checkpoint)}
+    options = [(f"--strip-prefix {strip_prefix}", rf"\A{re.escape(strip_prefix)}", "")] if strip_prefix else []
+    options += [(f"--rename {old}={new}", *(_of_glob(old, new) if "*" in new else (old, new))) for old, new in rename]
+    for option, old, new in options:
+        try:
+            pattern = re.compile(old)
+            found = any(pattern.search(one) for one in names.values())
+            after = {name: pattern.sub(new, one) for name, one in names.items()} if found else names
+        except (re.error, IndexError) as error:
+            said = option.removeprefix("--rename ")
+            raise UsageError(
+                "--rename is no regular expression", expected="OLD=NEW", found=f"{said}: {error}"
+            ) from None
+        if found:
+            check_different(after, option)
+        elif idle is not None:
+            idle.add(option)
+        else:
+            raise UsageError(
+                f"{option} finds no name",
+                path=checkpoint.opened or checkpoint.source,
+                found=listed(list(names.values())) or "no names",
+            )
+        names = after
+    return names
 
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
@@ -59,26 +62,6 @@ def names_of(checkpoint: Checkpoint) -> list[str]:
     groups = (name for group in checkpoint.param_groups for name in group.parameters)
     every = dict.fromkeys([*checkpoint.parameters, *checkpoint.buffers, *checkpoint.unnamed, *groups])
     return [name for name in every if not (name.isdecimal() and name not in checkpoint.parameters)]
-
-
-def _without(names: dict[str, str], prefix: str) -> dict[str, str] | None:
-    if not any(one.startswith(prefix) for one in names.values()):
-        return None
-    return {name: one.removeprefix(prefix) for name, one in names.items()}
-
-
-def _replaced(names: dict[str, str], old: str, new: str) -> dict[str, str] | None:
-    if "*" in new:
-        old, new = _of_glob(old, new)
-    try:
-        pattern = re.compile(old)
-        if not any(pattern.search(one) for one in names.values()):
-            return None
-        return {name: pattern.sub(new, one) for name, one in names.items()}
-    except (re.error, IndexError) as error:
-        raise UsageError(
-            "--rename is no regular expression", expected="OLD=NEW", found=f"{old}={new}: {error}"
-        ) from None
 
 
 def _of_glob(old: str, new: str) -> tuple[str, str]:
@@ -89,27 +72,6 @@ def _of_glob(old: str, new: str) -> tuple[str, str]:
     groups = [rf"\g<{number}>" for number in range(1, len(pieces))]
     pattern = "(.*?)".join(map(re.escape, old.split("*")))
     return rf"\A{pattern}\Z", "".join(map("".join, zip(pieces, [*groups, ""], strict=True)))
-
-
-def _found(
-    before: dict[str, str],
-    after: dict[str, str] | None,
-    option: str,
-    checkpoint: Checkpoint,
-    idle: set[str] | None,
-) -> dict[str, str]:
-    """Return names after an option was applied, if it found some and left them different."""
-    if after is None:
-        if idle is not None:
-            idle.add(option)
-            return before
-        raise UsageError(
-            f"{option} finds no name",
-            path=checkpoint.opened or checkpoint.source,
-            found=listed(list(before.values())) or "no names",
-        )
-    check_different(after, option)
-    return after
 
 
 def check_different(names: dict[str, str], option: str) -> None:
