@@ -9,19 +9,22 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import zckpt
+from tests.engine.test_plan import each_once, hole_of, run
 from tests.truth import Truth, assert_same
 from zckpt.codes import OTHER_RUN, WEIGHT_MISMATCH
+from zckpt.engine.plan import fill
 from zckpt.errors import LayoutError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
+from zckpt.formats.megatron.cut import is_flattened, unflattened
 from zckpt.formats.megatron.names import in_order, stored
-from zckpt.formats.megatron.stacked import is_flattened, split, unflattened
-from zckpt.state import Extent, Span
+from zckpt.state import Extent, Slot, Span
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 NAMES = ["mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2"]
@@ -211,29 +214,10 @@ def test_data_parallel_ranks_cut_a_flattened_slice_anywhere(cuts: tuple[int, ...
             disk += [Span(Extent((*index, low), (1, 1, high - low), 0, high - low), "f", 100 * at + 4 * low, "float32")
                      for low, high in itertools.pairwise(cuts)]  # fmt: skip
         assert is_flattened((*blocks, 12), (4, 6))
-        found = unflattened(disk, (*blocks, 12), (4, 6), "k", "f")
-        whole = torch.full((4, 6), -1)
-        for span in found:
-            box = span.extent
-            assert box.sizes == block
-            part = torch.full((12,), -1)
-            part[box.start : box.start + box.numel] = span.offset + 4 * torch.arange(box.numel)
-            place = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-            place[part.reshape(block) >= 0] = part.reshape(block)[part.reshape(block) >= 0]
-        expected = torch.stack([100 * at + 4 * torch.arange(12).reshape(block) for at in range(2)])
-        assert torch.equal(whole, torch.cat(list(expected), 0 if blocks[0] == 2 else 1))
-
-
-def test_chunk_of_several_layers_is_taken_apart() -> None:
-    span = Span(Extent((1, 2, 0), (2, 3, 4), 0, 24), "f", 1000, "float32")
-    found = split([span], 1)
-    assert {index: (one.extent.offsets, one.extent.sizes, one.offset, one.strides)
-            for index, [one] in found.items()} == {
-        (1,): ((2, 0), (3, 4), 1000, None), (2,): ((2, 0), (3, 4), 1000 + 12 * 4, None),
-    }  # fmt: skip
-    strided = Span(Extent((0, 0, 0), (2, 3, 4), 0, 24), "f", 0, "float32", (4, 8, 1))
-    assert [one.offset for [one] in split([strided], 1).values()] == [0, 16]
-    assert {one.strides for [one] in split([strided], 1).values()} == {(8, 1)}
+        found = unflattened(Slot("master", "float32", (*blocks, 12), tuple(disk)), (4, 6))
+        copies = fill(hole_of(found, dtype="float32"))
+        expected = np.concatenate([25 * at + np.arange(12).reshape(block) for at in range(2)], int(blocks[0] == 1))
+        assert run(copies, {"f": np.arange(100)}, 24, "float32") == each_once(expected.reshape(-1))
 
 
 def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.truth import assert_slots_equal
+from zckpt.compare.weights import rounds_to
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import Layout, Member, Placed, fit, gaps, lay_out
 from zckpt.formats.megatron.order import orders
@@ -269,6 +270,8 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version: float, tp
     front = "language_model.encoder.layers.0"
     assert torch.equal(opened.read(f"{front}.attention.query_key_value.weight"), weight)
     assert torch.equal(opened.read(f"{front}.attention.query_key_value.bias"), bias[:, 0])
+    own = opened.parameters[f"{front}.attention.query_key_value.weight"].slots["weight"]
+    assert rounds_to(own, own)
     assert torch.equal(opened.read(f"{front}.attention.dense.weight"), dense)
     assert torch.equal(opened.read(f"{front}.mlp.dense_h_to_4h.weight"), first)
     assert torch.equal(opened.read(f"{front}.mlp.dense_4h_to_h.weight"), second)

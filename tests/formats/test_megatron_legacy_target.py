@@ -18,7 +18,7 @@ from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.slices import cuts_of, slice_of
 from zckpt.formats.megatron.stages import bounds_of, dealt, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import as_mapping
-from zckpt.state import Extent
+from zckpt.state import Extent, Slot
 from zckpt.torchfile import read_torchfile
 
 ALONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "expert_parallel_size": 1}
@@ -273,10 +273,14 @@ def test_experts_are_numbered_from_0_on_each_rank() -> None:
 def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
     gated = slice_of((8, 3), Cut(0, 2), 1, 2)
     assert gated.shape == (4, 3)
-    assert gated.pieces == ((0, Extent((2, 0), (2, 3), 0, 6)), (6, Extent((6, 0), (2, 3), 0, 6)))
-    assert slice_of((4, 6), Cut(1), 1, 3).pieces == ((0, Extent((0, 2), (4, 2), 0, 8)),)
+    slot = Slot("weight", "float32", (8, 3), ())
+    assert [(one.start, one.extent) for one in gated.contents(slot, "")] == [
+        (0, Extent((2, 0), (2, 3), 0, 6)), (6, Extent((6, 0), (2, 3), 0, 6)),
+    ]  # fmt: skip
+    assert [one.extent for one in slice_of((4, 6), Cut(1), 1, 3).contents(slot, "")] == [Extent((0, 2), (4, 2), 0, 8)]
     padded = slice_of((5, 2), Cut(0), 1, 2, 8)
-    assert (padded.shape, padded.pieces) == ((4, 2), ((0, Extent((4, 0), (1, 2), 0, 2)),))
+    assert padded.shape == (4, 2)
+    assert [(one.start, one.extent) for one in padded.contents(slot, "")] == [(0, Extent((4, 0), (1, 2), 0, 2))]
     shapes = {"l.mlp.linear_fc1.weight": (8, 3), "l.mlp.linear_fc2.weight": (3, 4), "l.norm.weight": (3,)}
     assert list(cuts_of(shapes, 2, None, "").values()) == [Cut(0, 2), Cut(1), KEPT]
     with pytest.raises(UsageError, match="not cut evenly for 3"):

@@ -17,6 +17,7 @@ from zckpt.engine.read import read_extent
 from zckpt.errors import WeightMismatchError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state.views import reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import node_of
 
@@ -158,7 +159,7 @@ def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
         for parameter in checkpoint.parameters.values():
             if not comparable(parameter):
                 continue
-            master, weight = parameter.slots[MASTER], parameter.slots[WEIGHT]
+            master, weight = _alike(parameter.slots[MASTER], parameter.slots[WEIGHT])
             for span in _chosen(master.spans, sampled):
                 sampled.add(span.path)
                 numel, different, error = 0, 0, None
@@ -182,6 +183,7 @@ def steps_weights(checkpoint: Checkpoint) -> bool:
 
 def rounds_to(master: Slot, weight: Slot) -> bool:
     """Tell whether a sample of a master rounds to the same elements of a weight."""
+    master, weight = _alike(master, weight)
     with Sources() as sources:
         for span in _chosen(master.spans, set()):
             for extent in _ends(span.extent):
@@ -210,6 +212,12 @@ def _chosen(spans: Sequence[Span], sampled: set[str]) -> list[Span]:
     chosen = {round(i * last / max(count - 1, 1)) for i in range(count)}
     fresh = {span.path: index for index, span in reversed(list(enumerate(spans))) if span.path not in sampled}
     return [spans[index] for index in sorted(chosen | set(fresh.values()))]
+
+
+def _alike(master: Slot, weight: Slot) -> tuple[Slot, Slot]:
+    """Return both in the shape that a master's spans are boxes of."""
+    finer = master.factors
+    return (master, weight) if finer is None else (reshape(master, finer), reshape(weight, finer))
 
 
 def _ends(extent: Extent) -> Iterator[Extent]:

@@ -20,8 +20,8 @@ from itertools import accumulate
 
 from zckpt.engine.read import Read, read_all
 from zckpt.state import WEIGHT, Extent, Slot, Span
-from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
+from zckpt.state.views import transpose
 
 WHOLE_NUMEL = 1 << 13
 """Elements up to which all of a tensor are compared, vectors as a rule: many of them are ones or zeros at first."""
@@ -43,7 +43,10 @@ def rearranged(copies: Mapping[str, Slot], originals: Mapping[str, Slot]) -> Ite
     left = {n: one for n, one in copies.items() if one.numel and len(one.spans) == 1 and one.spans[0].is_contiguous}
     free = {name: one for name, one in originals.items() if one.numel}
     for turned in (False, True):
-        way = {n: _transposed(one) for n, one in left.items() if len(one.shape) > 1} if turned else dict(left)
+        way = dict(left)
+        if turned:  # the last two dimensions in the other order
+            dims = {name: range(len(one.shape)) for name, one in left.items() if len(one.shape) > 1}
+            way = {name: transpose(left[name], [*of[:-2], of[-1], of[-2]]) for name, of in dims.items()}
         for name, (original, _) in _places(way, free, dtype, parts=False).items():
             shape, span = originals[original].shape, way[name].spans[0]
             if not turned or span.extent.sizes == shape:
@@ -66,15 +69,6 @@ def rearranged(copies: Mapping[str, Slot], originals: Mapping[str, Slot]) -> Ite
 
 def _copy(dtype: str, shape: tuple[int, ...], spans: Sequence[Span]) -> Slot:
     return Slot(WEIGHT, dtype, shape, tuple(spans))
-
-
-def _transposed(slot: Slot) -> Slot:
-    """Return a slot with its last two dimensions in the other order."""
-    *outer, rows, columns = slot.shape
-    *steps, down, right = row_major(slot.shape)
-    shape = (*outer, columns, rows)
-    span = replace(slot.spans[0], extent=Extent.whole(shape), strides=(*steps, right, down))
-    return replace(slot, shape=shape, spans=(span,))
 
 
 def _places(

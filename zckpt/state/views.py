@@ -22,7 +22,7 @@ from operator import add, mul
 from zckpt.errors import LayoutError
 from zckpt.state.boxes import Box, SpanIndex, boxes_of, factored, factors_by_axis, intersection, locate, row_major
 from zckpt.state.dtypes import itemsize
-from zckpt.state.spans import ZEROS, Extent, ListedSpans, Slot, Span, Spans
+from zckpt.state.spans import ZEROS, CutSpans, Extent, ListedSpans, Slot, Span, Spans
 
 Shape = tuple[int, ...]
 
@@ -55,19 +55,15 @@ class Move:
         return tuple(1 if n is None else self.sizes[n] for n in self.order)
 
     def spans(self, span: Span) -> Iterator[Span]:
-        """Yield what a span of the source is in the target: one span, where ranges stay ranges."""
-        own, factors = span.extent, _joined(self.split)
+        """Yield what a span of the source is in the target."""
+        own = span.extent
         is_same = self.order == tuple(range(len(self.split))) and all(len(axis) == 1 for axis in self.split)
         if is_same and intersection((own.offsets, own.sizes), (self.low, self.sizes)) == (own.offsets, own.sizes):
             offsets = tuple(o - low + to for o, low, to in zip(own.offsets, self.low, self.to, strict=True))
             yield replace(span, extent=replace(own, offsets=offsets))
             return
-        is_whole = factors == self.sizes and math.prod(own.sizes) == math.prod(factors)
-        if is_whole and span.strides is None and [n for n in self.order if n is not None] == [*range(len(factors))]:
-            yield replace(span, extent=Extent(self.to, self.there, own.start, own.numel))
-            return
-        for plain in boxes_of(own):
-            for box, first, steps in factored(plain, *locate(own, plain, span.strides), self.split):
+        for one in boxes_of(own):
+            for box, first, steps in factored(one, *locate(own, one, span.strides), self.split):
                 both = intersection(box, (self.low, self.sizes))
                 if both is None:
                     continue
@@ -178,7 +174,7 @@ def narrow(slot: Slot, axis: int, start: int, size: int) -> Slot:
     groups = _grain(slot)
     inner = math.prod(groups[axis][1:])
     if start % inner or size % inner:
-        return narrow(_plain(slot), axis, start, size)
+        return narrow(plain(slot), axis, start, size)
     at = len(_joined(groups[:axis]))
     grain = _joined(groups)
     low = tuple(start // inner if n == at else 0 for n in range(len(grain)))
@@ -200,7 +196,8 @@ def transpose(slot: Slot, order: Sequence[int]) -> Slot:
 
 
 def unstacked(slot: Slot, axes: int = 1) -> dict[Shape, Slot]:
-    """Return what a slot has for each index along its first dimensions; spans of a slot without `factors`."""
+    """Return what a slot has for each index along its first dimensions."""
+    slot = plain(slot)
     index, lead, rest = SpanIndex(slot), slot.shape[:axes], slot.shape[axes:]
     order = range(axes, len(slot.shape))
     found = {}
@@ -219,10 +216,14 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
         raise LayoutError(f"{slot.name} has not the elements of another shape", expected=shape, found=slot.shape)
     if not slot.numel:
         return replace(slot, shape=shape, spans=(), replicas=tuple(() for _ in slot.replicas), factors=None)
+    flat = [_flat(slot, its, shape) for its in (slot.spans, *slot.replicas)]
+    every = [its for its in flat if its is not None]
+    if len(every) == len(flat):
+        return replace(slot, shape=shape, spans=every[0], replicas=tuple(every[1:]))
     grain = _joined(_grain(slot))
     fine = _fine(grain, shape)
     if fine is None:
-        return reshape(_plain(reshape(slot, (slot.numel,))), shape)
+        return reshape(plain(reshape(slot, (slot.numel,))), shape)
     numbers = iter(range(len(fine)))
     order: list[int | None] = []
     for axis in factors_by_axis(shape, fine):
@@ -230,6 +231,22 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
     split, zero = tuple(factors_by_axis(grain, fine)), (0,) * len(fine)
     move = Move(split, zero, fine, tuple(order), (0,) * len(order))
     return _moved(shape, move.there, [(move, slot)])
+
+
+def _flat(slot: Slot, spans: Sequence[Span], shape: Shape) -> Sequence[Span] | None:
+    """Return spans as those of another shape, if all are flat ranges of the slot."""
+    if slot.factors is not None or (isinstance(spans, Spans) and not isinstance(spans, CutSpans)):
+        return None
+    if isinstance(spans, CutSpans):
+        return replace(spans, shape=shape)
+    found = []
+    for span in spans:
+        own, start = span.extent, sum(o * s for o, s in zip(span.extent.offsets, row_major(slot.shape), strict=True))
+        if span.strides is not None or own.sizes[1:] != slot.shape[1:]:
+            return None
+        numel = min(own.numel, slot.numel - start - own.start)  # a span may reach over the end of a slot
+        found.append(replace(span, extent=Extent.flat(shape, start + own.start, numel)))
+    return tuple(found)
 
 
 def _fine(one: Sequence[int], other: Sequence[int]) -> Shape | None:
@@ -240,17 +257,14 @@ def _fine(one: Sequence[int], other: Sequence[int]) -> Shape | None:
     return tuple(after // before for before, after in reversed(list(pairwise(steps))))
 
 
-def _plain(slot: Slot) -> Slot:
-    """Return a slot whose spans are boxes of its shape, the outer factors of each dimension one by one."""
+def plain(slot: Slot) -> Slot:
+    """Return a slot whose spans are boxes of its own shape, of no finer one: the outer factors of each axis apart."""
     if slot.factors is None:
         return slot
-    groups, grain = _grain(slot), slot.factors
+    groups = _grain(slot)
 
     def spans(span: Span) -> Iterator[Span]:
         own = span.extent
-        if own.sizes == grain and span.strides is None:
-            yield replace(span, extent=Extent.flat(slot.shape, own.start, own.numel))
-            return
         ends = list(accumulate(map(len, groups), initial=0))
         last = [end - 1 for end in ends[1:]]
         for box in boxes_of(own):
@@ -281,7 +295,7 @@ def placed(parts: Sequence[tuple[Shape, Slot]]) -> Slot:
     )
     if not fits or any(one != shapes[0] for one in shapes):
         shapes, inner = [[()] * len(shape)], [1] * len(shape)
-        parts = [(at, _plain(slot)) for at, slot in parts]
+        parts = [(at, plain(slot)) for at, slot in parts]
 
     def grain(leads: Sequence[int], *, is_place: bool = False) -> Shape:
         every = zip(leads, inner, shapes[0], strict=True)

@@ -10,7 +10,6 @@ RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/   legacy: model_optim_rng.pt, distrib_o
 
 directory     which of these a path is
 names         what the tensors on disk are of the model that they were cut from
-stacked       the spans of one layer, or expert, of a tensor that holds all of them
 grouped       the flattened state of experts that are one tensor in memory
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 zarr          the tensors and objects of such a directory in arrays
@@ -26,8 +25,7 @@ ranks         which ranks there are, and what each has by the whole model's name
 local         what the optimizer of one rank has of its parameters
 buckets       where the distributed optimizer has a parameter in buffers without names
 proof         whether every master there is its weight, rounded
-cut           how ranks' slices make up a parameter
-heads         the order of query, key and value in old files
+cut           how ranks' slices, and what is written in several, make up a parameter
 wholes        what all ranks have of each parameter
 fused         experts that are one parameter of a rank, transposed
 

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a parameter of Megatron's, told by its name and proved by its shapes. Pure.
+"""How tensor parallelism cuts a parameter of Megatron's, told by name and proved by shapes, and put together. Pure.
 
 rows            linear_qkv, linear_q, linear_kv, linear_fc1, word_embeddings, output_layer, eh_proj: each rank has some
                 outputs
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math import prod
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.state import Extent, Slot, Span
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Slot
+from zckpt.state.views import concat, narrow, plain, reshape, transpose
 
 Shape = tuple[int, ...]
 
@@ -49,12 +49,6 @@ class Cut:
 
     dimension: int | None
     parts: int = 1
-
-    def whole(self, shape: Shape, ranks: int) -> Shape:
-        """Return the shape of the whole of which a rank has a slice of `shape`."""
-        if self.dimension is None:
-            return shape
-        return tuple(n * ranks if at == self.dimension else n for at, n in enumerate(shape))
 
 
 KEPT = Cut(None)
@@ -105,8 +99,7 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
 def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
     """Return the whole of which each rank has a slice.
 
-    Spans of a slice are ranges of it, or boxes with strides. Raises LayoutError: the slices are of different shapes or
-    types, or have an odd number of what comes in pairs.
+    Raises LayoutError: the slices are of different shapes or types, or have an odd number of what comes in pairs.
     """
     first = slots[0]
     for one in slots[1:]:
@@ -119,49 +112,63 @@ def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
     size, odd = divmod(first.shape[dimension], cut.parts)
     if odd:
         raise LayoutError(f"{name} has no {cut.parts} equal parts", path=path, found=first.shape)
-    shape = cut.whole(first.shape, len(slots))
-    spans: list[Span] = []
-    for rank, one in enumerate(slots):
-        for part in range(cut.parts):
-            at = (part * len(slots) + rank) * size
-            offsets = tuple(at if d == dimension else 0 for d in range(len(shape)))
-            sizes = tuple(size if d == dimension else n for d, n in enumerate(one.shape))
-            box = Extent(offsets, sizes, 0, one.numel // cut.parts)
-            spans += filter(None, (_part(span, dimension, part, box) for span in one.spans))
-    return Slot(first.name, first.dtype, shape, tuple(spans))
+    return concat([narrow(one, dimension, part * size, size) for part in range(cut.parts) for one in slots], dimension)
 
 
-def _part(span: Span, dimension: int, part: int, box: Extent) -> Span | None:
-    """Return what a span of a slice has of one of its parts, as what that is of the whole; None if nothing.
+SPLITS = {"query_key_value": 3, "key_value": 2}
+"""How many kinds of rows are in one; `key_value` is that of cross attention."""
 
-    Only what is cut along its first dimension has parts, so that each is a range of the slice.
+CURRENT = 2.0
+"""The version of a checkpoint from which on rows of query, key and value are in today's order, [heads, 3, d]."""
+
+
+def splits_of(name: str) -> int | None:
+    """Return how many kinds of rows a parameter has; None for another."""
+    steps = name.split(".")
+    return SPLITS.get(steps[-2]) if len(steps) > 1 else None
+
+
+def reordered(name: str, slots: Sequence[Slot], splits: int, heads: int, version: float, path: str) -> Slot:
+    """Return a parameter in today's order of rows, of which each rank has a slice in that of an old version.
+
+    In version 0 each rank's rows are [3, heads, d], in version 1 [heads, d, 3]. Raises LayoutError: the rows are not
+    those of as many heads. Source: Megatron-LM's `fix_query_key_value_ordering`.
     """
-    if span.strides is not None:
-        own, first, size = span.extent, part * box.sizes[dimension], box.sizes[dimension]
-        start, end = own.offsets[dimension], own.offsets[dimension] + own.sizes[dimension]
-        low, high = max(start, first), min(end, first + size)
-        if low >= high:
-            return None
-        at = box.offsets[dimension] + low - first
-        offsets = tuple(at if d == dimension else n for d, n in enumerate(own.offsets))
-        sizes = tuple(high - low if d == dimension else n for d, n in enumerate(own.sizes))
-        offset = span.offset + (low - start) * span.strides[dimension] * itemsize(span.dtype)
-        extent = Extent(offsets, sizes, 0, prod(sizes))
-        return Span(extent, span.path, offset, span.dtype, span.strides, span.byteorder, span.unresolved)
-    before = part * box.numel
-    low = max(span.extent.start, before)
-    high = min(span.extent.start + span.extent.numel, before + box.numel)
-    if low >= high:
-        return None
-    extent = Extent(box.offsets, box.sizes, low - before, high - low)
-    offset = span.offset + (low - span.extent.start) * itemsize(span.dtype)
-    return Span(extent, span.path, offset, span.dtype, None, span.byteorder, span.unresolved)
+    (rows, *rest), ranks = slots[0].shape, len(slots)
+    own = heads // ranks
+    if heads % ranks or rows % (splits * own):
+        raise LayoutError(
+            f"{name} does not have the rows of {heads} heads", path=path, found=f"{ranks} of {slots[0].shape}"
+        )
+    width = rows // (splits * own)
+    there, order = ((splits, own, width), (1, 0, 2)) if version < 1 else ((own, width, splits), (0, 2, 1))
+    every = [reshape(one, (*there, *rest)) for one in slots]
+    turned = [transpose(one, (*order, *range(len(there), len(one.shape)))) for one in every]
+    return reshape(concat(turned, 0), (rows * ranks, *rest))
 
 
-def contiguous(shape: Shape) -> Shape:
-    """Return the strides of a tensor that is stored end to end, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+def end_to_end(slots: Sequence[Slot], key: str, path: str) -> Slot:
+    """Return a parameter that is written as several, one after the other; raise LayoutError: they do not fit."""
+    first = slots[0]
+    for one in slots[1:]:
+        if not first.shape or (one.dtype, one.shape[1:]) != (first.dtype, first.shape[1:]):
+            raise LayoutError(f"the tensors of {key} do not fit together", path=path,
+                              expected=f"{first.dtype} {first.shape}", found=f"{one.dtype} {one.shape}")  # fmt: skip
+    return concat(slots, 0)
+
+
+def is_flattened(shape: Shape, of: Shape) -> bool:
+    """Tell whether a tensor of this shape is a parameter [X, Y, ...] as [X/x, Y/y, ..., x*y*...]."""
+    if len(shape) != len(of) + 1 or not all(shape) or any(whole % n for whole, n in zip(of, shape, strict=False)):
+        return False
+    return prod(shape) == prod(of)
+
+
+def unflattened(slot: Slot, shape: Shape) -> Slot:
+    """Return a parameter of which `fully_sharded_model_space` (megatron-core up to 0.13) has flattened blocks.
+
+    Of a parameter [X, Y], of which tensor-parallel ranks have [x, y] each, it has [X/x, Y/y, x*y].
+    """
+    grid, dims = slot.shape[:-1], range(len(shape))
+    blocks = reshape(slot, (*grid, *(whole // n for whole, n in zip(shape, grid, strict=True))))
+    return plain(reshape(transpose(blocks, [n for dim in dims for n in (dim, dim + len(shape))]), shape))

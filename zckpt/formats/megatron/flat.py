@@ -16,20 +16,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zckpt.errors import SourceError
 from zckpt.formats.account.fits import text_of
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.megatron.chunks import EXPERT, Chunk, Guess, chunks, cut_for, experts_of, guesses
 from zckpt.formats.megatron.cut import joined
-from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.lines import (
     JOINED,
     STATE,
     UNPADDED,
     UNPADDED_SIZES,
-    Buffer,
     Buffers,
     UnprovenError,
     between,
@@ -38,10 +36,11 @@ from zckpt.formats.megatron.lines import (
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.torch_files.tensors import carried, read_scalars
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
+from zckpt.state.views import reshape, transpose
 from zckpt.torchfile import Tensor, walk_tensors
 
 _OBJECT = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
@@ -108,7 +107,9 @@ def _slots(checkpoint: Checkpoint, every: Sequence[Chunk]) -> tuple[dict[str, di
                 its = [chunk.buffers[expert, t] for t in range(tensor_ranks)]
                 for slot in its[0].slots:
                     turned = chunk.fused and EXPERT.fullmatch(lead) is not None
-                    parts = [_slot(buffer, slot, start, shape, turned=turned) for buffer in its]
+                    parts = [buffer.slots[slot].part(start, math.prod(shape)) for buffer in its]
+                    parts = [transpose(reshape(one, shape[::-1]), (1, 0)) if turned else reshape(one, shape)
+                             for one in parts]  # fmt: skip
                     whole = joined(name, parts, cut, checkpoint.source)
                     original = found.setdefault(name, {}).setdefault(slot, whole)
                     others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
@@ -128,24 +129,13 @@ def _global(checkpoint: Checkpoint, name: str, rank: int, ranks: int) -> str:
     return f"{match[1]}{rank * (experts_of(checkpoint, name) // ranks) + int(match[2])}{match[3]}"
 
 
-def _slot(buffer: Buffer, slot: str, start: int, shape: tuple[int, ...], *, turned: bool) -> Slot:
-    line = buffer.slots[slot]
-    zeros, there = (0,) * len(shape), tuple(reversed(shape)) if turned else shape
-    spans = []
-    for low, numel, one in line.part(start, math.prod(shape)):
-        if one.strides not in (None, (1,)):
-            raise UnprovenError("a buffer is not stored end to end")
-        spans.append(replace(one, extent=Extent(zeros, there, low, numel), strides=None))
-    return Slot(slot, line.dtype, shape, tuple(transposed(spans) if turned else spans))
-
-
 def _padding(checkpoint: Checkpoint, chunk: Chunk) -> Iterator[PaddingSpan]:
     for buffer in chunk.buffers.values():
         ranges = [(start, _local_numel(checkpoint, name, chunk.ranks.tp)) for name, start in chunk.starts.items()]
         for start, numel in between(ranges, buffer.numel):
             for slot, line in buffer.slots.items():
-                for _, count, span in line.part(start, numel):
-                    yield PaddingSpan(slot, span.path, span.offset, count * itemsize(span.dtype))
+                for span in line.part(start, numel).spans:
+                    yield PaddingSpan(slot, span.path, span.offset, span.extent.numel * itemsize(span.dtype))
 
 
 def _local_numel(checkpoint: Checkpoint, name: str, ranks: int) -> int:

@@ -24,10 +24,10 @@ from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.optimizer import hyperparameters
 from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, leaves
+from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.names import BUFFERS, in_order, stored
 from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, topology_from
-from zckpt.formats.megatron.stacked import joined
 from zckpt.state import Checkpoint, Duplicate
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.torchfile import Digests
@@ -119,10 +119,8 @@ def _whole(key: str, items: list[TensorItem], path: str) -> TensorItem:
     """Return the tensor of which others are the parts along its first axis."""
     if len(items) == 1:
         return items[0]
-    if len({item.dtype for item in items}) > 1:
-        raise LayoutError(f"the tensors of {key} do not fit together", path=path, found=[item.dtype for item in items])
-    shape, spans = joined([(item.shape, list(item.spans)) for item in items], key, path)
-    return TensorItem(key, items[0].dtype, shape, spans, None, items[0].path)
+    whole = end_to_end([item.slot("") for item in items], key, path)
+    return TensorItem(key, whole.dtype, whole.shape, whole.spans, None, items[0].path)
 
 
 def _optimizer(node: Node, shapes: Shapes, copies: Copies, path: str) -> dict[str | int, Node]:

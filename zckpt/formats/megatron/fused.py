@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.megatron.grouped import transposed
 from zckpt.formats.megatron.slices import Slice
-from zckpt.state import Extent, Parameter, Slot, Span
-from zckpt.state.boxes import intersections, locate
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Parameter, Slot
+from zckpt.state.views import concat, reshape, transpose, unstacked
 
 FUSED = re.compile(r"(.*\.experts\.)weight([12])")
 ONE = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.linear_fc([12])\.weight")
@@ -98,83 +95,41 @@ def apart(name: str, parameter: Parameter, count: int, path: str) -> list[Parame
     Raises
     ------
     UnsupportedError
-        State of another shape, or that is not stored end to end.
+        State of another shape.
     """
     shape = parameter.shape
     rows, columns = (shape[0], shape[1] // count) if name.endswith("1") else (shape[0] // count, shape[1])
-    numel = rows * columns
-    found = []
-    for expert in range(count):
-        slots = {}
-        for key, slot in parameter.slots.items():
-            if slot.shape != shape and slot.numel == 1:
-                slots[key] = slot
-                continue
-            if slot.shape != shape or any(one.strides is not None or one.extent.sizes != shape for one in slot.spans):
-                raise UnsupportedError(f"{key} of {name} is not that of experts, one behind the other", path=path,
-                                       expected=shape, found=slot.shape)  # fmt: skip
-            spans = [its for one in slot.spans for its in _within(one, expert * numel, rows, columns)]
-            slots[key] = Slot(slot.name, slot.dtype, (columns, rows), tuple(transposed(spans)))
-        found.append(Parameter(name_of_one(parameter.name, expert), (columns, rows), parameter.dtype, slots,
-                               parameter.group, state=parameter.state))  # fmt: skip
-    return found
+    every: list[dict[str, Slot]] = [{} for _ in range(count)]
+    for key, slot in parameter.slots.items():
+        if slot.shape != shape and slot.numel != 1:
+            raise UnsupportedError(f"{key} of {name} is not that of experts, one behind the other", path=path,
+                                   expected=shape, found=slot.shape)  # fmt: skip
+        its = unstacked(reshape(slot, (count, rows, columns))) if slot.shape == shape else {}
+        for expert, slots in enumerate(every):
+            slots[key] = transpose(its[expert,], (1, 0)) if its else slot
+    return [
+        Parameter(name_of_one(parameter.name, expert), (columns, rows), parameter.dtype, slots, parameter.group,
+                  state=parameter.state)
+        for expert, slots in enumerate(every)
+    ]  # fmt: skip
 
 
-def _within(span: Span, first: int, rows: int, columns: int) -> list[Span]:
-    """Return what a span has of a matrix that begins at an element of what the span is of."""
-    own = span.extent
-    low, high = max(own.start, first), min(own.start + own.numel, first + rows * columns)
-    if low >= high:
-        return []
-    extent = Extent((0, 0), (rows, columns), low - first, high - low)
-    return [replace(span, extent=extent, offset=span.offset + (low - own.start) * itemsize(span.dtype))]
-
-
-def together(slots: Sequence[Slot], pieces: Slice, path: str) -> Slot:
+def together(slots: Sequence[Slot], own: Slice) -> Slot:
     """Return a rank's slices of experts' matrices as they follow each other, transposed.
 
     Parameters
     ----------
     slots : sequence of Slot
         One of each expert of the rank, whole.
-    pieces : Slice
+    own : Slice
         The rank's slice of each.
-    path : str
 
     Returns
     -------
     Slot
         Of shape (experts times the slice's columns, its rows), of which the parameter is another view.
-
-    Raises
-    ------
-    UnsupportedError
-        The elements of one are rearranged, or averaged.
     """
-    rows, columns = pieces.shape
-    spans: list[Span] = []
-    for expert, slot in enumerate(slots):
-        if slot.factors is not None or slot.replicas:
-            raise UnsupportedError("experts whose elements are rearranged cannot be put together", path=path,
-                                   advice="`zckpt convert --to zckpt` first")  # fmt: skip
-        for at, part in pieces.pieces:
-            for span in slot.spans:
-                spans += _placed(span, part, at // columns, expert * columns)
-    first = slots[0]
-    return Slot(first.name, first.dtype, (len(slots) * columns, rows), tuple(spans))
-
-
-def _placed(span: Span, part: Extent, row: int, front: int) -> list[Span]:
-    """Return what a span has of a part of a slice, transposed, in a parameter of several experts."""
-    found = []
-    for box in intersections(span.extent, part):
-        first, steps = locate(span.extent, box, span.strides)
-        (y, x), (height, width) = box
-        at = (front + x - part.offsets[1], row + y - part.offsets[0])
-        extent = Extent(at, (width, height), 0, height * width)
-        offset = span.offset + first * itemsize(span.dtype)
-        found.append(Span(extent, span.path, offset, span.dtype, (steps[1], steps[0]), span.byteorder, span.unresolved))
-    return found
+    return concat([transpose(own.of(slot), (1, 0)) for slot in slots], 0)
 
 
 def shape_of_all(name: str, count: int, one: Sequence[int]) -> tuple[int, ...]:

@@ -15,33 +15,17 @@ Source: `GroupedMLP.sharded_state_dict` of megatron-core 0.8 to 0.13.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.dcp.items import TensorItem
 from zckpt.formats.megatron.proof import unproven
-from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
-from zckpt.state.boxes import boxes_of, locate
-from zckpt.state.dtypes import itemsize
+from zckpt.state import MASTER, WEIGHT, Slot
 
 _EXPERTS = re.compile(r"(.*\.experts\.(?:experts|local_experts)\.(?:[0-9]+\.)?)linear_fc([12])\.weight")
 
-Pieces = Callable[[str, bool], Mapping[tuple[int, ...], tuple[tuple[int, ...], tuple[Span, ...]]]]
-"""Shape and spans, by layer and expert, of a slot; whether it is read as transposed."""
-
-
-def transposed(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans of a matrix of which others are of the transposed one: the same elements."""
-    found = []
-    for span in spans:
-        for box in boxes_of(span.extent):
-            first, steps = locate(span.extent, box, span.strides)
-            offset = span.offset + first * itemsize(span.dtype)
-            (row, column), (rows, columns) = box
-            extent = Extent((column, row), (columns, rows), 0, rows * columns)
-            strides = (steps[1], steps[0])
-            found.append(Span(extent, span.path, offset, span.dtype, strides, span.byteorder, span.unresolved))
-    return found
+Pieces = Callable[[str, bool], dict[tuple[int, ...], Slot]]
+"""A slot by layer and expert; whether it is read as transposed."""
 
 
 def is_transposed(
@@ -105,8 +89,4 @@ def _proves(key: str, slots: Mapping[str, Mapping[str, TensorItem]], pieces: Pie
     if key not in slots.get(MASTER, {}):
         return False
     weights, masters = pieces(WEIGHT, False), pieces(MASTER, turned)
-    dtype = slots[MASTER][key].dtype
-    return unproven(
-        {str(i): Slot(MASTER, dtype, *masters[i]) for i in masters},
-        {str(i): Slot(WEIGHT, weights[i][1][0].dtype, *weights[i]) for i in masters},
-    ) is None  # fmt: skip
+    return unproven({str(at): one for at, one in masters.items()}, {str(at): weights[at] for at in masters}) is None

@@ -11,7 +11,6 @@ are copies of it.
 ranks    which ranks there are, and names
 local    a rank's optimizer
 cut      how ranks' slices make up a parameter
-heads    the order of rows in old files
 
 Source: megatron-core 0.16, Megatron-LM's `checkpointing.py`.
 """
@@ -25,10 +24,9 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import bucket_numels
-from zckpt.formats.megatron.cut import KEPT, PARTNER, Cut, cut_of, joined
+from zckpt.formats.megatron.cut import CURRENT, KEPT, PARTNER, Cut, cut_of, joined, reordered, splits_of
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
 from zckpt.formats.megatron.fused import is_fused, name_of_one
-from zckpt.formats.megatron.heads import CURRENT, reordered, splits_of
 from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED, ORDER
 from zckpt.formats.megatron.local import (
     GROUPS,

@@ -93,7 +93,7 @@ class Model:
         own = self.slice(one.name, rank)
         if not one.experts:
             return own.contents(slots[0], label, start)
-        whole = together(slots, own, self.checkpoint.source)
+        whole = together(slots, own)
         return [SlotContent(start, whole, label)] if whole.numel else []
 
     def tensor(self, one: Dealt, rank: int, slots: Sequence[Slot], dtype: str, label: str) -> Tensor:

@@ -11,15 +11,15 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
-from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import MASTER, Span
-from zckpt.state.dtypes import itemsize
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import MASTER, Extent, Slot
+from zckpt.state.boxes import SpanIndex
+from zckpt.state.views import concat, narrow
 from zckpt.torchfile import DType, Tensor
 
 _GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
@@ -37,23 +37,12 @@ class UnprovenError(Exception):
     """Why what lies in the buffers is not certain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Elements of a slot: spans in order, and where each begins."""
+class Line(SpanIndex):
+    """The elements of a slot, in one dimension."""
 
-    firsts: Sequence[int]
-    spans: Sequence[Span]
-    dtype: str
-
-    def part(self, start: int, numel: int) -> Iterator[tuple[int, int, Span]]:
-        """Yield what is where of some elements: first one among them, how many, and a span with their bytes."""
-        for at in range(max(bisect_right(self.firsts, start) - 1, 0), len(self.spans)):
-            if self.firsts[at] >= start + numel:
-                return
-            low = max(self.firsts[at], start)
-            high = min(self.firsts[at] + self.spans[at].extent.numel, start + numel)
-            if low < high:
-                yield low - start, high - low, _moved(self.spans[at], low - self.firsts[at])
+    def part(self, start: int, numel: int) -> Slot:
+        """Return some elements."""
+        return narrow(self.reaching(Extent.flat(self.slot.shape, start, numel)), 0, start, numel)
 
 
 @dataclass(slots=True)
@@ -142,16 +131,8 @@ def _of_buckets(buckets: Buckets, sizes: Sequence[int] | None) -> Buffer:
     own = stored if sizes is None else tuple(sizes)
     if len(own) != len(stored) or any(size > whole for size, whole in zip(own, stored, strict=False)):
         raise UnprovenError("the sizes of buckets are not those of their tensors")
-    begins = (0, *accumulate(stored))
-    slots = {}
-    for slot in first:
-        pieces = sorted(
-            ((begin + _first(span), span) for begin, (_, its) in zip(begins, ordered, strict=False)
-             for span in its[slot].spans if span.extent.numel),
-            key=lambda one: one[0],
-        )  # fmt: skip
-        slots[slot] = Line([at for at, _ in pieces], [span for _, span in pieces], first[slot].dtype)
-    return Buffer(dtype, slots, begins[-1], stored, own)
+    slots = {slot: Line(concat([its[slot].slot(slot) for _, its in ordered], 0)) for slot in first}
+    return Buffer(dtype, slots, sum(stored), stored, own)
 
 
 def _sizes(node: object, number: int) -> list[int] | None:
@@ -177,8 +158,8 @@ def _whole(node: object, path: str) -> Iterator[Buffer]:
             kind = types[0].name if isinstance(types, tuple) and types and isinstance(types[0], DType) else None
             if PARAM not in tensors or len(shapes) != 1 or len(next(iter(shapes))) != 1 or kind is None:
                 raise UnprovenError(f"buffer {number} has no flat tensors of one size, `{PARAM}` among them")
-            slots = {MASTER if slot == PARAM else slot: Line([0], [span_of(one, path)], one.dtype)
-                     for slot, one in tensors.items()}  # fmt: skip
+            named = {MASTER if slot == PARAM else slot: one for slot, one in tensors.items()}
+            slots = {slot: Line(slot_of(slot, one, path)) for slot, one in named.items()}
             yield Buffer(kind, slots, tensors[PARAM].shape[0])
 
 
@@ -187,12 +168,3 @@ def between(ranges: Iterable[tuple[int, int]], numel: int) -> list[tuple[int, in
     edges = [(0, 0), *sorted(ranges), (numel, 0)]
     found = ((one[0] + one[1], other[0]) for one, other in pairwise(edges))
     return [(low, high - low) for low, high in found if high > low]
-
-
-def _first(span: Span) -> int:
-    return span.extent.offsets[0] + span.extent.start
-
-
-def _moved(span: Span, by: int) -> Span:
-    offset = span.offset + by * itemsize(span.dtype) * (span.strides[0] if span.strides else 1)
-    return Span(span.extent, span.path, offset, span.dtype, span.strides, span.byteorder, span.unresolved)

@@ -10,6 +10,7 @@ from zckpt.errors import UsageError
 from zckpt.formats.megatron.cut import GATED, KEPT, PARTNER, Cut, Shape, cut_of
 from zckpt.formats.torch_files.writer import SlotContent
 from zckpt.state import Extent, Slot
+from zckpt.state.views import concat, narrow
 
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.bias")
 
@@ -18,16 +19,28 @@ VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bia
 class Slice:
     """A rank's slice of a parameter.
 
-    `shape`: of the slice; `pieces`: of the whole, and from which element of the slice on each is; what none is of are
-    zeros.
+    `whole`, `shape`: of the parameter, and of the slice; `pieces`: from which index of the slice on, from which of the
+    parameter, and how many; what none is of are zeros.
     """
 
+    whole: Shape
     shape: Shape
-    pieces: tuple[tuple[int, Extent], ...]
+    dimension: int
+    pieces: tuple[tuple[int, int, int], ...]
 
     def contents(self, slot: Slot, label: str, start: int = 0) -> list[SlotContent]:
         """Return the contents of a storage that has the slice from element `start`."""
-        return [SlotContent(start + at, slot, label, extent) for at, extent in self.pieces if extent.numel]
+        d, found = self.dimension, []
+        for at, first, size in self.pieces:
+            offsets = (*(0 for _ in self.whole[:d]), first, *(0 for _ in self.whole[d + 1 :]))
+            sizes = (*self.whole[:d], size, *self.whole[d + 1 :])
+            extent = Extent(offsets, sizes, 0, prod(sizes)) if self.whole else Extent.whole(())
+            found.append(SlotContent(start + at * prod(self.whole[d + 1 :]), slot, label, extent))
+        return [one for one in found if one.extent is None or one.extent.numel]
+
+    def of(self, slot: Slot) -> Slot:
+        """Return the slice as a slot; there are no zeros in it."""
+        return concat([narrow(slot, self.dimension, first, size) for _, first, size in self.pieces], self.dimension)
 
 
 def slice_of(shape: Shape, cut: Cut, rank: int, ranks: int, rows: int | None = None) -> Slice:
@@ -44,20 +57,12 @@ def slice_of(shape: Shape, cut: Cut, rank: int, ranks: int, rows: int | None = N
         How many it shall have; further ones are zeros.
     """
     if cut.dimension is None:
-        return Slice(shape, ((0, Extent.whole(shape)),))
+        return Slice(shape, shape, 0, ((0, 0, shape[0] if shape else 1),))
     d = cut.dimension
-    wanted = shape[d] if rows is None else rows
-    size = wanted // (ranks * cut.parts)
-    pieces = []
-    for part in range(cut.parts):
-        first = (part * ranks + rank) * size
-        there = max(min(size, shape[d] - first), 0)
-        offsets = tuple(first if at == d else 0 for at in range(len(shape)))
-        sizes = tuple(there if at == d else n for at, n in enumerate(shape))
-        numel = prod(sizes)
-        if numel:
-            pieces.append((part * size * prod(shape[d + 1 :]), Extent(offsets, sizes, 0, numel)))
-    return Slice(tuple(size * cut.parts if at == d else n for at, n in enumerate(shape)), tuple(pieces))
+    size = (shape[d] if rows is None else rows) // (ranks * cut.parts)
+    firsts = [(part * ranks + rank) * size for part in range(cut.parts)]
+    pieces = tuple((part * size, first, max(min(size, shape[d] - first), 0)) for part, first in enumerate(firsts))
+    return Slice(shape, (*shape[:d], size * cut.parts, *shape[d + 1 :]), d, pieces)
 
 
 def cuts_of(shapes: Mapping[str, Shape], ranks: int, rows: int | None, path: str) -> dict[str, Cut]:

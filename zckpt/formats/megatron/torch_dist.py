@@ -14,7 +14,6 @@ Source: megatron-core 0.13, 0.15 and 0.16, and checkpoints that they wrote.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,20 +23,21 @@ from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
+from zckpt.formats.megatron.cut import end_to_end, is_flattened, unflattened
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, TORCH_DIST, ZARR, Place
 from zckpt.formats.megatron.flat import with_flat
-from zckpt.formats.megatron.grouped import is_transposed, transposed
+from zckpt.formats.megatron.grouped import is_transposed
 from zckpt.formats.megatron.keys import is_of_one_layer
 from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.own import add_absent, read_own, restore_own
-from zckpt.formats.megatron.stacked import Index, is_flattened, joined, split, unflattened
 from zckpt.formats.megatron.zarr import read_arrays
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names
+from zckpt.state.views import Shape, transpose, unstacked
 
 MASTERS = frozenset({"param", "fp32_param"})
 """What the distributed optimizer, and the others, call the parameters that they step."""
@@ -133,24 +133,21 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[st
     filed: dict[str, str] = {}
     for one in stored(keys.model):
         slots = {slot: _of(one, its, slot, path) for slot, its in keys.slots.items()}
-        weights = _pieces(one, keys.model, keys.model, path)
 
-        def pieces(slot: str, turned: bool, one: Stored = one) -> Pieces:
-            return _pieces(one, keys.model if slot == WEIGHT else keys.slots[slot], keys.model, path, turned=turned)
+        def pieces(slot: str, turned: bool, one: Stored = one) -> dict[Shape, Slot]:
+            items = keys.model if slot == WEIGHT else keys.slots[slot]
+            return _pieces(one, slot, items, keys.model, path, turned=turned)
 
+        weights = pieces(WEIGHT, False)
         turned = is_transposed(one.key, len(one.axes), keys.slots, keys.model, pieces)
         known = {slot: pieces(slot, turned) for slot, its in slots.items() if its}
-        for index, (shape, spans) in weights.items():
+        for index, weight in weights.items():
             name = one.name(index)
             if name in found:
                 raise DamagedFileError(f"two tensors are {name}", path=path, found=f"{one.key} and {filed[name]}")
-            dtype = keys.model[one.parts[0]].dtype
             filed[name] = one.key
-            found[name] = Parameter(name, shape, dtype, {WEIGHT: Slot(WEIGHT, dtype, shape, spans)})
-            for slot, by_index in known.items():
-                its_shape, its_spans = by_index[index]
-                its_dtype = slots[slot][one.parts[0]].dtype
-                found[name].slots[slot] = Slot(slot, its_dtype, its_shape, its_spans)
+            own = {WEIGHT: weight, **{slot: its[index] for slot, its in known.items()}}
+            found[name] = Parameter(name, weight.shape, weight.dtype, own)
     _check_all_used(keys, path)
     names = bare_names(found)
     if all(name.startswith(_NEMO) for name in found):
@@ -177,41 +174,33 @@ def _of(one: Stored, items: Mapping[str, TensorItem], slot: str, path: str) -> d
     return its
 
 
-Pieces = dict[Index, tuple[tuple[int, ...], tuple[Span, ...]]]
-
-
 def _pieces(
-    one: Stored, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], path: str, *, turned: bool = False
-) -> Pieces:
-    """Return shape and spans of every tensor of the model that is stored together, by its layer and expert."""
+    one: Stored, slot: str, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], path: str, *, turned: bool
+) -> dict[Shape, Slot]:
+    """Return every tensor of the model that is stored together, by its layer and expert."""
     axes = len(one.axes)
-    every = [_inner(key, items[key], model[key].shape, axes, path, turned=turned) for key in one.parts]
-    alike = {(model[key].shape[:axes], items[key].dtype) for key in one.parts}
-    if len(alike) > 1:
-        raise LayoutError(f"the tensors of {one.key} do not fit together", path=path, found=sorted(alike))
-    return {
-        index: joined([(model[key].shape[axes:], its[index]) for key, its in zip(one.parts, every, strict=True)],
-                      one.key, path)
-        for index in every[0]
-    }  # fmt: skip
+    if len({model[key].shape[:axes] for key in one.parts}) > 1:
+        raise LayoutError(f"the tensors of {one.key} do not fit together", path=path,
+                          found=[model[key].shape for key in one.parts])  # fmt: skip
+    every = [_inner(items[key].slot(slot), key, items[key].key, model[key].shape, axes, path, turned=turned)
+             for key in one.parts]  # fmt: skip
+    return {index: end_to_end([its[index] for its in every], one.key, path) for index in every[0]}
 
 
-def _inner(
-    key: str, item: TensorItem, shape: tuple[int, ...], axes: int, path: str, *, turned: bool
-) -> dict[Index, list[Span]]:
+def _inner(slot: Slot, key: str, own: str, shape: Shape, axes: int, path: str, *, turned: bool) -> dict[Shape, Slot]:
     if len(shape) < axes:
         raise LayoutError(f"{key} has no axis for each layer", path=path, found=shape)
-    flat = item.shape != shape
-    shape = (*shape[:axes], *reversed(shape[axes:])) if flat and turned else shape
-    if flat and (item.shape[:axes] != shape[:axes] or not is_flattened(item.shape[axes:], shape[axes:])):
-        raise LayoutError(f"{item.key} is not of the shape of its weight", path=path, expected=shape, found=item.shape)
-    if axes and not math.prod(item.shape):
-        raise UnsupportedError(f"{item.key} has no elements", path=path, found=item.shape)
-    found: dict[Index, list[Span]] = split(item.spans, axes) if axes else {(): list(item.spans)}
+    flat = slot.shape != shape
+    inner = tuple(reversed(shape[axes:])) if flat and turned else shape[axes:]
+    if flat and (slot.shape[:axes] != shape[:axes] or not is_flattened(slot.shape[axes:], inner)):
+        raise LayoutError(f"{own} is not of the shape of its weight", path=path, expected=(*shape[:axes], *inner),
+                          found=slot.shape)  # fmt: skip
+    if axes and not slot.numel:
+        raise UnsupportedError(f"{own} has no elements", path=path, found=slot.shape)
+    found: dict[Shape, Slot] = unstacked(slot, axes) if axes else {(): slot}
     if flat:
-        whole = {i: unflattened(its, item.shape[axes:], shape[axes:], item.key, path) for i, its in found.items()}
-        return {i: transposed(its) for i, its in whole.items()} if turned else whole
-    return found
+        found = {index: unflattened(its, inner) for index, its in found.items()}
+    return {index: transpose(its, (1, 0)) for index, its in found.items()} if flat and turned else found
 
 
 def _check_all_used(keys: Keys, path: str) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
 from zckpt.evidence import is_trainable
 from zckpt.formats.meta.cut import Sizes, cut_dimension
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of, span_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Topology
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.inventory import Claim
+from zckpt.state.views import concat
 from zckpt.storage.files import is_file, read_whole
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile
 
@@ -109,29 +110,14 @@ def _add(
         if not isinstance(tensor, Tensor):
             continue
         cut = cut_dimension(name, tensor.shape, ranks, sizes, vocabulary, files[0].path)
-        slices = [one for content in contents if isinstance(one := content[name], Tensor)]
+        slots = [slot_of(WEIGHT, one, file.path) for content, file in zip(contents, files, strict=True)
+                 if isinstance(one := content[name], Tensor)]  # fmt: skip
         is_buffer = name.endswith(BUFFER) or not is_trainable(tensor.dtype)
+        slot = slots[0] if cut is None else concat(slots, cut)
         if cut is None:
-            slot = slot_of(WEIGHT, tensor, files[0].path)
             kind = "buffer" if is_buffer else "parameter"
             checkpoint.duplicates += [
-                Duplicate(kind, name, name, slot_of(WEIGHT, one, file.path), slot, rank)
-                for rank, (file, one) in enumerate(zip(files, slices, strict=True))
-                if rank and one.numel
+                Duplicate(kind, name, name, one, slot, rank) for rank, one in enumerate(slots) if rank and one.numel
             ]
-        else:
-            slot = _joined(slices, cut, files)
         section = checkpoint.buffers if is_buffer else checkpoint.parameters
         section[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
-
-
-def _joined(slices: Sequence[Tensor], cut: int, files: Sequence[TorchFile]) -> Slot:
-    """Return a tensor of which each file has a slice."""
-    size = slices[0].shape[cut]
-    shape = tuple(n * len(slices) if at == cut else n for at, n in enumerate(slices[0].shape))
-    spans = []
-    for rank, (one, file) in enumerate(zip(slices, files, strict=True)):
-        offsets = tuple(rank * size if at == cut else 0 for at in range(len(shape)))
-        if one.numel:
-            spans.append(span_of(one, file.path, Extent(offsets, one.shape, 0, one.numel)))
-    return Slot(WEIGHT, slices[0].dtype, shape, tuple(spans))
