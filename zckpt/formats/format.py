@@ -238,13 +238,6 @@ class Format(Protocol):
     lists_files: bool = False
     """Whether it has a list of all files of its directory, so that no other program's are looked for in it."""
 
-    def owned_with(self, target: TargetFiles) -> Owned:
-        """Return which directories a target may replace: those of the format, with the files it has besides."""
-        from zckpt.storage.ownership import Owned
-
-        own = self.owns or Owned(lambda _: False)
-        return Owned(lambda name: own.is_own(name) or name in target.copied or target.replaceable(name), own.is_marked)
-
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell from names and few bytes whether a path is, or holds, a checkpoint of this format.
 

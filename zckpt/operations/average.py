@@ -15,8 +15,9 @@ from zckpt.errors import UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.naming import Naming
 from zckpt.operations.combined import Combined, Rule, combined
-from zckpt.operations.computed import check_none_lost, write_computed
+from zckpt.operations.computed import write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
@@ -50,16 +51,6 @@ class Averaged(Consolidated):
     num_averaged: int
     num_equal: int
     num_from_last: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return {
-            **Consolidated.as_dict(self),
-            "sources": list(self.sources),
-            "num_averaged": self.num_averaged,
-            "num_equal": self.num_equal,
-            "num_from_last": self.num_from_last,
-        }
 
 
 @takes_urls
@@ -134,23 +125,19 @@ def average(
         exclude_frozen=exclude_frozen, max_shard_size=max_shard_size, config=config,
     )  # fmt: skip
     found = _opened(sources, **only(Reading, shared))
-    dropped = check_none_lost(found, shared["drop"])
+    dropped = check_nothing_lost(found, shared["drop"])
     _check_adapters(found)
     naming = Naming(**only(Renaming, shared))
     alike, notes = naming.of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
-    done, num_tensors, verified = write_computed(
+    done, num_tensors = write_computed(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
     num_averaged, num_equal, num_from_last = mean.counts()
     notes += (*done.notes, *_notes(shares, num_equal, num_from_last))
     return Averaged(
-        **{
-            **done.fields(),
-            "verified": verified,
-            "notes": notes,
-        },
+        **{**done.fields(), "notes": notes},
         num_tensors=num_tensors,
         sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,

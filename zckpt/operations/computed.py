@@ -11,21 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine.scan import SlotSet
-from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
-from zckpt.operations.consolidate import Chosen, check_model_apart, lay_out, owned_with
-from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import named
-from zckpt.operations.target import How, Written, write_from
-from zckpt.state import Checkpoint, Slot, Span
+from zckpt.operations.consolidate import OWNED, Chosen, lay_out
+from zckpt.operations.proof import check_arrived, check_same
+from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.state import WEIGHT, Checkpoint, Slot, Span
 from zckpt.state.names import like_model
 
 
 @dataclass(slots=True)
-class _Proof:
-    """What is done with the files before they get their names; `verified` is what was computed once more, in bytes."""
+class _ModelProof(Proof):
+    """All of the model is there; and under `verify`, what was computed once more, `verified` bytes, is the same."""
 
     checkpoint: Checkpoint
     laid: TargetFiles
@@ -34,45 +31,27 @@ class _Proof:
     verify: bool
     verified: int = 0
 
-    def of_model(self, written: Path, _more: Sequence[Path]) -> None:
-        """Open what was written under a temporary name; raise LayoutError unless all of the model is there."""
-        names = {hole.label: hole for one in self.laid.files for hole in one.holes}
-        tensors = [one.name for one in self.checkpoint.tensors() if one.name in names]
+    def of(self, written: Path, _more: Sequence[Path]) -> None:
+        """Open what was written; raise LayoutError unless all of the model is there."""
+        holes = {hole.label: hole for one in self.laid.files for hole in one.holes}
+        tensors = [one.name for one in self.checkpoint.tensors() if one.name in holes]
         found = like_model(open_checkpoint(written), tensors)
         for name in tensors:
-            if name not in found.parameters and name not in found.buffers:
-                raise LayoutError(f"{name} did not arrive", path=self.target, advice="please report this")
-            one, hole = found.owner(name), names[name]
-            if (one.shape, one.dtype) != (hole.slot.shape, hole.dtype):
-                raise LayoutError(
-                    f"{name} arrived as another tensor",
-                    path=self.target,
-                    expected=f"{hole.dtype} {hole.slot.shape}",
-                    found=f"{one.dtype} {one.shape}",
-                    advice="please report this",
-                )
+            there = name in found.parameters or name in found.buffers
+            copy = found.owner(name).slots.get(WEIGHT) if there else None
+            check_arrived(name, copy, holes[name].slot.shape, self.target, holes[name].dtype)
 
     def of_files(self, written: Sequence[Path]) -> None:
         """Compute all elements once more, and raise LayoutError unless they are those of the files."""
         if not self.verify:
             return
-        from zckpt.compare.slots import differences
-
         sets = [
             SlotSet(hole.label, (hole.slot, Slot(hole.label, hole.dtype, hole.slot.shape, spans)), (hole.dtype,) * 2)
             for path, one in zip(written, self.laid.files, strict=True)
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]
-        found = differences(sets, memory=self.how.memory, reporter=self.how.reporter, direct=self.how.direct)
-        if found:
-            raise LayoutError(
-                f"{len(found)} tensors are not what is computed: {found[0].label} in {found[0].figures.num_different} "
-                f"of {found[0].figures.numel} elements",
-                path=self.target,
-                advice="please report this",
-            )
-        self.verified = sum(hole.nbytes for one in self.laid.files for hole in one.holes)
+        self.verified = check_same(sets, "are not what is computed", self.target, self.how)
 
 
 def write_computed(
@@ -85,7 +64,7 @@ def write_computed(
     verify: bool,
     dropped: tuple[str, ...],
     without: Collection[str] = (),
-) -> tuple[Written, int, int]:
+) -> tuple[Written, int]:
     """Write a model that has computed slots.
 
     Parameters
@@ -105,8 +84,8 @@ def write_computed(
 
     Returns
     -------
-    (Written, int, int)
-        With the number of the model's tensors, and of bytes that were compared.
+    (Written, int)
+        With the number of the model's tensors.
 
     Raises
     ------
@@ -118,29 +97,6 @@ def write_computed(
     laid, num_tensors = lay_out(checkpoint, target, chosen)
     kept = [one for one in laid.files if one.name not in without]
     laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
-    check_model_apart(sources, target, laid, overwrite=how.overwrite)
-    proof = _Proof(checkpoint, laid, target, how, verify)
-    done = write_from(
-        checkpoint, laid, target, how, owned=owned_with(laid), prove=proof.of_model, prove_files=proof.of_files,
-        dropped=dropped, sources=sources,
-    )  # fmt: skip
-    return done, num_tensors, proof.verified
-
-
-def check_none_lost(sources: Sequence[Checkpoint], drop: Sequence[str]) -> tuple[str, ...]:
-    """Raise unless everything in several sources arrives or is to be dropped; see `check_nothing_lost`."""
-    if not drop:
-        return tuple(one for source in sources for one in check_nothing_lost(source, ()))
-    idle = [set(take_inventory(source).without(drop)[2]) for source in sources]
-    unused = set.intersection(*idle)
-    if unused:
-        raise UsageError(
-            f"--drop {min(unused)!r} names nothing that would be lost",
-            path=named(sources[0]),
-            expected="FILE or FILE:PLACE of something that is left out, as `zckpt inspect --files` shows it",
-        )
-    return tuple(
-        dropped
-        for source, some in zip(sources, idle, strict=True)
-        for dropped in check_nothing_lost(source, [one for one in drop if one not in some])
-    )
+    proof = _ModelProof(checkpoint, laid, target, how, verify)
+    done = write_from(checkpoint, laid, target, how, owns=OWNED, proof=proof, dropped=dropped, sources=sources)
+    return done, num_tensors

@@ -30,11 +30,10 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
-from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.rank_values import refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
-from zckpt.storage.ownership import Owned, check_replaceable
+from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -84,10 +83,6 @@ class Consolidated(Written):
     """
 
     num_tensors: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return {**Written.as_dict(self), "num_tensors": self.num_tensors}
 
 
 @takes_urls
@@ -160,7 +155,7 @@ def consolidate(
     naming = Naming(**only(Renaming, shared))
     found = opened(source, **only(Reading, shared))
     without, values, drop = without_rank_values(found, shared["drop"])
-    dropped = (*values, *check_nothing_lost(found, drop))
+    dropped = (*values, *check_nothing_lost([found], drop))
     found = without
     if dequantize:
         if not slots:
@@ -176,8 +171,7 @@ def consolidate(
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
     laid = replace(laid, notes=notes)
-    check_model_apart([checkpoint], path, laid, overwrite=how.overwrite)
-    done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
+    done = write_from(found, laid, path, how, owns=OWNED, dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=num_tensors)
 
 
@@ -206,11 +200,6 @@ def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Pat
     if chosen.config is not None:
         raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
     return {}
-
-
-def owned_with(laid: TargetFiles) -> Owned | None:
-    """Return which directories a target may replace: those of models, with what else it has; None of a file."""
-    return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
 
 
 def _given(checkpoint: Checkpoint, path: Path, *, wanted: bool) -> Checkpoint:
@@ -292,14 +281,3 @@ def _optimizer_file(
     name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
     return lay_out(checkpoint, name, chosen)
-
-
-def check_model_apart(sources: Sequence[Checkpoint], path: Path, laid: TargetFiles, *, overwrite: bool) -> None:
-    """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
-    paths = [path.parent / one.name for one in laid.files] if laid.is_file else [path]
-    for checkpoint in sources:
-        check_sources(checkpoint, paths)
-    if overwrite and laid.is_file:
-        check_companions(path, paths)
-    elif overwrite:
-        check_replaceable(path, owned_with(laid))

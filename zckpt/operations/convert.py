@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError, about
 from zckpt.formats.floats import with_floats
-from zckpt.formats.format import Format, Job, TargetFiles
+from zckpt.formats.format import Format, Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Naming
@@ -18,12 +18,11 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Converted, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
-from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
+from zckpt.operations.proof import SlotsProof
 from zckpt.operations.rank_values import keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
-from zckpt.storage.ownership import Owned, check_replaceable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,7 +87,7 @@ def convert(
     naming = Naming(**only(Renaming, given))
     found = opened(source, **only(Reading, given))
     without, values, drop = without_rank_values(found, given["drop"])
-    dropped = (*values, *check_nothing_lost(found, drop))
+    dropped = (*values, *check_nothing_lost([found], drop))
     found = without
     if dequantize:
         [found] = with_floats(found)
@@ -102,12 +101,11 @@ def convert(
     with about(checkpoint.source):
         laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    proof = Proof(checkpoint, path, verify, recorded, how.memory, how.reporter, drop, laid.restated,
-                  in_floats=laid.in_floats, direct=how.direct, rounded=laid.rounded)  # fmt: skip
-    owned = _check_target(proof, written, laid, overwrite=how.overwrite)
-    more = proof.companions if laid.is_file else ()
-    done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_optimizers(checkpoint, written)))
+    proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
+    done = write_from(
+        found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped
+    )
+    return replace(done, notes=(*notes, *done.notes, *_of_optimizers(checkpoint, written)))
 
 
 def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
@@ -120,7 +118,7 @@ def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
     UnsupportedError
         It has what no other format can hold.
     """
-    check_nothing_lost(found, ())
+    check_nothing_lost([found], ())
     if not written.keeps_ranks:
         round_means(found)
     return _as_expected(found, written)
@@ -152,21 +150,6 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
     if written is not own:  # its own format knows when it can go along
         refuse_rank_values(checkpoint, expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks")
     return checkpoint
-
-
-def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite: bool) -> Owned | None:
-    """Raise unless the target can be written without loss; return which directories it may replace, None of a file."""
-    path, checkpoint = proof.target, proof.checkpoint
-    owned = None if laid.is_file else written.owned_with(laid)
-    if owned is not None:
-        check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    else:
-        check_sources(checkpoint, [path, *proof.companions])
-        if overwrite:
-            check_companions(path, [path, *proof.companions])
-    for one in laid.outside:
-        check_replaceable(path.parent / one.name)
-    return owned
 
 
 def round_means(checkpoint: Checkpoint) -> None:

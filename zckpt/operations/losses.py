@@ -16,13 +16,13 @@ SHOWN = 3
 
 
 def check_nothing_lost(
-    checkpoint: Checkpoint, drop: Sequence[str], *, copied: Collection[str] = (), kept: Collection[str] = ()
+    sources: Sequence[Checkpoint], drop: Sequence[str], *, copied: Collection[str] = (), kept: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Raise unless everything in a source arrives, or is to be dropped; return what is dropped, and why it is not read.
+    """Raise unless everything in sources arrives, or is to be dropped; return what is dropped, and why it is not read.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
+    sources : sequence of Checkpoint
     drop : sequence of str
         Patterns of what may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has them, with shell wildcards.
     copied : collection of str
@@ -35,30 +35,35 @@ def check_nothing_lost(
     LeftOutError
         Something is left out, and no pattern names it.
     UsageError
-        A pattern names nothing that is left out.
+        A pattern names nothing that is left out of any.
     """
-    dropped, lost, idle = take_inventory(checkpoint).without(drop)
-    others = [
-        item
-        for item in lost
-        if item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept))
-    ]
-    if others:
-        unnamed = any("--names FILE" in warning for warning in checkpoint.warnings)
-        raise LeftOutError(
-            f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",
-            path=checkpoint.opened or checkpoint.source,
-            advice=f"{'--names FILE may tell what they are (see the warnings); ' if unnamed else ''}"
-            f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
-            names=[item.name for item in others],
-        )
+    found: list[Item] = []
+    idle = list(drop)
+    for one in sources:
+        dropped, lost, unused = take_inventory(one).without(drop)
+        others = [
+            item
+            for item in lost
+            if item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept))
+        ]
+        if others:
+            unnamed = any("--names FILE" in warning for warning in one.warnings)
+            raise LeftOutError(
+                f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",
+                path=one.opened or one.source,
+                advice=f"{'--names FILE may tell what they are (see the warnings); ' if unnamed else ''}"
+                f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
+                names=[item.name for item in others],
+            )
+        found += dropped
+        idle = [pattern for pattern in idle if pattern in unused]
     if idle:
         raise UsageError(
             f"--drop {idle[0]!r} names nothing that would be lost",
-            path=checkpoint.opened or checkpoint.source,
+            path=sources[0].opened or sources[0].source,
             expected="FILE or FILE:PLACE of something that is left out, as `zckpt inspect --files` shows it",
         )
-    return tuple(f"{item.name} ({item.about})" for item in dropped)
+    return tuple(f"{item.name} ({item.about})" for item in found)
 
 
 def _listed(items: Sequence[Item]) -> str:

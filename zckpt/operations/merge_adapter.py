@@ -15,8 +15,9 @@ from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, 
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.naming import Naming
 from zckpt.operations.combined import NUMBERS
-from zckpt.operations.computed import check_none_lost, write_computed
+from zckpt.operations.computed import write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
@@ -44,11 +45,6 @@ class Merged(Consolidated):
     num_merged: int
     num_replaced: int
     num_added: int
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        own = ("base", "adapter", "num_merged", "num_replaced", "num_added")
-        return {**Consolidated.as_dict(self), **{key: getattr(self, key) for key in own}}
 
 
 @takes_urls
@@ -115,16 +111,16 @@ def merge_adapter(
     model = opened(base, **only(Reading, shared))
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
     sources = [model, added.checkpoint]
-    dropped = check_none_lost(sources, shared["drop"])
+    dropped = check_nothing_lost(sources, shared["drop"])
     naming = Naming(**only(Renaming, shared))
     model, notes = naming.of(model)
     merging = _Merging(model, added, fan_in_fan_out)
     result = merging.merged()
-    done, num_tensors, verified = write_computed(
+    done, num_tensors = write_computed(
         result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME]
     )
     return Merged(
-        **{**done.fields(), "verified": verified, "notes": (*notes, *done.notes)},
+        **{**done.fields(), "notes": (*notes, *done.notes)},
         num_tensors=num_tensors,
         base=about(model),
         adapter=about(added.checkpoint),

@@ -1,178 +1,70 @@
-"""What holds of every target: it is apart from its source, and what was written is all there, once."""
+"""What holds of every target: what was written is all there, once."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
-from zckpt.errors import LayoutError, TargetExistsError, UsageError
+from zckpt.errors import LayoutError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
-from zckpt.formats.consolidated.optimizer import optimizer_path
-from zckpt.formats.suffixes import check_directory
+from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.operations.target import How, Proof
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
-from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable
-from zckpt.storage.stand_ins import place
+from zckpt.storage.ownership import FINGERPRINT_NAME
 from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
-    from zckpt.engine import Reporter
     from zckpt.engine.scan import SlotSet
 
 
-def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned: Owned) -> None:
-    """Raise unless a directory can be created or replaced without losing the source or anything that is no checkpoint.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        The source.
-    target : Path
-        A directory.
-    overwrite : bool
-    owned : Owned
-        Which directories may be replaced.
-
-    Raises
-    ------
-    UsageError
-        The target is, contains, or is inside the source; its name is a file's.
-    TargetExistsError
-        It holds files that replacing it would remove, or is no directory.
-    """
-    check_directory(target)
-    check_sources(checkpoint, [target])
-    if place(checkpoint.source) in place(target).parents:
-        raise UsageError("the target is inside the source", path=target, found=checkpoint.source)
-    if overwrite:
-        check_replaceable(target, owned)
-
-
-def check_sources(checkpoint: Checkpoint, targets: Sequence[Path]) -> None:
-    """Raise UsageError if a target is, or contains, a file of the source."""
-    sources = {place(file.path) for file in checkpoint.files}
-    around = {parent for source in sources for parent in source.parents} | sources
-    for target in targets:
-        if (whole := place(target)) in around:
-            found = next(source for source in sorted(sources) if whole in (source, *source.parents))
-            raise UsageError("the target is, or contains, the source", path=target, found=str(found))
-
-
-def check_companions(target: Path, written: Sequence[Path]) -> None:
-    """Raise TargetExistsError unless a file can be replaced, and no file next to it would then belong to another.
-
-    Parameters
-    ----------
-    target : Path
-        A file.
-    written : sequence of Path
-        It and what is written next to it.
-    """
-    for one in written:
-        check_replaceable(one)
-    if not target.is_file():
-        return
-    for one in (_digests_path(target), optimizer_path(target)):
-        if one not in written and os.path.lexists(one):
-            raise TargetExistsError(
-                "belongs to the file that is to be replaced, and would be taken for the new one's",
-                path=one,
-                advice="remove it, or have it written again",
-            )
-
-
-def _digests_path(file: Path) -> Path:
-    from zckpt.compare.digests import digests_path_of_file
-
-    return digests_path_of_file(file)
-
-
 @dataclass(slots=True)
-class Proof:
-    """What is done with a target before it gets its name.
+class SlotsProof(Proof):
+    """All of a source is in the target; under `verify`, to the last byte, and under `fingerprint` with its record.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        The source.
-    target : Path
-        What it will be called, for messages.
-    verify : bool
-        Compare every byte with the source.
-    fingerprint : bool
-        Record the fingerprint with it; of one file, next to it.
-    memory : int, bytes
-    reporter : Reporter or None
-    drop : sequence of str
-        What may be lost.
-    restated : collection of str, or None
-        Keys of metadata that need not arrive under their names. None: none of them has to, for ranks that are not there
-        any more have some of their own.
-    copied : collection of str
-        Files that arrive as they are, whatever is in them, by their names within the source.
-    names : sequence of str or None
-        Of the parameters that the target's optimizer numbers.
-    in_floats : bool
-        Whether what the codes of quantised state stand for is to be compared, which ranks have otherwise.
-    direct : bool
-        Read past the page cache.
-    rounded : mapping of str to collection of str
-        Slots of parameters that have to be there, and whose values are not compared.
-    verified : int, bytes
-        What was compared.
+    `drop` is what may be lost, and `verified` the bytes that were compared.
     """
 
     checkpoint: Checkpoint
     target: Path
+    laid: TargetFiles
+    how: How
+    drop: Sequence[str]
     verify: bool
     fingerprint: bool
-    memory: int
-    reporter: Reporter | None
-    drop: Sequence[str] = ()
-    restated: Collection[str] | None = ()
-    copied: Collection[str] = ()
-    names: Sequence[str] | None = None
-    in_floats: bool = False
-    direct: bool = False
-    rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
     verified: int = 0
 
     @property
-    def companions(self) -> list[Path]:
-        """Files that are written next to a target that is one file: its fingerprint, if it is recorded."""
-        return [_digests_path(self.target)] if self.fingerprint else []
+    def companions(self) -> Sequence[Path]:
+        """The fingerprint of a target that is one file, if it is recorded."""
+        from zckpt.compare.digests import digests_path_of_file
+
+        return [digests_path_of_file(self.target)] if self.fingerprint and self.laid.is_file else []
 
     def of(self, written: Path, more: Sequence[Path]) -> None:
-        """Open what was written under a temporary name; raise LayoutError unless all is there.
-
-        Parameters
-        ----------
-        written : Path
-        more : sequence of Path
-            Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
-        """
-        found = like_model(open_checkpoint(written, names=self.names), [one.name for one in self.checkpoint.tensors()])
-        source, target = (self.checkpoint, found) if not self.in_floats else _in_floats(self.checkpoint, found)
+        """Open what was written; raise LayoutError unless all is there."""
+        laid = self.laid
+        found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in self.checkpoint.tensors()])
+        source, target = (self.checkpoint, found) if not laid.in_floats else _in_floats(self.checkpoint, found)
         prove(source, target, self.target)
-        prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
-        how: dict[str, Any] = {"memory": self.memory, "reporter": self.reporter, "direct": self.direct}
+        prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=laid.restated, copied=laid.copied)
         if self.verify:
-            source, target = (_without(one, self.rounded) for one in (source, target))
-            self.verified = verify_bytes(source, target, self.target, **how)
+            source, target = (_without(one, laid.rounded) for one in (source, target))
+            self.verified = verify_bytes(source, target, self.target, self.how)
         if self.fingerprint:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
-            data = bytes_of(fingerprint(found, **how))
+            how = self.how
+            data = bytes_of(fingerprint(found, memory=how.memory, reporter=how.reporter, direct=how.direct))
             (more[0] if more else written / FINGERPRINT_NAME).write_bytes(data)
 
 
@@ -207,23 +99,26 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
         found = _values(parameter, written)
         for key, slot in parameter.slots.items():
-            copy = _copy(key, slot, found)
-            if copy is None:
-                raise LayoutError(f"{key} of {parameter.name} did not arrive", path=target, advice="please report this")
-            if copy.shape != slot.shape:
-                raise LayoutError(
-                    f"{key} of {parameter.name} has another shape",
-                    path=target,
-                    expected=slot.shape,
-                    found=copy.shape,
-                    advice="please report this",
-                )
-            check_covered(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+            check_arrived(f"{key} of {parameter.name}", _copy(key, slot, found), slot.shape, target)
     arrived = {_identity(value) for value in written.per_rank}
     for value in checkpoint.per_rank:
         if _identity(value) not in arrived:
-            raise LayoutError(f"{value.key} of rank {value.rank} did not arrive", path=target,
-                              advice="please report this")  # fmt: skip
+            raise broken(f"{value.key} of rank {value.rank} did not arrive", target)
+
+
+def check_arrived(what: str, copy: Slot | None, shape: tuple[int, ...], target: Path, dtype: str | None = None) -> None:
+    """Raise LayoutError unless a slot was written in some shape, and of a type if one is given, each element once."""
+    if copy is None:
+        raise broken(f"{what} did not arrive", target)
+    if copy.shape != shape or dtype not in (None, copy.dtype):
+        expected, found = f"{dtype or copy.dtype} of shape {shape}", f"{copy.dtype} of shape {copy.shape}"
+        raise broken(f"{what} arrived in another form", target, expected, found)
+    check_covered(Hole(0, what, copy, Extent.whole(copy.shape), copy.dtype))
+
+
+def broken(what: str, target: Path, expected: object = None, found: object = None) -> LayoutError:
+    """Return the error of a target that is not what was to be written."""
+    return LayoutError(what, path=target, expected=expected, found=found, advice="please report this")
 
 
 def _identity(value: RankValue) -> tuple[object, ...]:
@@ -243,11 +138,7 @@ def prove_rest(
     _, lost, _ = take_inventory(written).without(drop)
     others = [item for item in lost if item.file not in copied]
     if others:
-        raise LayoutError(
-            f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}",
-            path=target,
-            advice="please report this",
-        )
+        raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}", target)
     pairs = (
         (checkpoint.metadata, written.metadata),
         (checkpoint.optimizer_metadata, written.optimizer_metadata),
@@ -255,7 +146,7 @@ def prove_rest(
     gone = [key for source, found in pairs for key in source if key not in found]
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
-        raise LayoutError(f"{missing[0]} did not arrive", path=target, advice="please report this")
+        raise broken(f"{missing[0]} did not arrive", target)
 
 
 def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | None:
@@ -284,18 +175,8 @@ def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:
     return slot if not slot.shape else None  # one value, which its group has now
 
 
-def verify_bytes(
-    checkpoint: Checkpoint,
-    written: Checkpoint,
-    target: Path,
-    *,
-    memory: int,
-    reporter: Reporter | None = None,
-    direct: bool = False,
-) -> int:
+def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, how: How) -> int:
     """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
-    from zckpt.compare.slots import differences
-
     pairs = [
         one
         for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
@@ -303,16 +184,19 @@ def verify_bytes(
         for one in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
     ]
     pairs += _rank_pairs(checkpoint, written)
-    different = differences(pairs, memory=memory, reporter=reporter, direct=direct)
-    if different:
-        first = different[0]
-        raise LayoutError(
-            f"{len(different)} tensors differ from the source: {first.label} in {first.figures.num_different} of "
-            f"{first.figures.numel} elements, first at {first.figures.first}",
-            path=target,
-            advice="please report this",
-        )
-    return sum(one.slots[1].nbytes for one in pairs)
+    return check_same(pairs, "differ from the source", target, how)
+
+
+def check_same(sets: Sequence[SlotSet], wrong: str, target: Path, how: How) -> int:
+    """Raise LayoutError if what was written, the second of each set, differs from the first; return its bytes."""
+    from zckpt.compare.slots import differences
+
+    found = differences(sets, memory=how.memory, reporter=how.reporter, direct=how.direct)
+    if found:
+        first, figures = found[0].label, found[0].figures
+        where = f"{first} in {figures.num_different} of {figures.numel} elements, first at {figures.first}"
+        raise broken(f"{len(found)} tensors {wrong}: {where}", target)
+    return sum(one.slots[1].nbytes for one in sets)
 
 
 def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[SlotSet]:

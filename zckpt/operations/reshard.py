@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +19,11 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, Resharded, only, shares
 from zckpt.operations.places import takes_urls
-from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.proof import SlotsProof
 from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
-from zckpt.storage.stand_ins import place
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,14 +89,13 @@ def reshard(
     _check_names(checkpoint, naming, own)
     checkpoint = checkpoint if naming.changes else as_filed(checkpoint)
     path, origin = Path(target), named(checkpoint)
-    _check_outside(path, (str(origin), *checkpoint.roots))
     whole = checkpoint
     checkpoint, values, drop = without_rank_values(checkpoint, given["drop"])
     if dequantize:
         [checkpoint] = with_floats(checkpoint, keeps_files=not naming.changes)
     notes: tuple[str, ...] = ()
     if naming.changes:
-        dropped = (*values, *check_nothing_lost(whole, drop))
+        dropped = (*values, *check_nothing_lost([whole], drop))
         round_means(checkpoint)
         before = checkpoint
         checkpoint, notes, followed = naming.traced(before)
@@ -108,13 +105,11 @@ def reshard(
     with about(checkpoint.source):
         laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     if not naming.changes:
-        dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
-    owned = own.owned_with(laid)
-    check_apart(checkpoint, path, overwrite=how.overwrite, owned=owned)
-    proof = Proof(checkpoint, path, verify, fingerprint, how.memory, how.reporter, drop, laid.restated, laid.copied,
-                  laid.names, laid.in_floats, how.direct, laid.rounded)  # fmt: skip
-    done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes))
+        dropped = (*values, *check_nothing_lost([whole], drop, copied=laid.copied))
+    proof = SlotsProof(checkpoint, path, laid, how, drop, verify, fingerprint)
+    inside = [checkpoint.source, str(origin), *checkpoint.roots]
+    done = write_from(checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)
+    return replace(done, notes=(*notes, *done.notes))
 
 
 def _check_names(checkpoint: Checkpoint, naming: Naming, own: Format) -> None:
@@ -126,10 +121,3 @@ def _check_names(checkpoint: Checkpoint, naming: Naming, own: Format) -> None:
             advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
             "with --pipeline-layers as a pipeline",
         )
-
-
-def _check_outside(path: Path, roots: Sequence[str]) -> None:
-    """Raise UsageError where the target is inside the source."""
-    for root in roots:
-        if place(root) in place(path).parents:
-            raise UsageError("the target is inside the source", path=path, found=root)

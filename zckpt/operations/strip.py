@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.engine.plan import check_covered
-from zckpt.engine.targets import Hole
-from zckpt.errors import LayoutError, UsageError
+from zckpt.errors import UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
@@ -19,11 +17,9 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, ReadWritten, only, shares
 from zckpt.operations.places import takes_urls
-from zckpt.operations.proof import check_apart, check_companions, same_parameter
-from zckpt.operations.target import How, Written, write_from
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
-from zckpt.storage.ownership import Owned
-from zckpt.storage.stand_ins import place
+from zckpt.operations.proof import check_arrived, same_parameter
+from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -48,10 +44,6 @@ class Stripped(Written):
     """
 
     saved: dict[str, int]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return {**Written.as_dict(self), "saved_nbytes": self.saved}
 
 
 @takes_urls
@@ -109,21 +101,15 @@ def strip(
     origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
     stripping = get(checkpoint.format).strip(checkpoint, origin, request)
-    dropped = check_nothing_lost(checkpoint, shared["drop"], kept={one.name for one in stripping.files})
-    owned = Owned(frozenset(one.name for one in stripping.files).__contains__)
-    _check_apart(checkpoint, origin, path, owned, overwrite=how.overwrite)
-
-    def prove(written: Path, _: Sequence[Path]) -> None:
-        _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
-
-    is_file = not origin.is_dir()
+    dropped = check_nothing_lost([checkpoint], shared["drop"], kept={one.name for one in stripping.files})
     laid = TargetFiles(
         [one.file for one in stripping.files if one.file is not None],
-        is_file=is_file,
+        is_file=not origin.is_dir(),
         notes=stripping.notes,
         copied=frozenset(one.name for one in stripping.files),
     )
-    done = write_from(checkpoint, laid, path, how, owned=None if is_file else owned, prove=prove, dropped=dropped)
+    proof = _StripProof(checkpoint, path, request)
+    done = write_from(checkpoint, laid, path, how, inside=[origin], proof=proof, dropped=dropped)
     return Stripped(**done.fields(), saved=_saved(stripping))
 
 
@@ -156,32 +142,20 @@ def _saved(stripping: Stripping) -> dict[str, int]:
     return saved
 
 
-def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, owned: Owned, *, overwrite: bool) -> None:
-    """Raise unless the target can be created or replaced without losing the source or what is none of its files."""
-    whole, of = place(target), place(source)
-    if whole == of or of in whole.parents or whole in of.parents:
-        raise UsageError("the target is, contains or is inside the source", path=target, found=source)
-    if source.is_dir():
-        check_apart(checkpoint, target, overwrite=overwrite, owned=owned)
-    elif overwrite:
-        check_companions(target, [target])
+@dataclass(slots=True)
+class _StripProof(Proof):
+    """Every element of every slot that was to stay is there once."""
 
+    checkpoint: Checkpoint
+    target: Path
+    request: Request
 
-def _prove(checkpoint: Checkpoint, written: Checkpoint, request: Request, target: Path) -> None:
-    """Plan a read of all that was written: every element of every slot that was to stay must be there once."""
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
-        found = same_parameter(parameter, written)
-        for key, slot in parameter.slots.items():
-            alone = key == MASTER and WEIGHT not in parameter.slots
-            if not request.needs(key) and not alone:
-                continue
-            copy = None if found is None else found.slots.get(key)
-            if copy is None or (copy.shape, copy.dtype) != (slot.shape, slot.dtype):
-                raise LayoutError(
-                    f"{key} of {parameter.name} did not arrive",
-                    path=target,
-                    expected=f"{slot.dtype} of shape {slot.shape}",
-                    found=None if copy is None else f"{copy.dtype} of shape {copy.shape}",
-                    advice="please report this",
-                )
-            check_covered(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+    def of(self, written: Path, _more: Sequence[Path]) -> None:
+        """Plan a read of all that was written."""
+        done = open_checkpoint(written, names=self.checkpoint.given_names)
+        for parameter in [*self.checkpoint.tensors(), *self.checkpoint.unnamed.values()]:
+            found = same_parameter(parameter, done)
+            for key, slot in parameter.slots.items():
+                if self.request.needs(key) or (key == MASTER and WEIGHT not in parameter.slots):
+                    copy = None if found is None else found.slots.get(key)
+                    check_arrived(f"{key} of {parameter.name}", copy, slot.shape, self.target, slot.dtype)

@@ -22,11 +22,13 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import UsageError, shown
+from zckpt.errors import TargetExistsError, UsageError, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
+from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
+from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.options import DECIDING, Renamed, options_of
 from zckpt.operations.partial import names_in, partial_target
@@ -34,9 +36,9 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.journal import Journal
-from zckpt.storage.ownership import Owned
+from zckpt.storage.ownership import Owned, check_replaceable
 from zckpt.storage.purpose import Purpose
-from zckpt.storage.stand_ins import is_remote
+from zckpt.storage.stand_ins import is_remote, place
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
@@ -183,16 +185,35 @@ def _files_of(checkpoint: Checkpoint) -> Iterator[str]:
             yield path
 
 
+class Proof:
+    """What is done with a target before it gets its name: nothing. What it raises leaves no target.
+
+    `verified` bytes of the target were compared.
+    """
+
+    verified = 0
+
+    @property
+    def companions(self) -> Sequence[Path]:
+        """Files that it writes next to a target that is one."""
+        return ()
+
+    def of(self, written: Path, more: Sequence[Path]) -> None:
+        """Look at what was written, by the temporary names of the target and of the companions."""
+
+    def of_files(self, written: Sequence[Path]) -> None:
+        """Look at the files of the plan, in its order, by their temporary names."""
+
+
 def write_from(
     checkpoint: Checkpoint,
     laid: TargetFiles,
     target: Path,
     how: How,
     *,
-    owned: Owned | None,
-    more: Sequence[Path] = (),
-    prove: Prove | None = None,
-    prove_files: ProveFiles | None = None,
+    owns: Owned | None = None,
+    inside: Sequence[str | os.PathLike[str]] = (),
+    proof: Proof | None = None,
     dropped: tuple[str, ...] = (),
     sources: Sequence[Checkpoint] = (),
 ) -> Written:
@@ -201,12 +222,15 @@ def write_from(
     Parameters
     ----------
     checkpoint : Checkpoint
-        The source, which the caller has found to be apart from the target.
+        The source.
     laid : TargetFiles
     target : Path
     how : How
-    owned, more, prove, prove_files
-        As for `write_target`.
+    owns : Owned, optional
+        Which directories may be replaced, by what the format writes; files of the target's own names may be there, too.
+    inside : sequence of path-like
+        Directories in which no directory is written.
+    proof : Proof, optional
     dropped : tuple of str
         What of the source may be lost.
     sources : sequence of Checkpoint
@@ -214,12 +238,20 @@ def write_from(
 
     Raises
     ------
+    UsageError
+        The target is, contains or is inside the source.
     SourceError
         It contradicts itself, or a file is damaged.
     TargetError
         The target exists or cannot be written.
     """
+    proof = proof or Proof()
+    more = proof.companions
     origins = sources or [checkpoint]
+    own = owns or Owned(lambda _: False)
+    others = Owned(lambda name: own.is_own(name) or name in laid.copied or laid.replaceable(name), own.is_marked)
+    owned = None if laid.is_file else others
+    _check_apart(origins, laid, target, owned, more, inside, overwrite=how.overwrite)
     left = [item for one in origins for item in take_inventory(one).left_out] if dropped else []
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
     if damaged:  # files that come lazily are not kept
@@ -250,8 +282,8 @@ def write_from(
                 memory=how.memory,
                 reporter=how.reporter,
                 checks=checks,
-                prove=prove,
-                prove_files=prove_files,
+                prove=proof.of,
+                prove_files=proof.of_files,
                 journal=how.journal(target, planned, [*more, *files] if owned is None else [], origins),
                 direct=how.direct,
             )
@@ -265,11 +297,49 @@ def write_from(
         memory=how.memory,
         compared=compared,
         checksummed=checked.nbytes,
+        verified=proof.verified,
         notes=(*laid.notes, *drifts, *filter(None, [checked.overflowed]), *_otherwise(planned, target, how)),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
     )
+
+
+def _check_apart(
+    origins: Sequence[Checkpoint],
+    laid: TargetFiles,
+    target: Path,
+    owned: Owned | None,
+    more: Sequence[Path],
+    inside: Sequence[str | os.PathLike[str]],
+    *,
+    overwrite: bool,
+) -> None:
+    """Raise unless a target can be created or replaced without losing a source, or what is none of its own files."""
+    files = [*more, *names_in([one.name for one in laid.files], target, None)] if owned is None else [target]
+    if owned is not None:
+        check_directory(target)
+    sources = {place(file.path) for one in origins for file in one.files}
+    around = {parent for source in sources for parent in source.parents} | sources
+    for one in files:
+        if (whole := place(one)) in around:
+            found = next(source for source in sorted(sources) if whole in (source, *source.parents))
+            raise UsageError("the target is, or contains, the source", path=one, found=str(found))
+    for root in inside if owned is not None else ():
+        if place(root) in place(target).parents:
+            raise UsageError("the target is inside the source", path=target, found=root)
+    for one in [*(files if overwrite else ()), *(target.parent / one.name for one in laid.outside)]:
+        check_replaceable(one, owned if one == target else None)
+    if overwrite and owned is None and target.is_file():
+        from zckpt.compare.digests import digests_path_of_file
+
+        for one in (digests_path_of_file(target), optimizer_path(target)):
+            if one not in files and os.path.lexists(one):
+                raise TargetExistsError(
+                    "belongs to the file that is to be replaced, and would be taken for the new one's",
+                    path=one,
+                    advice="remove it, or have it written again",
+                )
 
 
 def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
@@ -356,20 +426,21 @@ class Written:
 
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
-        return {
-            "dry_run": self.dry_run,
-            "files": [str(path) for path in self.files],
-            "read_nbytes": self.read_nbytes,
-            "write_nbytes": self.write_nbytes,
-            "memory_nbytes": self.memory,
-            "checked_elements": self.compared,
-            "checksummed_nbytes": self.checksummed,
-            "verified_nbytes": self.verified,
-            "notes": list(self.notes),
-            "dropped": list(self.dropped),
-            "warnings": list(self.warnings),
-            "foresight": None if self.foresight is None else self.foresight.as_dict(),
-        }
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values["files"] = map(str, self.files)
+        values["foresight"] = None if self.foresight is None else self.foresight.as_dict()
+        listed = {key: list(value) if isinstance(value, (tuple, map)) else value for key, value in values.items()}
+        return {_KEYS.get(key, key): value for key, value in listed.items()}
+
+
+_KEYS = {
+    "memory": "memory_nbytes",
+    "compared": "checked_elements",
+    "checksummed": "checksummed_nbytes",
+    "verified": "verified_nbytes",
+    "saved": "saved_nbytes",
+}
+"""What the document of `--json` calls some of a result's fields."""
 
 
 def check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
