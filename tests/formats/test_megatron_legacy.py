@@ -15,7 +15,7 @@ import zckpt
 from tests.truth import assert_slots_equal
 from zckpt.compare.weights import rounds_to
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
-from zckpt.formats.megatron.buckets import Layout, Member, Placed, fit, gaps, lay_out
+from zckpt.formats.megatron.buckets import Layout, Member, Placed, between, fit, lay_out
 from zckpt.formats.megatron.order import orders
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
@@ -66,11 +66,16 @@ def test_a_run_goes_to_one_file_and_back(tmp_path: Path) -> None:
     assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
 
 
+def gaps(layout: Layout, members: list[Member]) -> list[tuple[int, int]]:
+    numel = {one.name: one.numel for one in members}
+    return between([(start, numel[name]) for name, start in layout.starts().items()], layout.numel)
+
+
 def test_a_buffer_is_laid_out_from_its_end() -> None:
     members = [Member("embedding", 192), Member("norm", 12), Member("fc", 240)]
     layout = lay_out(members)
     assert layout == Layout((Placed("fc", 0, 0), Placed("norm", 0, 256), Placed("embedding", 0, 320)), (512,))
-    assert gaps(layout, members) == [(0, 240, 16), (0, 268, 52)]
+    assert gaps(layout, members) == [(240, 16), (268, 52)]
     assert fit(members, layout.sizes) == layout
 
 
@@ -88,7 +93,8 @@ def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     members = [Member("embedding", 192, alone=True), Member("norm", 12)]
     layout = lay_out(members)
     assert layout == Layout((Placed("norm", 0, 0), Placed("embedding", 1, 0)), (64, 192))
-    assert gaps(layout, members) == [(0, 12, 52)]
+    assert layout.starts() == {"norm": 0, "embedding": 64}
+    assert gaps(layout, members) == [(12, 52)]
     assert fit(members, layout.sizes) == layout
     last = [Member("norm", 12), Member("output", 192, alone=True)]
     assert lay_out(last).sizes == (192, 12)

@@ -217,15 +217,15 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages() -> None:
     names = ["embedding.word_embeddings.weight", *(f"decoder.layers.{n}.mlp.w" for n in range(4)),
              "decoder.final_layernorm.weight"]  # fmt: skip
     tied = {names[0]: "output_layer.weight"}
-    [[first, third], [second, last]] = dealt(names, (0, 1, 2, 3, 4), stages=2, tied=tied, path="")
+    [[first, third], [second, last]] = dealt(names, (0, 1, 2, 3, 4), stages=2, tied=tied)
     assert [one.local for one in first] == [names[0], "decoder.layers.0.mlp.w"]
     assert [(one.name, one.local) for one in third] == [("decoder.layers.2.mlp.w", "decoder.layers.0.mlp.w")]
     assert [one.name for one in second] == ["decoder.layers.1.mlp.w"]
     assert [one.local for one in last] == ["decoder.layers.0.mlp.w", names[-1], "output_layer.weight"]
     assert [one.shared for one in last] == [False, False, True]
-    assert bounds_of(None, 4, 2, "") == (0, 2, 4)
+    assert bounds_of(None, 4, 2) == (0, 2, 4)
     with pytest.raises(UnsupportedError, match="which pipeline stage has it is not known: found head"):
-        dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={}, path="")
+        dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={})
 
 
 def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path: Path) -> None:
@@ -252,22 +252,22 @@ def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path: Path) -> None
 def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding() -> None:
     names = ["embedding.word_embeddings.weight", "vision_model.conv1.weight", "decoder.layers.0.x",
              "decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "output_layer.weight"]  # fmt: skip
-    [[first], [last]] = dealt(names, (0, 1, 1), stages=2, tied={}, path="")
+    [[first], [last]] = dealt(names, (0, 1, 1), stages=2, tied={})
     assert [one.local for one in first] == names[:4]
     assert [one.local for one in last] == [names[0], *names[4:]]
     assert [one.shared for one in last] == [True, False, False]
     for odd, tied in (("embedding.position_embeddings.weight", {}), ("decoder.layers.0.y", {names[0]: "output_layer"})):
         with pytest.raises(UnsupportedError, match="of words' embeddings alone"):
-            dealt([*names, odd], (0, 1, 1), stages=2, tied=tied, path="")
+            dealt([*names, odd], (0, 1, 1), stages=2, tied=tied)
 
 
 def test_experts_are_numbered_from_0_on_each_rank() -> None:
     names = [f"decoder.layers.1.mlp.experts.local_experts.{n}.linear_fc1.weight" for n in range(4)]
-    [[chunk], _] = dealt(["decoder.layers.0.x", *names], (0, 2, 2), stages=2, tied={}, path="")
-    own = on_expert_rank(chunk, expert_counts(names, 2, ""), 1, 2)
+    [[chunk], _] = dealt(["decoder.layers.0.x", *names], (0, 2, 2), stages=2, tied={})
+    own = on_expert_rank(chunk, expert_counts(names, 2), 1, 2)
     assert [(one.name, one.local) for one in own[1:]] == [(names[2], names[0]), (names[3], names[1])]
     with pytest.raises(UsageError, match="a divisor of 4, found 3"):
-        expert_counts(names, 3, "")
+        expert_counts(names, 3)
 
 
 def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
@@ -282,9 +282,9 @@ def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
     assert padded.shape == (4, 2)
     assert [(one.start, one.extent) for one in padded.contents(slot, "")] == [(0, Extent((4, 0), (1, 2), 0, 2))]
     shapes = {"l.mlp.linear_fc1.weight": (8, 3), "l.mlp.linear_fc2.weight": (3, 4), "l.norm.weight": (3,)}
-    assert list(cuts_of(shapes, 2, None, "").values()) == [Cut(0, 2), Cut(1), KEPT]
+    assert list(cuts_of(shapes, 2, None).values()) == [Cut(0, 2), Cut(1), KEPT]
     with pytest.raises(UsageError, match="not cut evenly for 3"):
-        cuts_of(shapes, 3, None, "")
+        cuts_of(shapes, 3, None)
 
 
 def test_transformer_engine_has_the_norm_in_the_layer_behind_it() -> None:

@@ -202,15 +202,15 @@ def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path: Path) ->
 
 def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp_path: Path) -> None:
     shapes = {FC1.format(0): ((4, 6), "x"), FC1.format(1): ((4, 6), "x"), "a": ((2,), "x")}
-    assert placed(shapes, apart=None, path="f")[FC1.format(1)] == Placed(FC1.format("").replace("..", "."), (1,), (2,))
-    assert placed(shapes, apart=True, path="f")[FC1.format(1)] == Placed(FC1.format(1))
+    assert placed(shapes, apart=None)[FC1.format(1)] == Placed(FC1.format("").replace("..", "."), (1,), (2,))
+    assert placed(shapes, apart=True)[FC1.format(1)] == Placed(FC1.format(1))
     other = shapes | {FC1.format(1): ((4, 6), "y")}
-    assert placed(other, apart=None, path="f")[FC1.format(0)] == Placed(FC1.format(0))
+    assert placed(other, apart=None)[FC1.format(0)] == Placed(FC1.format(0))
     with pytest.raises(UnsupportedError, match="cannot be stacked"):
-        placed(other, apart=False, path="f")
+        placed(other, apart=False)
     local = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
     grouped = "mtp.layers.0.mlp.experts.linear_fc1.weight{}"
-    found = placed({one.format(e): ((4, 6), "x") for one in (local, grouped) for e in range(3)}, apart=None, path="f")
+    found = placed({one.format(e): ((4, 6), "x") for one in (local, grouped) for e in range(3)}, apart=None)
     assert found[local.format(2)] == Placed("decoder.layers.mlp.experts.experts.linear_fc1.weight", (0, 2), (1, 3))
     assert found[grouped.format(1)] == Placed("mtp.layers.0.mlp.experts.experts.linear_fc1.weight", (1,), (3,))
     source = OTHER / "mcore_bf16_moe_freq" / "ckpt"

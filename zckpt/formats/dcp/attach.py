@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zckpt.errors import UnsupportedError, listed
+from zckpt.errors import UnsupportedError, about, listed
 from zckpt.evidence import Evidence, keep_number, note_not_used, note_numbers
 from zckpt.formats.dcp.optimizer import Label, OptimizerState, common_values, place, shape_of
 from zckpt.state import Checkpoint, ParamGroup
@@ -79,7 +79,8 @@ def _give(checkpoint: Checkpoint, optimizer: OptimizerState, label: Label, name:
         checkpoint.parameters[name] = checkpoint.buffers.pop(name)
     parameter = checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape_of(slots), is_kept=bool(slots))
     parameter.group = index
-    place(parameter, slots, optimizer.path)
+    with about(optimizer.path):
+        place(parameter, slots)
 
 
 def _names_of_numbers(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.evidence import shown_shape
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry, raw
@@ -78,7 +78,8 @@ def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str) -> Op
     DamagedFileError: it is malformed.
     """
     where = f"{source}: {'.'.join(map(str, part.path))}" if part.path else source
-    return _flat(part, frozenset(names), where) if part.is_flat else _nested(part, where)
+    with about(where):
+        return _flat(part, frozenset(names), where) if part.is_flat else _nested(part, where)
 
 
 def _nested(part: OptimizerPart, where: str) -> OptimizerState:
@@ -88,17 +89,17 @@ def _nested(part: OptimizerPart, where: str) -> OptimizerState:
         params = content.pop(PARAMS)
         listed = params.node if isinstance(params, ObjectItem) else None
         if not isinstance(listed, (list, tuple)) or {type(one) for one in listed} not in ({str}, {int}, set()):
-            raise DamagedFileError("unreadable param group", path=where, expected="names or numbers in `params`")
-        groups.append(Group(hyperparameters(content, where), list(listed)))
+            raise DamagedFileError("unreadable param group", expected="names or numbers in `params`")
+        groups.append(Group(hyperparameters(content), list(listed)))
     found = OptimizerState(where, {}, groups)
     labels = [label for group in groups for label in group.members]
     if len(set(labels)) != len(labels) or len(set(map(type, labels))) > 1:
-        raise DamagedFileError("param groups have a parameter twice, or names and numbers", path=where)
+        raise DamagedFileError("param groups have a parameter twice, or names and numbers")
     numbered = found.is_numbered
     for label, node in (branch(part.node.get(STATE, {})) or {}).items():
         slots = branch(node)
         if slots is None or (numbered and not _NUMBER.fullmatch(str(label))):
-            raise DamagedFileError("unreadable state", path=where, expected="a dict by slot", found=str(label)[:80])
+            raise DamagedFileError("unreadable state", expected="a dict by slot", found=str(label)[:80])
         found.state[int(label) if numbered else str(label)] = {str(key): value for key, value in slots.items()}
     found.others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
     return found
@@ -118,7 +119,7 @@ def _flat(part: OptimizerPart, names: frozenset[str], where: str) -> OptimizerSt
     groups: dict[bytes, Group] = {}
     digests = Digests()
     for name, content in options.items():
-        values = hyperparameters(content, where)
+        values = hyperparameters(content)
         groups.setdefault(digests.of(values), Group(values, [])).members.append(name)
     return OptimizerState(where, state, list(groups.values()))
 
@@ -134,7 +135,7 @@ def split_key(joined: str, names: frozenset[str]) -> tuple[str, str]:
     return name, slot
 
 
-def hyperparameters(content: Mapping[str | int, Node], where: str) -> dict[str, object]:
+def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
     """Return a param group's values, with single numbers that are tensors read.
 
     Raises UnsupportedError: a tensor that is no single number and is in several pieces.
@@ -146,19 +147,19 @@ def hyperparameters(content: Mapping[str | int, Node], where: str) -> dict[str, 
         elif isinstance(node, ObjectItem):
             found[str(key)] = raw(node)
         else:
-            found[str(key)] = _carried(node, f"{key} of a param group", where)
+            found[str(key)] = _carried(node, f"{key} of a param group")
     return found
 
 
-def _carried(node: Node, what: str, where: str) -> object:
+def _carried(node: Node, what: str) -> object:
     lost: list[str] = []
     value = carry(node, lost)
     if lost:
-        raise UnsupportedError(f"{what} holds tensors in several pieces", path=where, found=", ".join(lost[:4]))
+        raise UnsupportedError(f"{what} holds tensors in several pieces", found=", ".join(lost[:4]))
     return value
 
 
-def place(parameter: Parameter, slots: Mapping[str, Node], where: str) -> None:
+def place(parameter: Parameter, slots: Mapping[str, Node]) -> None:
     """Give a parameter its state: tensors are slots, anything else is state.
 
     Raises UnsupportedError: tensors in several pieces, in something other than a slot.
@@ -169,7 +170,7 @@ def place(parameter: Parameter, slots: Mapping[str, Node], where: str) -> None:
         elif isinstance(node, ObjectItem):
             parameter.state[key] = raw(node)
         else:
-            parameter.state[key] = _carried(node, f"{key} of {parameter.name}", where)
+            parameter.state[key] = _carried(node, f"{key} of {parameter.name}")
 
 
 def shape_of(slots: Mapping[str, Node]) -> tuple[int, ...] | None:

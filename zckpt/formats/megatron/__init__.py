@@ -43,7 +43,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.megatron.directory import FSDP_DTENSOR, LEGACY, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
@@ -175,11 +175,12 @@ class Megatron(Format):
         """Read `.metadata`, the headers of the items, and `common.pt`."""
         from zckpt.formats.megatron import fsdp_dtensor, legacy, torch_dist
 
-        if found.place.kind == FSDP_DTENSOR:
-            return fsdp_dtensor.read(found.place)
-        if found.place.kind == LEGACY:
-            return legacy.read(found.place.path, found.place.tracker)
-        return torch_dist.read(found.place)
+        with about(found.place.path):
+            if found.place.kind == FSDP_DTENSOR:
+                return fsdp_dtensor.read(found.place)
+            if found.place.kind == LEGACY:
+                return legacy.read(found.place.path, found.place.tracker)
+            return torch_dist.read(found.place)
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return the files of a run's directory."""
@@ -188,7 +189,7 @@ class Megatron(Format):
         if job.options.ckpt_format == "torch":
             other = "--layers" if job.options.layers is not None else "--optimizer flattened"
             if job.options.layers is not None or job.options.optimizer == "flattened":
-                raise UsageError(f"{other} is for torch_dist: legacy files have one form", path=job.source,
+                raise UsageError(f"{other} is for torch_dist: legacy files have one form",
                                  expected="--ckpt-format torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
         only = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "stage_bounds",
@@ -196,7 +197,7 @@ class Megatron(Format):
         given = next((name for name in only if getattr(job.options, name) is not None), None)
         if given is not None:
             raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
-                             path=job.source, expected="--ckpt-format torch with it")  # fmt: skip
+                             expected="--ckpt-format torch with it")  # fmt: skip
         return writer.lay_out(job)
 
     def recut(self, job: Job) -> TargetFiles:
@@ -206,7 +207,6 @@ class Megatron(Format):
         if job.checkpoint.format_version != LEGACY:
             raise UnsupportedError(
                 "any number of ranks of each kind loads this checkpoint as it is",
-                path=job.checkpoint.source,
                 found=job.checkpoint.format_version,
                 advice="`zckpt convert --to megatron --ckpt-format torch` writes legacy files of some",
             )

@@ -15,8 +15,14 @@ Source: megatron-core 0.16, `_ParamAndGradBuffer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from zckpt.state import Extent, PaddingSpan, Slot
+from zckpt.state.boxes import SpanIndex
+from zckpt.state.dtypes import itemsize
+from zckpt.state.views import narrow
 
 ALIGNMENT = 64
 """Elements to a multiple of which each parameter's start in its bucket is rounded up."""
@@ -57,6 +63,11 @@ class Layout:
     def numel(self) -> int:
         """Elements of all buckets."""
         return sum(self.sizes)
+
+    def starts(self, stored: Sequence[int] | None = None) -> dict[str, int]:
+        """Return where each parameter begins, if buckets lie end to end, `stored` elements each."""
+        begins = (0, *accumulate(stored or self.sizes))
+        return {place.name: begins[place.bucket] + place.start for place in self.places}
 
 
 def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layout:
@@ -122,20 +133,26 @@ def default_bucket_numel(arguments: Mapping[object, object], data_ranks: int) ->
     return max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * data_ranks * (context if type(context) is int else 1))
 
 
-def gaps(layout: Layout, members: Sequence[Member]) -> list[tuple[int, int, int]]:
-    """Return what of the buckets is no parameter's: (bucket, first element, how many)."""
-    numel = {member.name: member.numel for member in members}
-    found = []
-    for bucket, size in enumerate(layout.sizes):
-        end = 0
-        for place in layout.places:
-            if place.bucket == bucket:
-                if place.start > end:
-                    found.append((bucket, end, place.start - end))
-                end = place.start + numel[place.name]
-        if size > end:
-            found.append((bucket, end, size - end))
-    return found
+def between(ranges: Iterable[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+    """Return what of a line is in no range: first element and how many; each range is first element and how many."""
+    edges = [(0, 0), *sorted(ranges), (numel, 0)]
+    found = ((one[0] + one[1], other[0]) for one, other in pairwise(edges))
+    return [(low, high - low) for low, high in found if high > low]
+
+
+class Line(SpanIndex):
+    """The elements of a slot, in one dimension."""
+
+    def part(self, start: int, numel: int) -> Slot:
+        """Return some elements."""
+        return narrow(self.reaching(Extent.flat(self.slot.shape, start, numel)), 0, start, numel)
+
+
+def padding_of(line: Line, gaps: Iterable[tuple[int, int]]) -> Iterator[PaddingSpan]:
+    """Yield where some elements of a line are, which are no parameter's."""
+    for start, numel in gaps:
+        for span in line.part(start, numel).spans:
+            yield PaddingSpan(line.slot.name, span.path, span.offset, span.extent.numel * itemsize(span.dtype))
 
 
 def _rounded(at: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import product
 
 from zckpt.formats.megatron.buckets import Layout, Member, bucket_numels, fit, lay_out
 from zckpt.formats.megatron.cut import KEPT, Cut, cut_of
@@ -129,8 +129,7 @@ def _of_chain(
                 same = {key: one for key, one in its.items() if one is not None and _alike(one, lead[number])}
                 if len(same) != len(its):
                     raise UnprovenError("ranks have buckets of different sizes")
-                begins = (0, *accumulate(lead[number].stored or layout.sizes))
-                starts = {place.name: begins[place.bucket] + place.start for place in layout.places}
+                starts = layout.starts(lead[number].stored)
                 if order.fused:
                     starts = dict(_apart(checkpoint, starts, ranks))
                 yield Chunk(ranks, starts, same, order.fused)
@@ -234,7 +233,7 @@ def cut_for(checkpoint: Checkpoint, one: Parameter, ranks: int) -> Cut:
     gated = None
     if ".linear_fc1." in one.name and partner is not None and len(partner.shape) == 2:
         gated = one.shape[0] == 2 * partner.shape[1]
-    cut = cut_of(one.name, one.shape, checkpoint.source, gated=gated)
+    cut = cut_of(one.name, one.shape, gated=gated)
     if cut.dimension is not None and one.shape[cut.dimension] % (ranks * cut.parts):
         raise UnprovenError(f"{one.name} is not cut evenly")
     return cut

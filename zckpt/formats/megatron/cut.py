@@ -54,7 +54,7 @@ class Cut:
 KEPT = Cut(None)
 
 
-def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
+def cut_of(name: str, shape: Shape, *, gated: bool | None) -> Cut:
     """Return how a parameter is cut, of which more than one rank has a slice.
 
     Parameters
@@ -62,8 +62,6 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
     name : str
     shape : tuple of int
         Of a rank's slice.
-    path : str
-        For messages.
     gated : bool or None
         Of a first layer of two, whether it has two halves; None: that is not known.
 
@@ -80,7 +78,7 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
         if module in ROWS and len(shape) in (1, 2):
             if module in GATED and gated is None:
                 raise UnsupportedError(
-                    f"whether {name} is that of a gated unit is not known", path=path, expected=f"its {PARTNER[module]}"
+                    f"whether {name} is that of a gated unit is not known", expected=f"its {PARTNER[module]}"
                 )
             return Cut(0, 2 if module in GATED and gated else 1)
         if module in COLUMNS and len(shape) == 2:
@@ -89,14 +87,13 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
             return KEPT
     raise UnsupportedError(
         f"how tensor parallelism cuts {name} is not known",
-        path=path,
         expected="layers of Megatron-Core's transformer",
         found=f"shape {shape}",
         advice="convert it to one rank with the program that wrote it",
     )
 
 
-def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
+def joined(name: str, slots: Sequence[Slot], cut: Cut) -> Slot:
     """Return the whole of which each rank has a slice.
 
     Raises LayoutError: the slices are of different shapes or types, or have an odd number of what comes in pairs.
@@ -104,14 +101,14 @@ def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
     first = slots[0]
     for one in slots[1:]:
         if (one.shape, one.dtype) != (first.shape, first.dtype):
-            raise LayoutError(f"ranks have slices of {name} that do not match", path=path,
+            raise LayoutError(f"ranks have slices of {name} that do not match",
                               expected=f"{first.dtype} {first.shape}", found=f"{one.dtype} {one.shape}")  # fmt: skip
     dimension = cut.dimension
     if dimension is None or len(slots) == 1:
         return first
     size, odd = divmod(first.shape[dimension], cut.parts)
     if odd:
-        raise LayoutError(f"{name} has no {cut.parts} equal parts", path=path, found=first.shape)
+        raise LayoutError(f"{name} has no {cut.parts} equal parts", found=first.shape)
     return concat([narrow(one, dimension, part * size, size) for part in range(cut.parts) for one in slots], dimension)
 
 
@@ -128,7 +125,7 @@ def splits_of(name: str) -> int | None:
     return SPLITS.get(steps[-2]) if len(steps) > 1 else None
 
 
-def reordered(name: str, slots: Sequence[Slot], splits: int, heads: int, version: float, path: str) -> Slot:
+def reordered(name: str, slots: Sequence[Slot], splits: int, heads: int, version: float) -> Slot:
     """Return a parameter in today's order of rows, of which each rank has a slice in that of an old version.
 
     In version 0 each rank's rows are [3, heads, d], in version 1 [heads, d, 3]. Raises LayoutError: the rows are not
@@ -137,9 +134,7 @@ def reordered(name: str, slots: Sequence[Slot], splits: int, heads: int, version
     (rows, *rest), ranks = slots[0].shape, len(slots)
     own = heads // ranks
     if heads % ranks or rows % (splits * own):
-        raise LayoutError(
-            f"{name} does not have the rows of {heads} heads", path=path, found=f"{ranks} of {slots[0].shape}"
-        )
+        raise LayoutError(f"{name} does not have the rows of {heads} heads", found=f"{ranks} of {slots[0].shape}")
     width = rows // (splits * own)
     there, order = ((splits, own, width), (1, 0, 2)) if version < 1 else ((own, width, splits), (0, 2, 1))
     every = [reshape(one, (*there, *rest)) for one in slots]
@@ -147,12 +142,12 @@ def reordered(name: str, slots: Sequence[Slot], splits: int, heads: int, version
     return reshape(concat(turned, 0), (rows * ranks, *rest))
 
 
-def end_to_end(slots: Sequence[Slot], key: str, path: str) -> Slot:
+def end_to_end(slots: Sequence[Slot], key: str) -> Slot:
     """Return a parameter that is written as several, one after the other; raise LayoutError: they do not fit."""
     first = slots[0]
     for one in slots[1:]:
         if not first.shape or (one.dtype, one.shape[1:]) != (first.dtype, first.shape[1:]):
-            raise LayoutError(f"the tensors of {key} do not fit together", path=path,
+            raise LayoutError(f"the tensors of {key} do not fit together",
                               expected=f"{first.dtype} {first.shape}", found=f"{one.dtype} {one.shape}")  # fmt: skip
     return concat(slots, 0)
 

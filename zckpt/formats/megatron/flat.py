@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from zckpt.errors import SourceError
 from zckpt.formats.account.fits import text_of
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.megatron.buckets import between, padding_of
 from zckpt.formats.megatron.chunks import EXPERT, Chunk, Guess, chunks, cut_for, experts_of, guesses
 from zckpt.formats.megatron.cut import joined
 from zckpt.formats.megatron.lines import (
@@ -30,14 +31,12 @@ from zckpt.formats.megatron.lines import (
     UNPADDED_SIZES,
     Buffers,
     UnprovenError,
-    between,
     buffers_of,
 )
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.torch_files.tensors import carried, read_scalars
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
-from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import reshape, transpose
@@ -110,7 +109,7 @@ def _slots(checkpoint: Checkpoint, every: Sequence[Chunk]) -> tuple[dict[str, di
                     parts = [buffer.slots[slot].part(start, math.prod(shape)) for buffer in its]
                     parts = [transpose(reshape(one, shape[::-1]), (1, 0)) if turned else reshape(one, shape)
                              for one in parts]  # fmt: skip
-                    whole = joined(name, parts, cut, checkpoint.source)
+                    whole = joined(name, parts, cut)
                     original = found.setdefault(name, {}).setdefault(slot, whole)
                     others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
                     others += [(part, t) for t, part in enumerate(parts[1:], 1) if cut.dimension is None]
@@ -130,17 +129,14 @@ def _global(checkpoint: Checkpoint, name: str, rank: int, ranks: int) -> str:
 
 
 def _padding(checkpoint: Checkpoint, chunk: Chunk) -> Iterator[PaddingSpan]:
+    ranges = []
+    for name, start in chunk.starts.items():
+        one = checkpoint.parameters[name]
+        kept = cut_for(checkpoint, one, chunk.ranks.tp).dimension is None
+        ranges.append((start, one.numel if kept else one.numel // chunk.ranks.tp))
     for buffer in chunk.buffers.values():
-        ranges = [(start, _local_numel(checkpoint, name, chunk.ranks.tp)) for name, start in chunk.starts.items()]
-        for start, numel in between(ranges, buffer.numel):
-            for slot, line in buffer.slots.items():
-                for span in line.part(start, numel).spans:
-                    yield PaddingSpan(slot, span.path, span.offset, span.extent.numel * itemsize(span.dtype))
-
-
-def _local_numel(checkpoint: Checkpoint, name: str, ranks: int) -> int:
-    one = checkpoint.parameters[name]
-    return one.numel if cut_for(checkpoint, one, ranks).dimension is None else one.numel // ranks
+        for line in buffer.slots.values():
+            yield from padding_of(line, between(ranges, buffer.numel))
 
 
 def with_flat(

@@ -59,20 +59,16 @@ def read(place: Place) -> Checkpoint:
     tree = dict(root)
     model = branch(tree.get(MODEL))
     if not model or not all(isinstance(item, TensorItem) for item in model.values()):
-        raise UnsupportedError(
-            "holds no model", path=path, expected=f"tensors under {MODEL}", found=listed(list(map(str, root)))
-        )
+        raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(map(str, root))))
     copies: Copies = []
     shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
-    whole = _model(model, str(path))
+    whole = _model(model)
     tree[MODEL] = whole
     if tree.get(OPTIMIZER) is not None:
-        optimizer = _optimizer(tree[OPTIMIZER], shapes, copies, str(path))
+        optimizer = _optimizer(tree[OPTIMIZER], shapes, copies)
         others = [str(name) for name in branch(optimizer[STATE]) or () if name not in whole]
         if others:
-            raise LayoutError(
-                "the optimizer has state of what is no tensor of the model", path=path, found=listed(others)
-            )
+            raise LayoutError("the optimizer has state of what is no tensor of the model", found=listed(others))
         tree[OPTIMIZER] = optimizer
     lost = fill(checkpoint, tree)
     say_what_values_are(checkpoint, folders, rewritten=False)
@@ -96,51 +92,49 @@ def _bare(name: str) -> str:
     return f"{match[1]}local_experts.{match[3]}.{match[2]}{match[4] or ''}" if match is not None else name
 
 
-def _named(names: Iterable[str], path: str) -> dict[str, str]:
+def _named(names: Iterable[str]) -> dict[str, str]:
     """Return names by what they are in the bare model."""
     found: dict[str, str] = {}
     for name in names:
         if _bare(name) in found:
-            raise DamagedFileError(
-                f"two tensors are {_bare(name)}", path=path, found=f"{name} and {found[_bare(name)]}"
-            )
+            raise DamagedFileError(f"two tensors are {_bare(name)}", found=f"{name} and {found[_bare(name)]}")
         found[_bare(name)] = name
     return found
 
 
-def _model(model: Branch, path: str) -> dict[str | int, Node]:
-    names = _named(map(str, model), path)
+def _model(model: Branch) -> dict[str | int, Node]:
+    names = _named(map(str, model))
     items = {bare: item for bare, name in names.items() if isinstance(item := model[name], TensorItem)}
-    whole = {one.key: _whole(one.key, [items[part] for part in one.parts], path) for one in stored(items)}
+    whole = {one.key: _whole(one.key, [items[part] for part in one.parts]) for one in stored(items)}
     return {name: whole[name] for name in in_order(whole)}
 
 
-def _whole(key: str, items: list[TensorItem], path: str) -> TensorItem:
+def _whole(key: str, items: list[TensorItem]) -> TensorItem:
     """Return the tensor of which others are the parts along its first axis."""
     if len(items) == 1:
         return items[0]
-    whole = end_to_end([item.slot("") for item in items], key, path)
+    whole = end_to_end([item.slot("") for item in items], key)
     return TensorItem(key, whole.dtype, whole.shape, whole.spans, None, items[0].path)
 
 
-def _optimizer(node: Node, shapes: Shapes, copies: Copies, path: str) -> dict[str | int, Node]:
+def _optimizer(node: Node, shapes: Shapes, copies: Copies) -> dict[str | int, Node]:
     """Return an optimizer with groups in a list; of a chain of them, one that has all of their parameters."""
     content = branch(node) or {}
     several = [part for part in content.values() if META in (branch(part) or {})]
     every = [content] if META in content else [branch(part) or {} for part in several]
     if not every or (several and len(several) != len(content)):
-        raise UnsupportedError("holds an optimizer of a kind that is not known", path=path,
+        raise UnsupportedError("holds an optimizer of a kind that is not known",
                                expected=f"{STATE} and {META}", found=listed(list(map(str, content))))  # fmt: skip
     state: dict[str | int, Node] = {}
     groups: dict[bytes, tuple[Branch, list[str]]] = {}
     others: dict[str | int, Node] = {}
     digests = Digests()
     for number, one in enumerate(every):
-        state |= _state(branch(one.get(STATE, {})) or {}, shapes, copies, path)
+        state |= _state(branch(one.get(STATE, {})) or {}, shapes, copies)
         meta = branch(one[META]) or {}
-        for bare, name in _named(map(str, meta), path).items():
+        for bare, name in _named(map(str, meta)).items():
             values = branch(meta[name]) or {}
-            key = digests.of(hyperparameters(values, path))
+            key = digests.of(hyperparameters(values))
             groups.setdefault(key, (values, []))[1].append(bare)
         front = f"{number}." if several else ""
         others |= {f"{front}{key}": value for key, value in one.items() if key not in (STATE, META)}
@@ -148,21 +142,19 @@ def _optimizer(node: Node, shapes: Shapes, copies: Copies, path: str) -> dict[st
     for number, (values, members) in enumerate(groups.values()):
         sample = next((leaf for leaf in leaves(dict(values)) if isinstance(leaf, ObjectItem)), None)
         if sample is None:
-            raise DamagedFileError("unreadable param group", path=path, expected="hyperparameters")
+            raise DamagedFileError("unreadable param group", expected="hyperparameters")
         listed_groups[number] = {**values, PARAMS: ObjectItem(f"{META}.{PARAMS}", sample.file, in_order(members))}
     return {**others, STATE: state, GROUPS: listed_groups}
 
 
-def _state(state: Branch, shapes: Shapes, copies: Copies, path: str) -> dict[str | int, Node]:
+def _state(state: Branch, shapes: Shapes, copies: Copies) -> dict[str | int, Node]:
     """Return the state of each parameter, by slot; `copies` gets what two parts of one have both."""
-    names = _named(map(str, state), path)
+    names = _named(map(str, state))
     found: dict[str | int, Node] = {}
     for one in stored(names):
         parts = [branch(state[names[part]]) or {} for part in one.parts]
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise LayoutError(
-                f"the state of {one.key} is not whole", path=path, expected=listed(list(map(str, parts[0])))
-            )
+            raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(map(str, parts[0]))))
         own: dict[str | int, Node] = {}
         for slot in parts[0]:
             items = [part[slot] for part in parts]
@@ -170,7 +162,7 @@ def _state(state: Branch, shapes: Shapes, copies: Copies, path: str) -> dict[str
             if len(items) == 1 or len(tensors) != len(items):
                 own[slot] = items[0]
             elif [item.shape for item in tensors] == [shapes.get(part) for part in one.parts]:
-                own[slot] = _whole(f"{slot} of {one.key}", tensors, path)
+                own[slot] = _whole(f"{slot} of {one.key}", tensors)
             else:  # only the moments are cut, the rest is whole in both
                 own[slot] = tensors[0]
                 copies += [(one.key, str(slot), copy, tensors[0]) for copy in tensors[1:]]

@@ -45,7 +45,7 @@ def numbered_name(name: str) -> str:
     return _NUMBERED.sub(r"\1\3\2", name)
 
 
-def expert_count(name: str, shapes: Mapping[str, tuple[int, ...]], ranks: int, path: str) -> int:
+def expert_count(name: str, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> int:
     """Return how many experts a parameter is of.
 
     Parameters
@@ -56,7 +56,6 @@ def expert_count(name: str, shapes: Mapping[str, tuple[int, ...]], ranks: int, p
         Of all that the rank has.
     ranks : int
         Expert-parallel ones.
-    path : str
 
     Raises
     ------
@@ -69,17 +68,17 @@ def expert_count(name: str, shapes: Mapping[str, tuple[int, ...]], ranks: int, p
     front = match[1].removesuffix("experts.") if match is not None else ""
     router, own = shapes.get(f"{front}router.weight"), shapes[name]
     if router is None or len(router) != 2:
-        raise UnsupportedError(f"how many experts {name} has is not known", path=path,
+        raise UnsupportedError(f"how many experts {name} has is not known",
                                expected=f"{front}router.weight beside it")  # fmt: skip
     count, odd = divmod(router[0], ranks)
     axis = 1 if match is not None and match[2] == "1" else 0
     if odd or not count or len(own) != 2 or own[axis] % count or own[1 - axis] != router[1]:
-        raise LayoutError(f"{name} is not of the experts that its router has", path=path,
+        raise LayoutError(f"{name} is not of the experts that its router has",
                           expected=f"{router[0]} on {ranks} ranks, of width {router[1]}", found=own)  # fmt: skip
     return count
 
 
-def apart(name: str, parameter: Parameter, count: int, path: str) -> list[Parameter]:
+def apart(name: str, parameter: Parameter, count: int) -> list[Parameter]:
     """Return each expert's own part of a parameter, as if it were one by itself.
 
     Parameters
@@ -90,7 +89,6 @@ def apart(name: str, parameter: Parameter, count: int, path: str) -> list[Parame
         Its slots are of its own shape, or of one element.
     count : int
         Experts.
-    path : str
 
     Raises
     ------
@@ -102,7 +100,7 @@ def apart(name: str, parameter: Parameter, count: int, path: str) -> list[Parame
     every: list[dict[str, Slot]] = [{} for _ in range(count)]
     for key, slot in parameter.slots.items():
         if slot.shape != shape and slot.numel != 1:
-            raise UnsupportedError(f"{key} of {name} is not that of experts, one behind the other", path=path,
+            raise UnsupportedError(f"{key} of {name} is not that of experts, one behind the other",
                                    expected=shape, found=slot.shape)  # fmt: skip
         its = unstacked(reshape(slot, (count, rows, columns))) if slot.shape == shape else {}
         for expert, slots in enumerate(every):

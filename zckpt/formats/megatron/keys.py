@@ -40,21 +40,19 @@ class Placed:
     sizes: tuple[int, ...] = ()
 
 
-def check_names(names: Iterable[str], path: str) -> None:
+def check_names(names: Iterable[str]) -> None:
     """Raise UnsupportedError unless these are the names of a model of Megatron-Core that can be written."""
     every = list(names)
     odd = next((name for name in every if _UNWRITTEN.fullmatch(name)), None)
     if odd is not None:
         raise UnsupportedError(
             "Megatron-Core writes this tensor in another form, which follows from its configuration only",
-            path=path,
             found=odd,
             advice="of Mamba, linear attention and the old grouped experts, `--to zckpt` or `--to dcp` keeps all",
         )
     if not any(_MODEL.fullmatch(name) for name in every):
         raise UnsupportedError(
             "its names are not those of a model of Megatron-Core",
-            path=path,
             expected="names like decoder.layers.0.mlp.linear_fc1.weight",
             found=listed(every, most=3),
             advice="`--map` gives them, such as --map llama-huggingface-megatron; or --rename",
@@ -91,7 +89,7 @@ def _split(name: str) -> _Split:
     return _Split(name, int(match[2]), match[1], match[3], expert)
 
 
-def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None, path: str) -> dict[str, Placed]:
+def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -> dict[str, Placed]:
     """Return where each tensor is.
 
     Parameters
@@ -100,8 +98,6 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None, p
         By the names that the files' keys have; those of one key have to be of one shape and kind.
     apart : bool or None
         Whether each layer has keys of its own. None: if they differ.
-    path : str
-        For messages.
 
     Raises
     ------
@@ -109,7 +105,7 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None, p
         Layers or experts are not numbered through, or differ where they are to be stacked.
     """
     parts = {name: _split(name) for name in tensors}
-    counts = _layers(parts, path)
+    counts = _layers(parts)
     stacked: dict[tuple[str, str, int | None], dict[int, tuple[Shape, object]]] = {}
     for name, part in parts.items():
         if part.layer is not None:
@@ -120,14 +116,14 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None, p
         if len(its) != counts[front] or len(set(its.values())) > 1
     ]
     if unlike and apart is False:
-        raise UnsupportedError("layers that differ cannot be stacked", path=path, found=listed(unlike, most=3),
+        raise UnsupportedError("layers that differ cannot be stacked", found=listed(unlike, most=3),
                                advice="give --layers apart")  # fmt: skip
     one_by_one = bool(unlike) if apart is None else apart
     found = {name: _placed(part, counts, one_by_one=one_by_one) for name, part in parts.items()}
-    return _with_experts(found, parts, tensors, path)
+    return _with_experts(found, parts, tensors)
 
 
-def _layers(parts: Mapping[str, _Split], path: str) -> dict[str, int]:
+def _layers(parts: Mapping[str, _Split]) -> dict[str, int]:
     """Return how many layers there are in each block."""
     numbers: dict[str, set[int]] = {}
     for part in parts.values():
@@ -136,7 +132,7 @@ def _layers(parts: Mapping[str, _Split], path: str) -> dict[str, int]:
     for front, its in numbers.items():
         if its != set(range(len(its))):
             missing = next(at for at in range(len(its)) if at not in its)
-            raise UnsupportedError(f"{front} has no layer {missing}", path=path, expected=f"layers 0 to {max(its)}")
+            raise UnsupportedError(f"{front} has no layer {missing}", expected=f"layers 0 to {max(its)}")
     return {front: len(its) for front, its in numbers.items()}
 
 
@@ -147,7 +143,7 @@ def _placed(part: _Split, counts: Mapping[str, int], *, one_by_one: bool) -> Pla
 
 
 def _with_experts(
-    found: Mapping[str, Placed], parts: Mapping[str, _Split], tensors: Mapping[str, tuple[Shape, object]], path: str
+    found: Mapping[str, Placed], parts: Mapping[str, _Split], tensors: Mapping[str, tuple[Shape, object]]
 ) -> dict[str, Placed]:
     """Give the tensors of experts their place among the others of their layer."""
     experts: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
@@ -160,10 +156,10 @@ def _with_experts(
     done = dict(found)
     for (key, index), its in experts.items():
         if set(its) != set(range(counts[key])):
-            raise UnsupportedError(f"the experts of {key} are not numbered through", path=path,
+            raise UnsupportedError(f"the experts of {key} are not numbered through",
                                    expected=f"0 to {counts[key] - 1}", found=listed(sorted(its)))  # fmt: skip
         if len({tensors[name] for name in its.values()}) > 1:
-            raise UnsupportedError(f"the experts of {key} differ", path=path, expected="one shape and type of all")
+            raise UnsupportedError(f"the experts of {key} differ", expected="one shape and type of all")
         for number, name in its.items():
             one = found[name]
             done[name] = Placed(key, (*index, number), (*one.sizes, counts[key]))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import LayoutError, ShardError, UnsupportedError
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import CURRENT, KEPT, PARTNER, Cut, cut_of, joined, reordered, splits_of
 from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
@@ -76,11 +76,12 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     wholes: dict[str, Whole] = {}
     locals_, fused, expert_ranks = [], False, 1 + max(one.rank.ep for one in ranks)
     for one in ranks:
-        names = [dict(numbering.names(one, chunk)) for chunk in range(len(one.chunks))]
-        local = _local(one, names)
-        locals_.append(local)
-        tied = one.arguments.get(UNTIED) is False or (own is not None and own.ranks.get("tied") == 1)
-        fused |= gather(wholes, one, names, local.checkpoint, local.said, tied=tied, expert_ranks=expert_ranks)
+        with about(one.file.path):
+            names = [dict(numbering.names(one, chunk)) for chunk in range(len(one.chunks))]
+            local = _local(one, names)
+            locals_.append(local)
+            tied = one.arguments.get(UNTIED) is False or (own is not None and own.ranks.get("tied") == 1)
+            fused |= gather(wholes, one, names, local.checkpoint, local.said, tied=tied, expert_ranks=expert_ranks)
     first = ranks[0]
     _check_groups(locals_, ranks)
     tensor_ranks = 1 + max(one.rank.tp for one in ranks)
@@ -193,7 +194,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
             if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
         rules += [Rule((one.keys[at], REST), IMPLIED, "modules that keep no state of their own")]
-    parts = parts_of(one.content[OPTIMIZER], path) if one.content.get(OPTIMIZER) else []
+    parts = parts_of(one.content[OPTIMIZER]) if one.content.get(OPTIMIZER) else []
     plain = bool(parts) and all(part.is_plain for part in parts)
     more = []
     flat = one.rank.path / OPTIMIZER_FILE
@@ -215,7 +216,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
     return Local(own, parts, plain, rules, more, partitions(own, parts))
 
 
-def _is_buffer(name: str, tensor: Tensor) -> bool:
+def _is_buffer(name: str, tensor: Tensor | Parameter) -> bool:
     return not is_floating(tensor.dtype) or BUFFERS.fullmatch(name) is not None
 
 
@@ -224,33 +225,27 @@ def _add(checkpoint: Checkpoint, wholes: Mapping[str, Whole], ranks: int, first:
     trained = any(len(p.slots) > 1 for one in wholes.values() for its in one.copies.values() for p in its.values())
     for name in in_order(wholes):
         one = wholes[name]
-        for copy in one.copies.values():
-            if len(copy) != ranks:
-                raise LayoutError(f"{name} is not on all tensor-parallel ranks", path=first.file.path,
-                                  expected=f"{ranks} ranks", found=f"{len(copy)}")  # fmt: skip
-        whole = _together(checkpoint, one, wholes, ranks, first)
-        is_buffer = _is_buffer_of(one)
+        sample = next(iter(next(iter(one.copies.values())).values()))
+        spans, is_buffer = sample.slots[WEIGHT].spans, _is_buffer(name, sample)
+        with about(spans[0].path if spans else first.file.path):
+            whole = _together(checkpoint, one, wholes, ranks, first, is_buffer=is_buffer)
         whole.frozen = trained and not is_buffer and len(whole.slots) == 1
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
 
 
-def _is_buffer_of(one: Whole) -> bool:
-    sample = next(iter(next(iter(one.copies.values())).values()))
-    return not is_floating(sample.dtype) or BUFFERS.fullmatch(one.name) is not None
-
-
 def _together(
-    checkpoint: Checkpoint, one: Whole, wholes: Mapping[str, Whole], ranks: int, first: RankFile
+    checkpoint: Checkpoint, one: Whole, wholes: Mapping[str, Whole], ranks: int, first: RankFile, *, is_buffer: bool
 ) -> Parameter:
     """Return a parameter from the slices and copies that ranks have of it; copies are noted."""
-    sample = next(iter(one.copies.values()))[0]
-    kind = "buffer" if _is_buffer_of(one) else "parameter"
-    path = sample.slots[WEIGHT].spans[0].path if sample.slots[WEIGHT].spans else first.file.path
-    rule = KEPT
-    if ranks > 1 and kind == "parameter":
-        rule = cut_of(one.name, sample.shape, path, gated=_gated(one, wholes, first))
+    for copy in one.copies.values():
+        if len(copy) != ranks:
+            raise LayoutError(f"{one.name} is not on all tensor-parallel ranks", expected=f"{ranks} ranks",
+                              found=len(copy))  # fmt: skip
+    shape, kind, rule = next(iter(one.copies.values()))[0].shape, "buffer" if is_buffer else "parameter", KEPT
+    if ranks > 1 and not is_buffer:
+        rule = cut_of(one.name, shape, gated=_gated(one, wholes, first))
         if one.said is not None and one.said != rule.dimension:
-            raise LayoutError(f"the masters of {one.name} say that it is cut another way", path=path,
+            raise LayoutError(f"the masters of {one.name} say that it is cut another way",
                               expected=f"dimension {rule.dimension}", found=one.said)  # fmt: skip
     found: dict[str, Slot] = {}
     group = None
@@ -263,48 +258,41 @@ def _together(
             slots = [p.slots.get(key) for p in parameters]
             own = [slot for slot in slots if slot is not None]
             if len(own) != ranks:
-                raise LayoutError(f"{key} of {one.name} is not on all tensor-parallel ranks", path=path)
+                raise LayoutError(f"{key} of {one.name} is not on all tensor-parallel ranks")
             its = own[0].shape
-            if its == sample.shape or own[0].numel == 1:
-                cut = rule if its == sample.shape else KEPT
-            elif ranks == 1:
-                cut = KEPT
-            else:
-                raise UnsupportedError(f"{key} of {one.name} has not the shape of its weight, and is cut", path=path,
-                                       expected=sample.shape, found=its)  # fmt: skip
-            whole = _whole(one.name, own, cut, first, path)
+            if its != shape and own[0].numel != 1 and ranks > 1:
+                raise UnsupportedError(f"{key} of {one.name} has not the shape of its weight, and is cut",
+                                       expected=shape, found=its)  # fmt: skip
+            cut = rule if its == shape else KEPT
+            whole = _whole(one.name, own, cut, first)
             original = found.setdefault(key, whole)
             if original is not whole:
-                _note_copy(checkpoint, kind, one.given, whole, original, None, path)
+                _note_copy(checkpoint, kind, one.given, whole, original, None)
             if cut.dimension is None:
                 for rank, slot in enumerate(own[1:], 1):
-                    _note_copy(checkpoint, kind, one.given, slot, whole, rank, path)
+                    _note_copy(checkpoint, kind, one.given, slot, whole, rank)
     weight = found[WEIGHT]
     return Parameter(one.given, weight.shape, weight.dtype, found, group, state=state)
 
 
-def _note_copy(
-    checkpoint: Checkpoint, kind: str, name: str, slot: Slot, original: Slot, rank: int | None, path: str
-) -> None:
+def _note_copy(checkpoint: Checkpoint, kind: str, name: str, slot: Slot, original: Slot, rank: int | None) -> None:
     if (slot.shape, slot.dtype) != (original.shape, original.dtype):
-        raise LayoutError(f"ranks have copies of {name} that differ", path=path,
+        raise LayoutError(f"ranks have copies of {name} that differ",
                           expected=f"{original.dtype} {original.shape}",
                           found=f"{slot.dtype} {slot.shape}")  # fmt: skip
     if slot.numel:
         checkpoint.duplicates.append(Duplicate(kind, name, name, slot, original, rank))
 
 
-def _whole(name: str, slots: Sequence[Slot], cut: Cut, first: RankFile, path: str) -> Slot:
+def _whole(name: str, slots: Sequence[Slot], cut: Cut, first: RankFile) -> Slot:
     version, splits = first.content.get(VERSION, 0), splits_of(name)
-    if splits is None or type(version) not in (int, float) or not isinstance(version, (int, float)):
-        return joined(name, slots, cut, path)
-    if version >= CURRENT or not slots[0].shape:
-        return joined(name, slots, cut, path)
+    if splits is None or not isinstance(version, (int, float)) or version >= CURRENT or not slots[0].shape:
+        return joined(name, slots, cut)
     heads = first.arguments.get("num_attention_heads")
     if type(heads) is not int or heads < 1:
-        raise UnsupportedError(f"the order of the rows of {name} is not known", path=path,
+        raise UnsupportedError(f"the order of the rows of {name} is not known",
                                expected="num_attention_heads in the arguments")  # fmt: skip
-    return reordered(name, slots, splits, heads, float(version), path)
+    return reordered(name, slots, splits, heads, float(version))
 
 
 def _gated(one: Whole, wholes: Mapping[str, Whole], first: RankFile) -> bool | None:
@@ -320,7 +308,7 @@ def _gated(one: Whole, wholes: Mapping[str, Whole], first: RankFile) -> bool | N
     its = next(iter(partner.copies.values()))[0].shape
     if len(its) == 2 and mine and mine[0] in (its[1], 2 * its[1]):
         return mine[0] == 2 * its[1]
-    raise LayoutError(f"{one.name} does not fit {partner.name}", path=first.file.path,
+    raise LayoutError(f"{one.name} does not fit {partner.name}",
                       expected=f"{its[-1]} rows, or twice as many", found=mine)  # fmt: skip
 
 

@@ -112,13 +112,13 @@ class Model:
                   for name in one.experts}  # fmt: skip
         if len(kinds) > 1 or len(owners) > 1 or len({self.tensors[name][1] for name in one.experts}) > 1:
             raise UnsupportedError("experts that are one parameter have one optimizer state",
-                                   path=self.checkpoint.source, found=f"others of {one.name}")  # fmt: skip
+                                   found=f"others of {one.name}")  # fmt: skip
         return [(key, [its[at][1] for its in every], dtype) for at, (key, _, dtype) in enumerate(every[0])]
 
     def state(self, name: str) -> list[tuple[str, Slot, str]]:
         """Return key, slot and type of all that the optimizer has of a parameter, the master first."""
         one = self.trained[name]
-        every = state_of(self.checkpoint, one, self.tensors[name], plain=self.plain)
+        every = state_of(one, self.tensors[name], plain=self.plain)
         return [(key, slot, master_type(one) if key == MASTER else slot.dtype) for key, slot in every]
 
 
@@ -183,7 +183,7 @@ def _one(model: Model, rank: Rank, groups: Sequence[Group], scaler: object) -> d
         return inner
     if len(kinds) > 1 or numbers != len(states):
         raise UnsupportedError("trains weights of 16 and of 32 bits, which these files number otherwise",
-                               path=model.checkpoint.source, advice="give --ckpt-format torch_dist")  # fmt: skip
+                               advice="give --ckpt-format torch_dist")  # fmt: skip
     return {OPTIMIZER: inner, MASTERS: masters, **around}
 
 
@@ -221,8 +221,7 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
     """Return a buffer: a flat tensor for each slot, of all buckets end to end."""
     members = [Member(one.local, prod(model.shape(one, rank.tp)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
-    firsts = [sum(layout.sizes[:bucket]) for bucket in range(len(layout.sizes))]
-    starts = {place.name: firsts[place.bucket] + place.start for place in layout.places}
+    starts = layout.starts()
     contents: dict[str, list[SlotContent]] = {}
     types: dict[str, set[str]] = {}
     for one in its:
@@ -233,7 +232,7 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
             types.setdefault(filed, set()).add(dtype)
     mixed = next((key for key, kinds in types.items() if len(kinds) > 1), None)
     if mixed is not None:
-        raise UnsupportedError(f"{mixed} is of several types, and a buffer has one", path=model.checkpoint.source,
+        raise UnsupportedError(f"{mixed} is of several types, and a buffer has one",
                                found=sorted(types[mixed]))  # fmt: skip
     tensors: dict[object, object] = {
         key: view(new_storage(next(iter(types[key])), layout.numel, parts), (layout.numel,))

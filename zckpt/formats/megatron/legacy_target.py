@@ -93,18 +93,18 @@ def wanted_of(options: object) -> Wanted:
 
 def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
     """Return what the target is to be. Raises UsageError: a size that cannot be."""
-    path, arguments, own = checkpoint.source, arguments_of(checkpoint.metadata.get("args")), checkpoint.topology
+    arguments, own = arguments_of(checkpoint.metadata.get("args")), checkpoint.topology
     given = {"dp": wanted.dp, "tp": wanted.tp, "pp": wanted.pp, "ep": wanted.ep}
     for value in (*given.values(), wanted.chunks):
         if value is not None and value < 1:
             raise UsageError("unusable number of ranks", expected="at least 1", found=value)
     if wanted.bucket_numel is not None and wanted.bucket_numel < 0:
-        raise UsageError("unusable size of buckets", path=path, expected="at least 0", found=wanted.bucket_numel)
+        raise UsageError("unusable size of buckets", expected="at least 0", found=wanted.bucket_numel)
     topology = replace(own, **{key: value for key, value in given.items() if value is not None})
     known = checkpoint.details.get(CHUNKS, 1)
     chunks = wanted.chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
     if chunks > 1 and topology.pp == 1:
-        raise UsageError("a virtual pipeline has several stages", path=path, expected="--pipeline-parallel-size P",
+        raise UsageError("a virtual pipeline has several stages", expected="--pipeline-parallel-size P",
                          found=topology.pp)  # fmt: skip
     bounds = wanted.bounds
     if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
@@ -117,7 +117,7 @@ def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
     return Target(
         topology=topology,
         chunks=chunks,
-        bounds=bounds_of(bounds, layer_count(names), topology.pp * chunks, path),
+        bounds=bounds_of(bounds, layer_count(names), topology.pp * chunks),
         rows=_rows(checkpoint, wanted.rows),
         engine=engine,
         bucket_numel=size or None,
@@ -133,7 +133,6 @@ def _rows(checkpoint: Checkpoint, rows: int | None) -> int | None:
     if rows is not None and rows < present:
         raise UsageError(
             "unusable padded size of the vocabulary",
-            path=checkpoint.source,
             expected=f"at least the {present} rows that SOURCE has, all of them trained",
             found=rows,
         )
@@ -162,7 +161,6 @@ def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[ob
         return NUMBERED
     raise UnsupportedError(
         "its experts are grouped in the module, and what that calls them is not known",
-        path=checkpoint.source,
         expected="moe_use_legacy_grouped_gemm beside moe_grouped_gemm in the arguments",
         advice="write torch_dist, which any kind of experts loads",
     )

@@ -122,7 +122,7 @@ def lay_out(job: Job) -> TargetFiles:
 
 def _model(checkpoint: Checkpoint, options: object, target: Target, notes: list[str]) -> Model:
     """Return the whole model by the names of its module, in its order, with its optimizer."""
-    path, top = checkpoint.source, target.topology
+    top = target.topology
     found = model_for(checkpoint, getattr(options, "dtype", "keep"))
     names = live_names(found, engine=target.engine)
     if target.experts == NUMBERED:
@@ -132,7 +132,7 @@ def _model(checkpoint: Checkpoint, options: object, target: Target, notes: list[
     trained = {name: one for name, one in parameters.items() if one.group is not None}
     order = _order(checkpoint, names, list(parameters), target)
     if order is None and trained:
-        raise UnsupportedError("in which order a module has its parameters is not known", path=path,
+        raise UnsupportedError("in which order a module has its parameters is not known",
                                found=listed(list(parameters), most=3),
                                expected="the layers of Megatron-Core's GPTModel")  # fmt: skip
     ordered = [*(order or parameters), *(name for name in given if name not in parameters)]
@@ -148,7 +148,7 @@ def _model(checkpoint: Checkpoint, options: object, target: Target, notes: list[
         parameters=parameters,
         given=given,
         trained={name: trained[name] for name in ordered if name in trained},
-        cuts=cuts_of(rows, top.tp, target.rows, path),
+        cuts=cuts_of(rows, top.tp, target.rows),
         ranks=top.tp,
         rows=target.rows,
         groups=[Group(one.values, [names[name] for name in one.members]) for one in groups],
@@ -194,14 +194,13 @@ def _gradients(checkpoint: Checkpoint) -> dict[str, str]:
 def _ranks(model: Model, target: Target) -> Iterator[Rank]:
     """Yield every rank, with what each chunk of its model has."""
     top = target.topology
-    path = model.checkpoint.source
-    stages = dealt(list(model.tensors), target.bounds, stages=top.pp, tied=model.tied, path=path)
-    counts = expert_counts(model.tensors, top.ep, path)
+    stages = dealt(list(model.tensors), target.bounds, stages=top.pp, tied=model.tied)
+    counts = expert_counts(model.tensors, top.ep)
     for stage, chunks in enumerate(stages):
         for expert in range(top.ep):
             own = [on_expert_rank(chunk, counts, expert, top.ep) for chunk in chunks]
             if target.experts == FUSED:
-                own = [with_fused(chunk, path) for chunk in own]
+                own = [with_fused(chunk) for chunk in own]
             for rank in range(top.tp):
                 pipeline = f"_{stage:03d}" if top.pp > 1 else ""
                 folder = f"mp_rank_{rank:02d}{pipeline}" + (f"_{expert:03d}" if top.ep > 1 else "")

@@ -11,15 +11,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.megatron.buckets import Line
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import MASTER, Extent, Slot
-from zckpt.state.boxes import SpanIndex
-from zckpt.state.views import concat, narrow
+from zckpt.state import MASTER
+from zckpt.state.views import concat
 from zckpt.torchfile import DType, Tensor
 
 _GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
@@ -35,14 +34,6 @@ PARAM, UNPADDED, JOINED = "param", "numel_unpadded", "buckets_coalesced"
 
 class UnprovenError(Exception):
     """Why what lies in the buffers is not certain."""
-
-
-class Line(SpanIndex):
-    """The elements of a slot, in one dimension."""
-
-    def part(self, start: int, numel: int) -> Slot:
-        """Return some elements."""
-        return narrow(self.reaching(Extent.flat(self.slot.shape, start, numel)), 0, start, numel)
 
 
 @dataclass(slots=True)
@@ -161,10 +152,3 @@ def _whole(node: object, path: str) -> Iterator[Buffer]:
             named = {MASTER if slot == PARAM else slot: one for slot, one in tensors.items()}
             slots = {slot: Line(slot_of(slot, one, path)) for slot, one in named.items()}
             yield Buffer(kind, slots, tensors[PARAM].shape[0])
-
-
-def between(ranges: Iterable[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
-    """Return what of a line is in no range: first element and how many; each range is first element and how many."""
-    edges = [(0, 0), *sorted(ranges), (numel, 0)]
-    found = ((one[0] + one[1], other[0]) for one, other in pairwise(edges))
-    return [(low, high - low) for low, high in found if high > low]

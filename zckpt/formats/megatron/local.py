@@ -19,16 +19,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.compare.weights import rounds_to
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence
-from zckpt.formats.megatron.buckets import Layout, Member, gaps, lay_out
+from zckpt.formats.megatron.buckets import Line, Member, between, lay_out, padding_of
 from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.megatron.ranks import EXPERT
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, joined, optimizer_rules, parse
-from zckpt.formats.torch_files.tensors import as_mapping, slot_of, span_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, PaddingSpan, Slot
+from zckpt.formats.torch_files.tensors import as_mapping, slot_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule
+from zckpt.state.views import reshape
 from zckpt.torchfile import DType, Tensor, TorchFile
 
 OPTIMIZER, GROUPS, STATES, MASTERS = "optimizer", "param_groups", "state", "fp32_from_fp16_params"
@@ -54,19 +55,19 @@ class Part:
         return isinstance(self.node.get(STATES), dict)
 
 
-def parts_of(node: object, path: str, steps: Steps = (OPTIMIZER,)) -> list[Part]:
+def parts_of(node: object, steps: Steps = (OPTIMIZER,)) -> list[Part]:
     """Return the optimizers that a rank's file holds.
 
     Raises UnsupportedError: it is no optimizer of Megatron-Core's.
     """
     if isinstance(node, list):
-        return [part for at, one in enumerate(node) for part in parts_of(one, path, (*steps, str(at)))]
+        return [part for at, one in enumerate(node) for part in parts_of(one, (*steps, str(at)))]
     if isinstance(node, dict) and isinstance(node.get(GROUPS), list):
         return [Part(node, steps, None, ())]
     inner = node.get(OPTIMIZER) if isinstance(node, dict) else None
     if isinstance(node, dict) and isinstance(inner, dict) and isinstance(inner.get(GROUPS), list):
         return [Part(inner, (*steps, OPTIMIZER), node, steps)]
-    raise UnsupportedError("holds an optimizer of a kind that is not known", path=path,
+    raise UnsupportedError("holds an optimizer of a kind that is not known",
                            expected="one with param_groups, or several")  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> li
         state = parse(part.node, path)
         masters = part.outer.get(MASTERS) if part.outer is not None else None
         states.append(state)
-        loose.append(_masters(masters, state, path))
+        loose.append(_masters(masters, state))
     several = [(None, "", OptimizerState(s.state, s.groups, m)) for s, m in zip(states, loose, strict=True)]
     whole = joined(several)
     certain = _names(checkpoint, whole)
@@ -89,7 +90,6 @@ def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> li
     if unknown:
         raise UnsupportedError(
             f"which parameters the optimizer's numbers {listed(list(map(str, unknown)))} are is not certain",
-            path=path,
             expected="groups in the model's order, of shapes that tell",
             advice="write it as torch_dist with the program that wrote it",
         )
@@ -119,17 +119,17 @@ def partitions(checkpoint: Checkpoint, parts: Sequence[Part]) -> dict[str, int |
     return found
 
 
-def _masters(node: object, state: OptimizerState, path: str) -> dict[int, Tensor]:
+def _masters(node: object, state: OptimizerState) -> dict[int, Tensor]:
     """Return masters by number: each group has one for each of its parameters, those of 32 bits left out."""
     if node is None:
         return {}
     if not isinstance(node, list) or len(node) != len(state.groups):
-        raise DamagedFileError("masters and param groups disagree", path=path, expected=f"{len(state.groups)} lists")
+        raise DamagedFileError("masters and param groups disagree", expected=f"{len(state.groups)} lists")
     found: dict[int, Tensor] = {}
     for numbers, masters in zip(state.numbers, node, strict=True):
         own = masters if isinstance(masters, list) else []
         if len(own) != len(numbers) or not all(isinstance(one, Tensor) for one in own):
-            raise UnsupportedError("has masters of some parameters of a group only", path=path,
+            raise UnsupportedError("has masters of some parameters of a group only",
                                    expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
         found |= {number: one for number, one in zip(numbers, own, strict=True) if isinstance(one, Tensor)}
     return found
@@ -154,17 +154,6 @@ def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:
     if len(found) < len(kinds) and state.masters:
         found = replace(said, rules=(is_of_kind, rounds)).certain(sorted_too=False)
     return found
-
-
-@dataclass(slots=True)
-class Flat:
-    """A buffer of a rank's distributed optimizer.
-
-    `tensors`: flat ones, by key; `members`: its parameters, in the model's order.
-    """
-
-    tensors: dict[str, Tensor]
-    members: list[Member]
 
 
 def attach_distributed(
@@ -204,9 +193,10 @@ def attach_distributed(
             [name for name in names if not apart or (at == len(root) - 1) == bool(EXPERT.fullmatch(name))]
             for names in chunks
         ]
-        buffers = list(_buffers(checkpoint, own, as_mapping(node, file.path), shared, file.path))
-        for buffer in buffers:
-            _attach_buffer(checkpoint, buffer, file.path, bucket_numels)
+        with about(file.path):
+            for lines, names in list(_buffers(checkpoint, own, as_mapping(node, file.path), file.path)):
+                members = [Member(name, checkpoint.parameters[name].numel, name in shared) for name in names]
+                _attach_buffer(checkpoint, lines, members, bucket_numels)
         rules += [
             Rule((*steps, JOINED), IMPLIED, "that buckets are one tensor"),
             Rule((*steps, ANY, ANY, UNPADDED), IMPLIED, "how many elements a buffer has"),
@@ -216,17 +206,12 @@ def attach_distributed(
 
 
 def _buffers(
-    checkpoint: Checkpoint,
-    chunks: Sequence[Sequence[str]],
-    node: Mapping[object, object],
-    shared: Sequence[str],
-    path: str,
-) -> Iterator[Flat]:
-    """Yield the buffers of a file with their parameters: of each chunk in turn, for each type one."""
+    checkpoint: Checkpoint, chunks: Sequence[Sequence[str]], node: Mapping[object, object], path: str
+) -> Iterator[tuple[dict[str, Line], list[str]]]:
+    """Yield the slots of each buffer of a file, and its parameters: of each chunk in turn, for each type one."""
     if node.get(JOINED) is not True:
         raise UnsupportedError(
             "holds the distributed optimizer's state in an older form",
-            path=path,
             expected="buckets_coalesced, as Megatron-Core writes it since 0.6",
             advice="load and save it with a newer version of the program that wrote it",
         )
@@ -240,70 +225,51 @@ def _buffers(
     buffers = [(key, value) for by_type in by_types for key, value in by_type.items()]
     types = [key[0].name if isinstance(key, tuple) and key and isinstance(key[0], DType) else "" for key, _ in buffers]
     if types != [kind for kind, _ in groups]:
-        raise LayoutError("the distributed optimizer's buffers are not those of the model", path=path,
+        raise LayoutError("the distributed optimizer's buffers are not those of the model",
                           expected=f"buffers of {listed([kind for kind, _ in groups])}",
                           found=listed([kind or "?" for kind in types]))  # fmt: skip
     for (_, value), (_, names) in zip(buffers, groups, strict=True):
-        content = as_mapping(value, path)
-        members = [Member(name, checkpoint.parameters[name].numel, name in shared) for name in names]
-        tensors = {str(slot): tensor for slot, tensor in content.items() if isinstance(tensor, Tensor)}
-        yield Flat(tensors, members)
+        tensors = {str(key): one for key, one in as_mapping(value, path).items() if isinstance(one, Tensor)}
+        named = {key: MASTER if key == PARAM else key for key in tensors}
+        yield {key: Line(slot_of(named[key], one, path)) for key, one in tensors.items()}, names
 
 
-def _attach_buffer(checkpoint: Checkpoint, buffer: Flat, path: str, bucket_numels: Sequence[int | None]) -> None:
-    master = buffer.tensors.get(PARAM)
-    shapes = {tensor.shape for tensor in buffer.tensors.values()}
-    if master is None or len(master.shape) != 1 or shapes != {master.shape}:
-        raise DamagedFileError("an unreadable buffer of the distributed optimizer", path=path,
+def _attach_buffer(
+    checkpoint: Checkpoint, lines: Mapping[str, Line], members: Sequence[Member], bucket_numels: Sequence[int | None]
+) -> None:
+    shapes = {line.slot.shape for line in lines.values()}
+    if PARAM not in lines or len(shapes) > 1 or len(lines[PARAM].slot.shape) != 1:
+        raise DamagedFileError("an unreadable buffer of the distributed optimizer",
                                expected="flat tensors of one size, `param` among them",
                                found=listed(sorted(map(str, shapes))))  # fmt: skip
-    whole = [replace(member, alone=False) for member in buffer.members]
-    both = [buffer.members] if whole == buffer.members else [buffer.members, whole]
-    layouts = [lay_out(members, numel) for members in both for numel in dict.fromkeys(bucket_numels)]
-    fitting = [one for one in layouts if one.numel == master.numel]
+    numel = lines[PARAM].slot.numel
+    whole = [replace(member, alone=False) for member in members]
+    both = [members] if whole == members else [members, whole]
+    layouts = [lay_out(its, size) for its in both for size in dict.fromkeys(bucket_numels)]
+    fitting = [one for one in layouts if one.numel == numel]
     if not fitting:
-        raise LayoutError("the rank's parameters do not fill its distributed optimizer's buffer", path=path,
-                          expected=f"{layouts[0].numel} elements", found=master.numel,
+        raise LayoutError("the rank's parameters do not fill its distributed optimizer's buffer",
+                          expected=f"{layouts[0].numel} elements", found=numel,
                           advice="frozen parameters and buckets of unknown size leave the order unproven; "
                                  "write it as torch_dist, fully_reshardable, with its own program")  # fmt: skip
     wrong = ""
     for layout in fitting:
-        slots = {key: _slots(checkpoint, layout, tensor, MASTER if key == PARAM else key, path)
-                 for key, tensor in buffer.tensors.items()}  # fmt: skip
-        weights = {name: checkpoint.parameters[name].slots[WEIGHT] for name in slots[PARAM]}
-        found = unproven(slots[PARAM], weights)
+        places = [(checkpoint.parameters[name], start) for name, start in layout.starts().items()]
+        slots = {
+            key: {one.name: reshape(line.part(start, one.numel), one.shape) for one, start in places}
+            for key, line in lines.items()
+        }
+        found = unproven(slots[PARAM], {one.name: one.slots[WEIGHT] for one, _ in places})
         if found is None:
-            for its in slots.values():
-                for name, slot in its.items():
-                    checkpoint.parameters[name].slots[slot.name] = slot
-            _note_padding(checkpoint, buffer, layout, path)
+            for one, _ in places:
+                one.slots.update({its[one.name].name: its[one.name] for its in slots.values()})
+            gaps = between([(start, one.numel) for one, start in places], numel)
+            checkpoint.padding_spans.append([span for line in lines.values() for span in padding_of(line, gaps)])
             return
         wrong = wrong or found
     raise UnsupportedError(
         f"which parameter is where in the distributed optimizer's buffer is not proven: {wrong}",
-        path=path,
         expected="masters that round to the weights beside them, each element",
         advice="the files may be of two steps; if they are not, write it as torch_dist, fully_reshardable, with the "
         "program that wrote it",
     )
-
-
-def _slots(checkpoint: Checkpoint, layout: Layout, tensor: Tensor, slot: str, path: str) -> dict[str, Slot]:
-    firsts = [sum(layout.sizes[:bucket]) for bucket in range(len(layout.sizes))]
-    found = {}
-    for place in layout.places:
-        shape = checkpoint.parameters[place.name].shape
-        extent = Extent.whole(shape)
-        span = span_of(tensor, path, extent, first=firsts[place.bucket] + place.start)
-        found[place.name] = Slot(slot, tensor.dtype, shape, (span,) if extent.numel else ())
-    return found
-
-
-def _note_padding(checkpoint: Checkpoint, buffer: Flat, layout: Layout, path: str) -> None:
-    firsts = [sum(layout.sizes[:bucket]) for bucket in range(len(layout.sizes))]
-    for key, tensor in buffer.tensors.items():
-        slot = MASTER if key == PARAM else key
-        checkpoint.padding_spans.append([
-            PaddingSpan(slot, path, tensor.offset + (firsts[bucket] + start) * tensor.itemsize, numel * tensor.itemsize)
-            for bucket, start, numel in gaps(layout, buffer.members)
-        ])  # fmt: skip

@@ -89,24 +89,24 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
     numbers = {name: tuple(int(n) for n in match.groups() if n is not None) for name, match in matches.items() if match}
     lengths = {len(one) for one in numbers.values()}
     if len(lengths) > 1:
-        raise ShardError("has directories of ranks of more than one kind", path=directory, found=listed(list(names)))
+        raise ShardError("has directories of ranks of more than one kind", found=listed(list(names)))
     files = {name: read_torchfile(path / FILE) for name, path in names.items()}
-    _check_experts_cut(files, directory)
+    _check_experts_cut(files)
     second_is_expert = lengths == {2} and (
-        known["ep"] > 1 if {"ep", "pp"} <= known.keys() else _second_is_expert(files, directory)
+        known["ep"] > 1 if {"ep", "pp"} <= known.keys() else _second_is_expert(files)
     )
     ranks = {
         name: Rank(n[0], n[1] if len(n) > 1 and not second_is_expert else 0,
                    n[-1] if len(n) == 3 or second_is_expert else 0, names[name])
         for name, n in numbers.items()
     }  # fmt: skip
-    _check_all(list(ranks.values()), files, directory)
+    _check_all(list(ranks.values()), files)
     found = [_rank_file(ranks[name], file) for name, file in files.items()]
     _check_alike(found)
     return sorted(found, key=lambda one: (one.rank.pp, one.rank.ep, one.rank.tp))
 
 
-def _check_experts_cut(files: Mapping[str, TorchFile], directory: Path) -> None:
+def _check_experts_cut(files: Mapping[str, TorchFile]) -> None:
     """Raise UnsupportedError where experts are cut for other ranks than the rest: which have them, no file says."""
     file = next(iter(files.values()))
     content = as_mapping(file.root, file.path)
@@ -115,12 +115,12 @@ def _check_experts_cut(files: Mapping[str, TorchFile], directory: Path) -> None:
     states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
     has_experts = any(EXPERT.fullmatch(str(name)) for its in states if isinstance(its, dict) for name in its)
     if has_experts and type(tp) is int and type(own) is int and own != tp:
-        raise UnsupportedError("experts are cut for other tensor-parallel ranks than the rest", path=directory,
+        raise UnsupportedError("experts are cut for other tensor-parallel ranks than the rest",
                                expected=f"expert_tensor_parallel_size {tp}", found=own,
                                advice="write it as torch_dist with the program that wrote it")  # fmt: skip
 
 
-def _second_is_expert(files: Mapping[str, TorchFile], directory: Path) -> bool:
+def _second_is_expert(files: Mapping[str, TorchFile]) -> bool:
     """Tell whether the second number of directories is that of expert parallelism."""
     file = next(iter(files.values()))
     arguments = arguments_of(as_mapping(file.root, file.path))
@@ -128,17 +128,16 @@ def _second_is_expert(files: Mapping[str, TorchFile], directory: Path) -> bool:
     if type(stages) is int and type(experts) is int and (stages > 1) != (experts > 1):
         return experts > 1
     if type(stages) is int and stages > 1:
-        raise ShardError("has no number of the expert-parallel rank in the names of its directories", path=directory,
+        raise ShardError("has no number of the expert-parallel rank in the names of its directories",
                          expected=f"{stages} stages of {experts} ranks", found=listed(list(files)))  # fmt: skip
     raise UnsupportedError(
         "whether its ranks are those of pipeline or of expert parallelism is not known",
-        path=directory,
         expected=f"{STAGES} in the arguments that are saved with it",
         found=listed(list(files)),
     )
 
 
-def _check_all(ranks: Sequence[Rank], files: Mapping[str, TorchFile], directory: Path) -> None:
+def _check_all(ranks: Sequence[Rank], files: Mapping[str, TorchFile]) -> None:
     tp, pp, ep = (max(getattr(one, kind) for one in ranks) + 1 for kind in ("tp", "pp", "ep"))
     file = next(iter(files.values()))
     arguments = arguments_of(as_mapping(file.root, file.path))
@@ -150,7 +149,6 @@ def _check_all(ranks: Sequence[Rank], files: Mapping[str, TorchFile], directory:
         t, p, e = missing[0]
         raise ShardError(
             "files of ranks are missing",
-            path=directory,
             expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
             found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
             code=MISSING_FILE,
@@ -177,7 +175,7 @@ def _flat(node: object, path: str) -> dict[str, object]:
         if isinstance(value, dict) and (value or not front):
             waiting += [(f"{front}.{key}" if front else str(key), below) for key, below in reversed(value.items())]
         elif front in found:
-            raise DamagedFileError(f"has {front} twice", path=path)
+            raise DamagedFileError(f"has {front} twice")
         else:
             found[front] = value
     return found

@@ -65,7 +65,7 @@ def slice_of(shape: Shape, cut: Cut, rank: int, ranks: int, rows: int | None = N
     return Slice(shape, (*shape[:d], size * cut.parts, *shape[d + 1 :]), d, pieces)
 
 
-def cuts_of(shapes: Mapping[str, Shape], ranks: int, rows: int | None, path: str) -> dict[str, Cut]:
+def cuts_of(shapes: Mapping[str, Shape], ranks: int, rows: int | None) -> dict[str, Cut]:
     """Return how each parameter is cut.
 
     `shapes`: of the whole model's parameters, by the names of the module; `rows`: of vocabularies in the target. Raises
@@ -79,14 +79,13 @@ def cuts_of(shapes: Mapping[str, Shape], ranks: int, rows: int | None, path: str
         if ranks == 1:
             found[name] = Cut(0) if is_vocabulary else KEPT
             continue
-        cut = Cut(0) if name.endswith("lm_head.bias") else cut_of(name, shape, path, gated=_is_gated(name, shapes))
+        cut = Cut(0) if name.endswith("lm_head.bias") else cut_of(name, shape, gated=_is_gated(name, shapes))
         size = None if cut.dimension is None else shape[cut.dimension]
         if is_vocabulary and rows is not None:
             size = rows
         if size is not None and size % (ranks * cut.parts):
             raise UsageError(
                 f"{name} is not cut evenly for {ranks} tensor-parallel ranks",
-                path=path,
                 expected="--padded-vocab-size of a multiple of them" if is_vocabulary else "a divisor of its size",
                 found=shape,
             )

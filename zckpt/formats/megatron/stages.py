@@ -56,7 +56,7 @@ def layer_count(names: Iterable[str]) -> int:
     return 1 + max(numbers, default=-1)
 
 
-def bounds_of(given: str | None, layers: int, chunks: int, path: str) -> Bounds:
+def bounds_of(given: str | None, layers: int, chunks: int) -> Bounds:
     """Return the first layer of each chunk, and the number of all layers.
 
     `given`: as the user says; None: each has as many; `path`: for messages. Raises UsageError: they are not in order,
@@ -66,7 +66,6 @@ def bounds_of(given: str | None, layers: int, chunks: int, path: str) -> Bounds:
         if chunks > 1 and layers % chunks:
             raise UsageError(
                 f"{layers} layers are not dealt evenly to {chunks} chunks of the model",
-                path=path,
                 expected="--stage-bounds 0,N,...: the first layer of each, and the number of layers",
             )
         return tuple(at * layers // chunks for at in range(chunks + 1))
@@ -75,14 +74,12 @@ def bounds_of(given: str | None, layers: int, chunks: int, path: str) -> Bounds:
     except ValueError:
         found = ()
     if len(found) != chunks + 1 or found[0] != 0 or found[-1] != layers or list(found) != sorted(found):
-        raise UsageError("unusable stage bounds", path=path, found=given,
+        raise UsageError("unusable stage bounds", found=given,
                          expected=f"{chunks + 1} numbers from 0 to {layers}, in order")  # fmt: skip
     return found
 
 
-def dealt(
-    names: Sequence[str], bounds: Bounds, *, stages: int, tied: Mapping[str, str], path: str
-) -> list[list[list[Dealt]]]:
+def dealt(names: Sequence[str], bounds: Bounds, *, stages: int, tied: Mapping[str, str]) -> list[list[list[Dealt]]]:
     """Return what each stage has, by chunk, in the order of `names`.
 
     `bounds`: of all chunks, in the model's order; `tied`: by the name of an embedding that is the output layer, too:
@@ -91,7 +88,7 @@ def dealt(
     chunks = len(bounds) - 1
     further = chunks > 1 and any(map(_FURTHER.fullmatch, names))
     if further:
-        _check_further(names, tied, path)
+        _check_further(names, tied)
     with_last = next((at for at in reversed(range(chunks)) if bounds[at] < bounds[-1]), chunks - 1)
     found: list[list[Dealt]] = [[] for _ in range(chunks)]
     unknown = []
@@ -116,20 +113,19 @@ def dealt(
         else:
             unknown.append(name)
     if unknown:
-        raise UnsupportedError("which pipeline stage has it is not known", path=path, found=listed(unknown),
+        raise UnsupportedError("which pipeline stage has it is not known", found=listed(unknown),
                                advice="give --pipeline-parallel-size 1")  # fmt: skip
     if chunks > 1:
         found[-1] += [Dealt(name, local, shared=True) for name, local in tied.items() if name in set(names)]
     return [[found[chunk * stages + stage] for chunk in range(chunks // stages)] for stage in range(stages)]
 
 
-def _check_further(names: Sequence[str], tied: Mapping[str, str], path: str) -> None:
+def _check_further(names: Sequence[str], tied: Mapping[str, str]) -> None:
     """Raise UnsupportedError where the copy of the embedding for further tokens is not one of the words' alone."""
     odd = next((name for name in names if _FRONT.fullmatch(name) and not _WORDS.fullmatch(name)), None)
     if odd is not None or tied:
         raise UnsupportedError(
             "multi-token prediction on several stages is of words' embeddings alone, which are no output layer",
-            path=path,
             found=odd or "a tied embedding, which megatron-core does not save on several stages, either",
             advice="give --pipeline-parallel-size 1",
         )
@@ -153,7 +149,7 @@ def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int,
     return found
 
 
-def with_fused(dealt: Sequence[Dealt], path: str) -> list[Dealt]:
+def with_fused(dealt: Sequence[Dealt]) -> list[Dealt]:
     """Return what a rank has of a chunk whose experts are one parameter, which is where the first of them is.
 
     Raises UnsupportedError: they have what such a module has no place for.
@@ -163,14 +159,14 @@ def with_fused(dealt: Sequence[Dealt], path: str) -> list[Dealt]:
         every.setdefault(name_of_all(one.local), []).append(one)
     odd = next((name for name in every if ".experts.local_experts." in name), None)
     if odd is not None:
-        raise UnsupportedError("experts that are one parameter have weights alone", path=path, found=odd)
+        raise UnsupportedError("experts that are one parameter have weights alone", found=odd)
     return [
         Dealt(its[0].name, name, its[0].shared, tuple(one.name for one in its)) if is_fused(name) else its[0]
         for name, its in every.items()
     ]
 
 
-def expert_counts(names: Iterable[str], ranks: int, path: str) -> dict[str, int]:
+def expert_counts(names: Iterable[str], ranks: int) -> dict[str, int]:
     """Return how many experts there are, by what their names begin with.
 
     Raises UsageError: they are not dealt evenly.
@@ -180,6 +176,6 @@ def expert_counts(names: Iterable[str], ranks: int, path: str) -> dict[str, int]
         found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
     odd = next((count for count in found.values() if count % ranks), None)
     if odd is not None or (not found and ranks > 1):
-        raise UsageError("unusable expert-parallel size", path=path, found=ranks,
+        raise UsageError("unusable expert-parallel size", found=ranks,
                          expected=f"a divisor of {odd}" if odd else "1, for a model without experts")  # fmt: skip
     return found

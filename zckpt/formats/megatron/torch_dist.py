@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
@@ -83,9 +83,9 @@ def read(place: Place) -> Checkpoint:
     if place.tracker is not None:
         checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
     own = read_own(path)
-    index = str(path / NAME if place.kind == TORCH_DIST else path)
-    keys = sorted_keys(tensors, index)
-    add_tensors(checkpoint, keys, index, own.names if own is not None else {})
+    with about(path / NAME if place.kind == TORCH_DIST else path):
+        keys = sorted_keys(tensors)
+        add_tensors(checkpoint, keys, own.names if own is not None else {})
     carry_objects(checkpoint, objects)
     attach(checkpoint, with_flat(checkpoint, keys.flat, objects, common), own.groups if own is not None else None)
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
@@ -106,7 +106,7 @@ def _items(checkpoint: Checkpoint, place: Place) -> tuple[dict[str, TensorItem],
     return items.tensors, items.objects
 
 
-def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
+def sorted_keys(tensors: Mapping[str, TensorItem]) -> Keys:
     """Return what each tensor is."""
     found = Keys()
     for key, item in tensors.items():
@@ -114,7 +114,7 @@ def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
         if slot is not None:
             of = found.slots.setdefault(MASTER if slot[1] in MASTERS else slot[1], {})
             if slot[2] in of:
-                raise LayoutError(f"two optimizers have {slot[1]} of {slot[2]}", path=path, found=key)
+                raise LayoutError(f"two optimizers have {slot[1]} of {slot[2]}", found=key)
             of[slot[2]] = item
         elif _FLAT.fullmatch(key):
             found.flat[key] = item
@@ -123,20 +123,18 @@ def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
     return found
 
 
-def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[str, str]) -> None:
+def add_tensors(checkpoint: Checkpoint, keys: Keys, given: Mapping[str, str]) -> None:
     """Give a checkpoint its parameters and buffers with all of their slots."""
     if not keys.model:
-        raise UnsupportedError(
-            "holds no model", path=path, found=listed(list(keys.flat) or list(keys.slots)) or "nothing"
-        )
+        raise UnsupportedError("holds no model", found=listed(list(keys.flat) or list(keys.slots)) or "nothing")
     found: dict[str, Parameter] = {}
     filed: dict[str, str] = {}
     for one in stored(keys.model):
-        slots = {slot: _of(one, its, slot, path) for slot, its in keys.slots.items()}
+        slots = {slot: _of(one, its, slot) for slot, its in keys.slots.items()}
 
         def pieces(slot: str, turned: bool, one: Stored = one) -> dict[Shape, Slot]:
             items = keys.model if slot == WEIGHT else keys.slots[slot]
-            return _pieces(one, slot, items, keys.model, path, turned=turned)
+            return _pieces(one, slot, items, keys.model, turned=turned)
 
         weights = pieces(WEIGHT, False)
         turned = is_transposed(one.key, len(one.axes), keys.slots, keys.model, pieces)
@@ -144,11 +142,11 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[st
         for index, weight in weights.items():
             name = one.name(index)
             if name in found:
-                raise DamagedFileError(f"two tensors are {name}", path=path, found=f"{one.key} and {filed[name]}")
+                raise DamagedFileError(f"two tensors are {name}", found=f"{one.key} and {filed[name]}")
             filed[name] = one.key
             own = {WEIGHT: weight, **{slot: its[index] for slot, its in known.items()}}
             found[name] = Parameter(name, weight.shape, weight.dtype, own)
-    _check_all_used(keys, path)
+    _check_all_used(keys)
     names = bare_names(found)
     if all(name.startswith(_NEMO) for name in found):
         names = {name: name.removeprefix(_NEMO) for name in found}
@@ -165,48 +163,46 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[st
             checkpoint.wrapped[names[name]] = name
 
 
-def _of(one: Stored, items: Mapping[str, TensorItem], slot: str, path: str) -> dict[str, TensorItem]:
+def _of(one: Stored, items: Mapping[str, TensorItem], slot: str) -> dict[str, TensorItem]:
     """Return the parts of a slot of a tensor; none if it has no such slot."""
     its = {key: items[key] for key in one.parts if key in items}
     if its and len(its) != len(one.parts):
         missing = next(key for key in one.parts if key not in its)
-        raise LayoutError(f"{slot} of {one.key} is not whole", path=path, expected=missing, found=listed(list(its)))
+        raise LayoutError(f"{slot} of {one.key} is not whole", expected=missing, found=listed(list(its)))
     return its
 
 
 def _pieces(
-    one: Stored, slot: str, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], path: str, *, turned: bool
+    one: Stored, slot: str, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], *, turned: bool
 ) -> dict[Shape, Slot]:
     """Return every tensor of the model that is stored together, by its layer and expert."""
     axes = len(one.axes)
     if len({model[key].shape[:axes] for key in one.parts}) > 1:
-        raise LayoutError(f"the tensors of {one.key} do not fit together", path=path,
+        raise LayoutError(f"the tensors of {one.key} do not fit together",
                           found=[model[key].shape for key in one.parts])  # fmt: skip
-    every = [_inner(items[key].slot(slot), key, items[key].key, model[key].shape, axes, path, turned=turned)
+    every = [_inner(items[key].slot(slot), key, items[key].key, model[key].shape, axes, turned=turned)
              for key in one.parts]  # fmt: skip
-    return {index: end_to_end([its[index] for its in every], one.key, path) for index in every[0]}
+    return {index: end_to_end([its[index] for its in every], one.key) for index in every[0]}
 
 
-def _inner(slot: Slot, key: str, own: str, shape: Shape, axes: int, path: str, *, turned: bool) -> dict[Shape, Slot]:
+def _inner(slot: Slot, key: str, own: str, shape: Shape, axes: int, *, turned: bool) -> dict[Shape, Slot]:
     if len(shape) < axes:
-        raise LayoutError(f"{key} has no axis for each layer", path=path, found=shape)
+        raise LayoutError(f"{key} has no axis for each layer", found=shape)
     flat = slot.shape != shape
     inner = tuple(reversed(shape[axes:])) if flat and turned else shape[axes:]
     if flat and (slot.shape[:axes] != shape[:axes] or not is_flattened(slot.shape[axes:], inner)):
-        raise LayoutError(f"{own} is not of the shape of its weight", path=path, expected=(*shape[:axes], *inner),
+        raise LayoutError(f"{own} is not of the shape of its weight", expected=(*shape[:axes], *inner),
                           found=slot.shape)  # fmt: skip
     if axes and not slot.numel:
-        raise UnsupportedError(f"{own} has no elements", path=path, found=slot.shape)
+        raise UnsupportedError(f"{own} has no elements", found=slot.shape)
     found: dict[Shape, Slot] = unstacked(slot, axes) if axes else {(): slot}
     if flat:
         found = {index: unflattened(its, inner) for index, its in found.items()}
     return {index: transpose(its, (1, 0)) for index, its in found.items()} if flat and turned else found
 
 
-def _check_all_used(keys: Keys, path: str) -> None:
+def _check_all_used(keys: Keys) -> None:
     for slot, its in keys.slots.items():
         others = [key for key in its if key not in keys.model]
         if others:
-            raise UnsupportedError(
-                f"the optimizer has {slot} of what is no tensor of the model", path=path, found=listed(others)
-            )
+            raise UnsupportedError(f"the optimizer has {slot} of what is no tensor of the model", found=listed(others))

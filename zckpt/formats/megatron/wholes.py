@@ -77,7 +77,7 @@ def gather(
         Whether the output layer is a copy of the embedding.
     expert_ranks : int
     """
-    path, has_fused = one.file.path, False
+    has_fused = False
     for chunk, its in enumerate(names):
         own: dict[str, Parameter] = {}
         for name in its:
@@ -92,9 +92,9 @@ def gather(
             parts = [(TIED[renamed] if tied and renamed in TIED else renamed, parameter)]
             if is_fused(name):
                 has_fused = True
-                count = expert_count(name, shapes, expert_ranks, path)
+                count = expert_count(name, shapes, expert_ranks)
                 numbers = range(one.rank.ep * count, (one.rank.ep + 1) * count)
-                split = apart(name, parameter, count, path)
+                split = apart(name, parameter, count)
                 parts = [(name_of_one(renamed, n), part) for n, part in zip(numbers, split, strict=True)]
                 cut = None if cut is None else 1 - cut
             for whole, part in parts:

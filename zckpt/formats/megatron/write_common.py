@@ -41,16 +41,15 @@ _SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 
 def model_for(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     """Return what the model has under each name, without further names of tied parameters."""
-    path = checkpoint.source
     refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
     if checkpoint.optimizers() or checkpoint.models():
-        raise UnsupportedError("Megatron-Core has one model and one optimizer", path=path,
+        raise UnsupportedError("Megatron-Core has one model and one optimizer",
                                found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip
-    check_names([one.name for one in checkpoint.tensors()], path)
+    check_names([one.name for one in checkpoint.tensors()])
     tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
     absent = [one.name for one in checkpoint.parameters.values() if one.tied_to is None and one.name not in tensors]
     if absent:
-        raise UnsupportedError("the model lacks some of its tensors", path=path, found=listed(absent))
+        raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
     return tensors
 
 
@@ -66,9 +65,7 @@ def optimizer_for(checkpoint: Checkpoint) -> str:
     return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
 
 
-def state_of(
-    checkpoint: Checkpoint, one: Parameter, model: tuple[Slot, str], *, plain: bool
-) -> Iterator[tuple[str, Slot]]:
+def state_of(one: Parameter, model: tuple[Slot, str], *, plain: bool) -> Iterator[tuple[str, Slot]]:
     """Yield the slots that the optimizer has of a parameter by their keys, the master first.
 
     `model`: what the model has of it, and the type that this will have; `plain`: of an optimizer without masters of
@@ -82,7 +79,7 @@ def state_of(
         if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
             continue
         if slot.shape != one.shape:
-            raise UnsupportedError(f"Megatron has no place for {key} of {one.name}", path=checkpoint.source,
+            raise UnsupportedError(f"Megatron has no place for {key} of {one.name}",
                                    expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
         yield key, slot
 
@@ -99,20 +96,19 @@ def groups_for(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: 
     Raises UsageError: a size that cannot be; UnsupportedError: which group a parameter is in is not known, or some lack
     state that others have.
     """
-    path = checkpoint.source
     if expert_parallel_size is not None and expert_parallel_size < 1:
         raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
     grouped = {name for group in checkpoint.param_groups for name in group.parameters}
     lost = [one.name for one in checkpoint.parameters.values()
             if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
     if lost:
-        raise UnsupportedError("which parameters each param group has is not known", path=path, found=listed(lost),
+        raise UnsupportedError("which parameters each param group has is not known", found=listed(lost),
                                advice="`zckpt consolidate` writes the model")  # fmt: skip
     trained = [one for name in grouped if (one := checkpoint.parameters[name])]
     most = {key for one in trained for key in one.slots if key not in (WEIGHT, MASTER)}
     lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
     if lacking is not None:
-        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have", path=path,
+        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have",
                                expected="state of all trained parameters")  # fmt: skip
     as_source = checkpoint.topology.ep > 1 or any(
         group.hyperparameters.get(EXPERTS) is True for group in checkpoint.param_groups

@@ -63,7 +63,7 @@ def groups_of(checkpoint: Checkpoint, *, chained: bool, notes: list[str]) -> lis
             for key, value in factors.items():
                 values[f"pre_{key}" if f"pre_{key}" in values else key] = value
             one = found.setdefault(tuple(factors.values()), Group(values))
-            _check_alike(checkpoint, one.values, values)
+            _check_alike(one.values, values)
             one.members += [name] if name else []
     made = sorted(found.values(), key=lambda one: (is_of_experts(one), not own and not _decays(one)))
     if not own:
@@ -90,12 +90,11 @@ def _decays(group: Group) -> bool:
     return group.values[WEIGHT_DECAY] != 0.0
 
 
-def _check_alike(checkpoint: Checkpoint, first: Mapping[str, object], other: Mapping[str, object]) -> None:
+def _check_alike(first: Mapping[str, object], other: Mapping[str, object]) -> None:
     unlike = next((key for key in {**first, **other} if first.get(key) != other.get(key)), None)
     if unlike is not None:
         raise UnsupportedError(
             "param groups that Megatron has as one differ",
-            path=checkpoint.source,
             expected="the same hyperparameters for all parameters that decay, and for all of one axis and biases",
             found=f"{unlike} {first.get(unlike)} and {other.get(unlike)}",
         )
@@ -115,12 +114,11 @@ def step_of(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | Non
             if key != STEP or not isinstance(number, (int, float)):
                 raise UnsupportedError(
                     f"Megatron has no place for {key} of {one.name}",
-                    path=checkpoint.source,
                     expected="tensors of its shape, and a step",
                 )
             found[float(number)] = number
     if len(found) > 1:
-        raise UnsupportedError("Megatron has one step for all parameters", path=checkpoint.source,
+        raise UnsupportedError("Megatron has one step for all parameters",
                                found=" and ".join(f"{step:g}" for step in sorted(found)[:2]))  # fmt: skip
     return next(iter(found.values()), None)
 

@@ -140,7 +140,7 @@ def lay_out(job: Job) -> TargetFiles:
     trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
     kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
     apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
-    places = placed(kinds, apart=apart, path=checkpoint.source)
+    places = placed(kinds, apart=apart)
     one_by_one = any(is_of_one_layer(at.key) for at in places.values())
     items = Items()
     for name, (slot, dtype) in tensors.items():
@@ -148,7 +148,7 @@ def lay_out(job: Job) -> TargetFiles:
     kind = options.optimizer or optimizer_for(checkpoint)
     sharding = SHARDING.get(kind) if trained else None
     for name, one in trained.items():
-        for key, slot, dtype in _state(checkpoint, one, tensors[name], kind):
+        for key, slot, dtype in _state(one, tensors[name], kind):
             prefix, label = f"optimizer.state.{key}.", f"{key}/{name}"
             if kind == FLATTENED:
                 items.add_flat(prefix, places[filed[name]], slot, dtype, label, 2 if _is_gated(name, tensors) else 1)
@@ -195,11 +195,9 @@ def _stored_apart(checkpoint: Checkpoint) -> bool:
     return any(isinstance(one, Mapping) and one.get(LAYERS) == APART for one in (checkpoint.details, origin))
 
 
-def _state(
-    checkpoint: Checkpoint, one: Parameter, model: tuple[Slot, str], kind: str
-) -> Iterator[tuple[str, Slot, str]]:
+def _state(one: Parameter, model: tuple[Slot, str], kind: str) -> Iterator[tuple[str, Slot, str]]:
     """Yield key, slot and type of all that the optimizer has of a parameter."""
-    for key, slot in state_of(checkpoint, one, model, plain=kind == PLAIN):
+    for key, slot in state_of(one, model, plain=kind == PLAIN):
         if key == MASTER:
             yield "param" if kind == DISTRIBUTED else "fp32_param", slot, master_type(one)
         else:
@@ -230,7 +228,6 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
             if name.endswith(EXTRA_STATE) and key not in items.objects:
                 raise UnsupportedError(
                     "holds the state of a module that would be stored otherwise",
-                    path=checkpoint.source,
                     found=key,
                     advice="give --layers as SOURCE has them",
                 )
