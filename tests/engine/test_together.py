@@ -171,7 +171,7 @@ def test_shares_of_many_ranks_are_read_once_for_all(tmp_path: Path, reads: list[
     rules = [slot.spans for slot in slots]
     files = rules[0].files  # type: ignore[attr-defined]
     row = PackedSlot("master", files, Cuts(rules), flat_starts(held)[:-1], held)  # type: ignore[arg-type]
-    targets = [TargetFile(str(rank), 4 * sum(held), packs=[row.share(rank)]) for rank in range(ranks)]
+    targets = [TargetFile(str(rank), 4 * sum(held), packs=[row.pack(rank)]) for rank in range(ranks)]
     paths = [tmp_path / f"target{rank}" for rank in range(ranks)]
     write(plan(targets), paths)
     assert len(reads) < 1000  # 64 times as many, if each rank's are read by themselves

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.engine.copy import ComputedPiece
 from zckpt.engine.low_rank import Kept
-from zckpt.engine.packs import Pack, PackedSlot, PackPiece, SharePiece
+from zckpt.engine.packs import Pack, PackedSlot
 from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import CutPiece
@@ -38,7 +38,7 @@ def key_of(batch: Batch, name: str) -> str | None:
     `name`: of the target file within the target.
     """
     digest = blake2b(digest_size=KEY_NBYTES)
-    digest.update(repr((name, batch.checksummed, sorted(map(whole, batch.watched)))).encode("utf-8", "surrogatepass"))
+    digest.update(repr((name, batch.checksummed, bool(batch.watched))).encode("utf-8", "surrogatepass"))
     try:
         for piece in batch.pieces:
             for one in _of(piece):
@@ -58,11 +58,8 @@ def _of(piece: AnyPiece) -> Iterator[object]:
     if isinstance(piece, Literal):
         yield "literal", piece.offset
         yield memoryview(piece.data)
-    elif isinstance(piece, PackPiece):
-        yield "pack", piece.low, piece.high
-        yield _of_pack(piece.pack)
-    elif isinstance(piece, SharePiece):
-        yield "share", piece.rank, piece.start, piece.low, piece.high
+    elif isinstance(piece, Pack):
+        yield "pack", piece.rank, piece.start, piece.low, piece.high
         yield _of_row(piece.row)
     elif isinstance(piece, CutPiece):
         rule = piece.cut.spans
@@ -112,23 +109,15 @@ def _of_function(function: Function) -> tuple[object, ...]:
     return kind.__module__, kind.__qualname__, values
 
 
-@lru_cache(maxsize=64)
-def _of_pack(pack: Pack) -> bytes:
-    """Return a digest of a pack, whose pieces come one after the other."""
-    digest = blake2b(digest_size=KEY_NBYTES)
-    cuts = pack.cuts
-    digest.update(repr((pack.offset, pack.numel)).encode())
-    digest.update(_of_files(pack.files))
-    for column in (pack.start, pack.count, pack.position, cuts.origin, cuts.width, cuts.at, cuts.numel):
+@lru_cache(maxsize=16)
+def _of_row(row: PackedSlot) -> bytes:
+    """Return a digest of a row, whose pieces come one after the other."""
+    cuts = row.cuts
+    digest = blake2b(_of_files(row.files), digest_size=KEY_NBYTES)
+    for column in (row.position, row.share, cuts.origin, cuts.width, cuts.at, cuts.numel):
         digest.update(len(column).to_bytes(8, "little"))
         digest.update(column.tobytes())
     return digest.digest()
-
-
-@lru_cache(maxsize=16)
-def _of_row(row: PackedSlot) -> bytes:
-    """Return a digest of a row of packs: of its first one, and of how large the shares are."""
-    return _of_pack(row.share(0)) + _of_pack(row.share(1))
 
 
 @lru_cache(maxsize=16)

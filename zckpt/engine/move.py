@@ -17,7 +17,6 @@ from typing import Protocol
 
 from zckpt.engine.checking import Seen, WatchedSources, seen_of
 from zckpt.engine.copy import Piece, converted, elements, is_endless, overflowed
-from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import GAP_NBYTES
@@ -56,7 +55,7 @@ class BufferedTarget:
 
 
 def write_pieces(
-    pieces: Iterable[Piece | PackPiece | Literal],
+    pieces: Iterable[Piece | Literal],
     target: Target,
     sources: WatchedSources,
     buffer: memoryview,
@@ -69,7 +68,7 @@ def write_pieces(
 
     Parameters
     ----------
-    pieces : iterable of Piece, PackPiece or Literal
+    pieces : iterable of Piece or Literal
     target : Target
     sources : WatchedSources
         Note what was read of the files that they watch.
@@ -96,7 +95,7 @@ def write_pieces(
     return seen
 
 
-def _is_small(piece: Piece | PackPiece | Literal) -> bool:
+def _is_small(piece: Piece | Literal) -> bool:
     return (
         isinstance(piece, Piece)
         and len(piece.copies) == 1
@@ -209,7 +208,7 @@ def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]
 
 
 def _write_piece(
-    piece: Piece | PackPiece | Literal,
+    piece: Piece | Literal,
     target: Target,
     sources: WatchedSources,
     buffer: memoryview,
@@ -219,13 +218,10 @@ def _write_piece(
     """Write a piece; return its CRC-32 where it is asked for, of a piece that is cloned or of any other."""
     if isinstance(piece, Literal):
         return _write_memory(piece, target, len(buffer), checksummed=checksummed)
-    if isinstance(piece, Piece) and piece.is_bytewise:
+    if piece.is_bytewise:
         return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed, cloned=cloned)
-    if isinstance(piece, PackPiece):
-        data = piece.read(sources)
-    else:
-        data = elements(piece, sources)
-        sources.seen += overflowed(piece, data, sources)
+    data = elements(piece, sources)
+    sources.seen += overflowed(piece, data, sources)
     target.write(data, piece.offset)
     return crc32(data) if checksummed else None
 

@@ -211,8 +211,6 @@ def _noted(files: Iterable[FilePlan], few: list[FilePlan]) -> Iterator[FilePlan]
 def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
     indexes = SpanIndexes()
     for file in files:
-        for pack in file.packs:
-            pack.check()
         yield FilePlan(file, tuple(_fill(hole, indexes) for hole in file.holes))
 
 

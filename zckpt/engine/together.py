@@ -8,13 +8,13 @@ One parameter by itself would take as many reads as it has files, and thousands 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from zckpt.engine.fine import Cut, is_fine
+from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.state import CutFiles
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
@@ -58,6 +58,11 @@ def cut_pieces(offset: int, label: str, cut: Cut, dtype: str, most: int) -> Iter
         yield CutPiece(offset + at * size, label, some, dtype)
 
 
+def element(nbytes: int) -> np.dtype[np.generic]:
+    """Return a type of elements that are moved as they are."""
+    return np.dtype(f"V{nbytes}" if nbytes not in (1, 2, 4, 8) else f"u{nbytes}")
+
+
 def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most: int) -> None:
     """Read elements of many parameters, of which a file has its own end to end.
 
@@ -76,23 +81,36 @@ def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most:
     SourceError
         A file cannot be read.
     """
+    long, fine = _by_width(cuts, most)
+    joined = _joined(long)
+    with ahead(window for window, _ in joined):
+        for (path, offset, nbytes), position in joined:
+            sources.read(path, offset, into[position : position + nbytes])
+    tables: list[_Table] = []
+    for table in fine:
+        if tables and sum(one.nbytes for one in tables) + table.nbytes > most:
+            _read(tables, into, sources)
+            tables = []
+        tables.append(table)
+    _read(tables, into, sources)
+
+
+def ranges_of(cuts: Iterable[Cut], most: int) -> Iterator[Range]:
+    """Yield what `read_together` reads."""
+    long, fine = _by_width(cuts, most)
+    yield from (window for window, _ in _joined(long))
+    yield from (window for table in fine for window, _ in table.windows())
+
+
+def _by_width(cuts: Iterable[Cut], most: int) -> tuple[list[Cut], Iterator[_Table]]:
+    """Return what is in files as large pieces, and tables of all other."""
     by_files: dict[int, list[Cut]] = {}
     long: list[Cut] = []
     for one in cuts:
-        fine = is_fine(one.spans, one.start, one.numel)
+        fine = one.spans.width * itemsize(one.spans.files.dtype) <= MOST_NBYTES
         (by_files.setdefault(id(one.spans.files), []) if fine else long).append(one)
-    _read_long(long, into, sources)
-    tables: list[_Table] = []
-    nbytes = 0
-    for some in by_files.values():
-        for near in _near(sorted(some, key=lambda one: (one.spans.at, _line(one))), most):
-            table = _Table(near)
-            if tables and nbytes + table.nbytes > most:
-                _read(tables, into, sources)
-                tables, nbytes = [], 0
-            tables.append(table)
-            nbytes += table.nbytes
-    _read(tables, into, sources)
+    ordered = (sorted(some, key=lambda one: (one.spans.at, _line(one))) for some in by_files.values())
+    return long, (_Table(near) for some in ordered for near in _near(some, most))
 
 
 def _read(tables: Sequence[_Table], into: memoryview, sources: Sources) -> None:
@@ -105,16 +123,14 @@ def _read(tables: Sequence[_Table], into: memoryview, sources: Sources) -> None:
         table.put(into)
 
 
-def _read_long(cuts: Sequence[Cut], into: memoryview, sources: Sources) -> None:
-    """Read what is in few files straight to where it is to be, neighbours on both sides at once."""
+def _joined(cuts: Sequence[Cut]) -> list[tuple[Range, int]]:
+    """Return what is read straight to where it is to be, neighbours on both sides at once: each range, and where."""
     found: list[tuple[str, int, int, int]] = []
     for one in cuts:
         size = itemsize(one.spans.files.dtype)
         for span in one.spans.reaching(one.start, one.start + one.numel):
-            low, high = (
-                max(span.extent.start, one.start),
-                min(span.extent.start + span.extent.numel, one.start + one.numel),
-            )
+            have = span.extent
+            low, high = max(have.start, one.start), min(have.start + have.numel, one.start + one.numel)
             offset = span.offset + (low - span.extent.start) * size
             found.append((span.path, offset, one.position + (low - one.start) * size, (high - low) * size))
     found.sort()
@@ -126,9 +142,7 @@ def _read_long(cuts: Sequence[Cut], into: memoryview, sources: Sources) -> None:
                 joined[-1] = (before, begin, length + nbytes), at
                 continue
         joined.append(((path, offset, nbytes), position))
-    with ahead(window for window, _ in joined):
-        for (path, offset, nbytes), position in joined:
-            sources.read(path, offset, into[position : position + nbytes])
+    return joined
 
 
 def _line(one: Cut) -> int:
@@ -180,7 +194,7 @@ class _Table:
         self._row = np.empty((int(self._columns.max()) + 1) * self._size, np.uint8)
         self._is_dense = bool((np.diff(self._columns) == 1).all())
         self._rows = np.empty((int(self._end.max()) - self._top, len(self._columns) * self._size), np.uint8)
-        self._kind = np.dtype(f"V{self._size}" if self._size not in (1, 2, 4, 8) else f"u{self._size}")
+        self._kind = element(self._size)
 
     @property
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
 from zckpt.engine.copy import Piece, elements, overflowed, pieces, ranges_read
-from zckpt.engine.packs import PackPiece
+from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Checksum, Literal
 from zckpt.engine.tasks import Portions
@@ -50,7 +50,7 @@ SENDERS = range(2, 17)
 LEAST_MEMORY_NBYTES = 2 * SENDERS[0] * LEAST_PART_NBYTES
 """Of parts together, whatever they may take: each is there twice while it is sent."""
 
-Item = Piece | PackPiece | Literal
+Item = Piece | Pack | Literal
 
 
 class PartSink(Protocol):
@@ -228,7 +228,7 @@ def make(part: Part, sources: WatchedSources) -> bytearray:
             continue
         if isinstance(item, Literal):
             data = memoryview(item.data)
-        elif isinstance(item, PackPiece):
+        elif isinstance(item, Pack):
             data = item.read(sources)
         else:
             data = elements(item, sources)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.engine.checking import Seen, WatchedSources, watched_by
-from zckpt.engine.packs import Pack, PackPiece
+from zckpt.engine.packs import Pack
 from zckpt.engine.read import Read, check_reads, read_all, run_watched
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.workers import batched
@@ -26,8 +26,8 @@ from zckpt.state.dtypes import itemsize
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-PACKED_NBYTES = 32 << 20
-"""Memory that one piece of a pack may take: see `Pack.pieces`."""
+PACKED_NBYTES = 8 << 20
+"""Of a pack that are read at once."""
 
 
 def check_readable(files: Iterable[TargetFile]) -> None:
@@ -37,8 +37,6 @@ def check_readable(files: Iterable[TargetFile]) -> None:
     is too short, or a type is not cast.
     """
     for file in files:
-        for pack in file.packs:
-            pack.check()
         check_reads(Read(hole.slot, hole.extent, hole.dtype, memoryview(b"")) for hole in file.holes)
 
 
@@ -86,7 +84,7 @@ class VirtualFile(io.RawIOBase):
     def _fill(self, into: memoryview, start: int, end: int) -> None:
         """Fill memory with bytes [start, end) of the file."""
         reads: list[Read] = []
-        packed: list[tuple[PackPiece, int, memoryview]] = []
+        packed: list[tuple[Pack, int, memoryview]] = []
         late: list[tuple[memoryview, memoryview]] = []
         done = start
         for part in self._within(start, end):
@@ -140,32 +138,27 @@ def _of_hole(hole: Hole, view: memoryview, start: int, end: int) -> tuple[Read, 
     return Read(hole.slot, extent, hole.dtype, into, hole.label), start - first * size
 
 
-def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[PackPiece, int, memoryview]]:
+def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[Pack, int, memoryview]]:
     """Return pieces for bytes [start, end) of a pack: each with how many of its bytes come before, and its memory."""
-    size = pack.itemsize
-    first, last = start // size, -(-end // size)
+    size = pack.row.itemsize
+    whole = replace(pack, low=pack.low + start // size, high=pack.low - (-end // size))
     found = []
-    for piece in pack.pieces(PACKED_NBYTES, long=True):
-        mine = PackPiece(pack, max(piece.low, first), min(piece.high, last))
-        if mine.low < mine.high:
-            at = mine.low * size
-            low, high = max(at, start), min(at + mine.nbytes, end)
-            found.append((mine, low - at, view[low - start : high - start]))
+    for piece in whole.pieces(PACKED_NBYTES):
+        at = piece.offset - pack.offset
+        low, high = max(at, start), min(at + piece.nbytes, end)
+        found.append((piece, low - at, view[low - start : high - start]))
     return found
 
 
-def _read_packed(packed: Sequence[tuple[PackPiece, int, memoryview]], *, threads: bool) -> None:
+def _read_packed(packed: Sequence[tuple[Pack, int, memoryview]], *, threads: bool) -> None:
     batches = batched(packed, lambda one: one[0].nbytes)
     checks = watched_by()
-    checks.expect(path for piece, _, _ in packed for path in piece.pack.paths())
+    checks.expect(path for piece, _, _ in packed for path in piece.paths())
     run_watched(partial(_unpack, checks.watched), batches, checks, threads=threads)
 
 
-def _unpack(watched: frozenset[str], batch: Sequence[tuple[PackPiece, int, memoryview]]) -> list[Seen]:
+def _unpack(watched: frozenset[str], batch: Sequence[tuple[Pack, int, memoryview]]) -> list[Seen]:
     with WatchedSources(watched) as sources:
         for piece, skipped, view in batch:
-            if view.nbytes == piece.nbytes:
-                piece.read_into(view, sources)
-            else:
-                view[:] = piece.read(sources)[skipped : skipped + view.nbytes]
+            view[:] = piece.read(sources)[skipped : skipped + view.nbytes]
         return sources.seen

@@ -25,7 +25,7 @@ from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.fine import Cut
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
-from zckpt.engine.packs import Pack, PackedSlot, PackPiece, SharePiece
+from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Fill, Plan
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.tasks import Portions
@@ -56,7 +56,7 @@ BUFFERS_OF_DIRECT = 2
 """And what is read into past the page cache, and written from."""
 
 
-AnyPiece = Piece | PackPiece | CutPiece | SharePiece | Literal
+AnyPiece = Piece | Pack | CutPiece | Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +244,17 @@ def run_task(work: Callable[[Batch], Ranges], task: _Task) -> list[_Done]:
 def _gathered(batches: Sequence[Batch], most: int) -> tuple[list[Batch], list[Seen]]:
     """Return batches with the bytes of what is read together, and what was read for that."""
     cuts: list[tuple[CutPiece, Cut]] = []
-    shares: dict[tuple[int, int, int], list[SharePiece]] = {}
+    packs: dict[tuple[int, int, int], list[Pack]] = {}
     for piece in (piece for batch in batches for piece in batch.pieces):
         if isinstance(piece, CutPiece):
             cuts.append((piece, replace(piece.cut, position=cuts[-1][1].end if cuts else 0)))
-        elif isinstance(piece, SharePiece):
-            shares.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
-    if not cuts and not shares:
+        elif isinstance(piece, Pack):
+            packs.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
+    if not cuts and not packs:
         return list(batches), []
     data: dict[int, memoryview] = {}
-    with WatchedSources(frozenset().union(*(batch.watched for batch in batches))) as sources:
+    watched = frozenset().union(*(batch.watched for batch in batches))
+    with WatchedSources(watched, batches[0].buffer_nbytes if batches[0].direct else 0) as sources:
         memory = np.empty(cuts[-1][1].end if cuts else 0, np.uint8)
         read_together([cut for _, cut in cuts], memory.data, sources, most)
         for piece, cut in cuts:
@@ -269,10 +270,13 @@ def _gathered(batches: Sequence[Batch], most: int) -> tuple[list[Batch], list[Se
                     )
                 values = made.view(np.uint8)
             data[id(piece)] = values.data
-        for some in shares.values():
-            first = some[0]
-            rows = first.row.shares(first.low, first.high, [one.rank for one in some], sources, most)
-            data |= {id(one): row.data for one, row in zip(some, rows, strict=True)}
+        for some in packs.values():
+            if len(some) == 1:
+                data[id(some[0])] = some[0].read(sources)
+                continue
+            row, low, high = some[0].row, some[0].low, some[0].high
+            found = row.shares(low, high, [one.rank for one in some], sources, most)
+            data |= {id(one): each.data for one, each in zip(some, found, strict=True)}
         filled = [
             replace(batch, pieces=tuple(Literal(p.offset, data[id(p)]) if id(p) in data else p for p in batch.pieces))
             for batch in batches
@@ -332,7 +336,7 @@ def _moved(piece: AnyPiece) -> int:
     """Return the bytes of tensors in a piece."""
     if isinstance(piece, Literal):
         return 0
-    return piece.moved_nbytes if isinstance(piece, (PackPiece, SharePiece)) else piece.nbytes
+    return piece.moved_nbytes if isinstance(piece, Pack) else piece.nbytes
 
 
 def _task_nbytes(task: _Task) -> int:
@@ -346,9 +350,7 @@ def _reads(task: _Task) -> Iterator[str]:
 
 
 def _paths(piece: AnyPiece) -> Iterable[str]:
-    if isinstance(piece, PackPiece):
-        return piece.pack.paths(piece.low, piece.high)
-    if isinstance(piece, SharePiece):
+    if isinstance(piece, Pack):
         return piece.paths()
     if isinstance(piece, CutPiece):
         return piece.cut.paths()
@@ -391,7 +393,7 @@ def _together(
 ) -> Iterator[Bundle]:
     """Yield the batches of files: those that read together, of `together` bytes, as one bundle."""
     bundle: Bundle = []
-    sharing: list[tuple[Path, str, tuple[tuple[PackedSlot, int, int], ...]]] = []
+    sharing: list[tuple[Path, str, list[Pack]]] = []
     nbytes = 0
     for path, one in files:
         for batch in _batches(path, one, most, large, checks, direct=direct):
@@ -403,12 +405,12 @@ def _together(
             if nbytes >= together or len(bundle) == BATCH_ITEMS:
                 yield bundle
                 bundle, nbytes = [], 0
-        shared = tuple((*pack.share, pack.offset) for pack in one.file.packs if pack.share and pack.share[0].is_fine)
-        if sharing and [row for row, _, _ in shared] != [row for row, _, _ in sharing[0][2]]:
+        fine = [pack for pack in one.file.packs if pack.row.is_fine]
+        if sharing and [pack.row for pack in fine] != [pack.row for pack in sharing[0][2]]:
             yield from _shared(sharing, most, checks, together, direct=direct)
             sharing = []
-        if shared:
-            sharing.append((path, one.file.name, shared))
+        if fine:
+            sharing.append((path, one.file.name, fine))
     if bundle:
         yield bundle
     if sharing:
@@ -416,33 +418,20 @@ def _together(
 
 
 def _shared(
-    sharing: Sequence[tuple[Path, str, tuple[tuple[PackedSlot, int, int], ...]]],
-    most: int,
-    checks: Checks,
-    together: int,
-    *,
-    direct: bool,
+    sharing: Sequence[tuple[Path, str, list[Pack]]], most: int, checks: Checks, together: int, *, direct: bool
 ) -> Iterator[Bundle]:
     """Yield the batches of files that have shares of the same rows: of some parameters at a time, what all have."""
     buffer = min(most, DIRECT_NBYTES if direct else BUFFER_NBYTES)
-    for number, (row, _, _) in enumerate(sharing[0][2]):
+    for number, row in enumerate(pack.row for pack in sharing[0][2]):
         for low, high, fits in row.blocks(together):
+            watched = checks.watched.intersection(row.paths(low, high))
+            pieces = [(path, name, replace(packs[number], low=low, high=high)) for path, name, packs in sharing]
             if fits:
-                watched = checks.watched.intersection(row.paths(low, high))
-                pieces = ((path, name, SharePiece(*rows[number], low, high)) for path, name, rows in sharing)
                 yield [(name, Batch(str(path), (piece,), True, buffer, watched)) for path, name, piece in pieces]
                 continue
-            for path, name, rows in sharing:
-                _, rank, offset = rows[number]
-                pack, begin, end = replace(row.share(rank), offset=offset), row.place(low), row.place(high)
-                for batch in _of_pack(path, pack, begin, end, most, checks, buffer):
-                    yield [(name, batch)]
-
-
-def _of_pack(path: Path, pack: Pack, low: int, high: int, most: int, checks: Checks, buffer: int) -> Iterator[Batch]:
-    """Yield the batches of elements [low, high) of a pack."""
-    for packed in batched(pack.pieces(most * BUFFERS_PER_WORKER, low, high), lambda piece: piece.nbytes):
-        yield Batch(str(path), packed, True, buffer, _watched(packed, checks))
+            for path, name, piece in pieces:
+                for each in piece.pieces(most):
+                    yield [(name, Batch(str(path), (each,), True, buffer, watched))]
 
 
 def _batches(
@@ -457,9 +446,8 @@ def _batches(
     found = (piece for fill in one.fills for piece in _pieces(fill, most, checks))
     for batch in batched(found, lambda piece: piece.nbytes):
         yield Batch(str(path), batch, checksummed, buffer, _watched(batch, checks))
-    for pack in one.file.packs:
-        if pack.share is None or not pack.share[0].is_fine:
-            yield from _of_pack(path, pack, 0, pack.numel, most, checks, buffer)
+    for piece in (piece for pack in one.file.packs if not pack.row.is_fine for piece in pack.pieces(most)):
+        yield Batch(str(path), (piece,), True, buffer, _watched((piece,), checks))
 
 
 def _pieces(fill: Fill, most: int, checks: Checks) -> Iterator[Piece | CutPiece]:

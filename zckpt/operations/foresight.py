@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine.plan import Copy, FilePlan, Plan
-from zckpt.engine.together import GAP_NBYTES
+from zckpt.engine.together import GAP_NBYTES, ranges_of
+from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
@@ -206,12 +207,14 @@ def reads_of(files: Iterable[FilePlan]) -> dict[str, Reads]:
     """Return what a plan reads of each source file, in the order in which it comes to them."""
     found: dict[str, Reads] = {}
     for one in files:
-        for copy in (copy for each in one.fills for copy in each.copies):
+        cuts = [each.cut for each in one.fills if each.cut is not None]
+        for path, offset, nbytes in ranges_of(cuts, BATCH_NBYTES):
+            found.setdefault(path, Reads()).add(offset, nbytes)
+        for copy in (copy for each in one.fills if each.cut is None for copy in each.copies):
             for path, offset, nbytes, count in _ranges(copy):
                 found.setdefault(path, Reads()).add(offset, nbytes, count)
-        for piece in (piece for pack in one.file.packs for piece in pack.pieces()):
-            for path, offset, nbytes in piece.ranges():
-                found.setdefault(path, Reads()).add(offset, nbytes)
+        for path, offset, nbytes in (window for pack in one.file.packs for window in pack.ranges()):
+            found.setdefault(path, Reads()).add(offset, nbytes)
     return found
 
 

@@ -313,7 +313,7 @@ class _Shards:
     def tensor(self, key: str, rank: int, like: Tensor | None = None) -> Tensor:
         """Return one rank's shards of one slot."""
         row, numel = self._rows[key], self.starts[-1]
-        contents: list[Content] = list(self._contents(key, rank)) if row is None else [PackContent(0, row.share(rank))]
+        contents: list[Content] = list(self._contents(key, rank)) if row is None else [PackContent(0, row.pack(rank))]
         storage = new_storage(_dtype(self.parameters, key), numel, contents)
         return view(storage, (numel,), like=like)
 

@@ -301,7 +301,7 @@ def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:
         if isinstance(content, SlotContent):
             file.holes.append(Hole(at, content.label, content.slot, content.covered, mentioned.dtype))
         elif isinstance(content, PackContent):
-            file.packs.append(replace(content.pack, offset=at))
+            file.packs.append(replace(content.pack, start=at))
         else:
             file.literals.append(Literal(at, content.data))
         end = at + _numel(content, size) * size
@@ -325,7 +325,7 @@ def _zeros(start: int, end: int) -> Iterator[Literal]:
 
 def _numel(content: Content, size: int) -> int:
     if isinstance(content, PackContent):
-        return content.pack.numel
+        return content.pack.row.numel
     return content.covered.numel if isinstance(content, SlotContent) else -(-len(content.data) // size)
 
 
