@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -27,19 +25,14 @@ from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
-from zckpt.operations.shared_target import SharedTarget
+from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values
 from zckpt.state import Topology
-from zckpt.storage.durable import written_directory
-from zckpt.storage.ownership import partial_name
 from zckpt.training.directory import check_pieces, entries_of, write_rank
 from zckpt.training.pieces import key_of
 from zckpt.version import __version__
-
-IDENTITY_NAME = "identity"
-"""A file of the partial directory: planners that keep their plans give ranks the `storage_data` of an earlier save."""
 
 _WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
 """By target, who has a partial directory of it: DCP does not tell a coordinator that another rank has failed."""
@@ -79,7 +72,7 @@ class Writer(StorageWriter):
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
         self.path = None if path is None else os.fspath(path)
         self._overwrite = overwrite
-        self._made: _Directory | _Stored | None = None
+        self._made: SharedTarget | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -135,7 +128,14 @@ class Writer(StorageWriter):
         before = _WRITING.pop(target, None)
         if before is not None:
             before._abandon()
-        self._made = _made(target, overwrite=self._overwrite)
+        made = shared_target(target, last=[DOCUMENT_NAME])
+        identity = secrets.token_hex(IDENTITY_NBYTES)
+        try:  # it is noted there: planners that keep their plans give ranks the `storage_data` of an earlier save
+            made.begin(overwrite=self._overwrite, owned=OWNED, note=identity.encode())
+        except BaseException as error:
+            _end(made, error)
+            raise
+        self._made = made
         _WRITING[target] = self
         count = len(plans) + 1
         return [replace(plan, storage_data=_Place(rank + 1, count)) for rank, plan in enumerate(plans)]
@@ -153,10 +153,17 @@ class Writer(StorageWriter):
         place: _Place = plan.storage_data
         target = self._target()
         part, entries = part_of(plan, planner, str(self.path))
-        with _joined(target, self._made) as (directory, identity, shared):
-            part.file = write_rank(directory, place.file, place.count, entries, identity)
-            if shared is not None:
-                part.sent = shared.sent()
+        shared = self._made or shared_target(target)
+        error: BaseException | None = None
+        try:
+            part.file = write_rank(shared.path, place.file, place.count, entries, shared.noted().decode())
+            part.sent = shared.sent()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            if shared is not self._made:
+                _end(shared, error)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, part)])
         return done
@@ -178,10 +185,11 @@ class Writer(StorageWriter):
         parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
         try:
             self._complete(made, metadata, parts)
-            made.finish(parts)
+            made.commit([made.sent(), *(part.sent for part in parts)])
         except BaseException as error:
-            made.abandon(error)
+            _end(made, error)
             raise
+        _end(made)
 
     def _target(self) -> Place:
         target = place_of(str(self.path))
@@ -191,11 +199,11 @@ class Writer(StorageWriter):
         """Remove what a save that failed on another rank has left."""
         made, self._made = self._made, None
         if made is not None:
-            made.abandon(InterruptedError("another rank has failed"))
+            _end(made, InterruptedError("another rank has failed"))
 
-    def _complete(self, made: _Directory | _Stored, metadata: Metadata, parts: list[Part]) -> None:
+    def _complete(self, made: SharedTarget, metadata: Metadata, parts: list[Part]) -> None:
         """Write the first file and the document."""
-        directory, identity = made.path, made.identity
+        directory, identity = made.path, made.noted().decode()
         values = Values()
         found = _whole(metadata, parts, values, str(self.path))
         checkpoint = found.checkpoint
@@ -210,77 +218,11 @@ class Writer(StorageWriter):
         write_target(plan_files([document]), directory / document.name)
 
 
-class _Directory:
-    """A directory on a file system while it is written."""
-
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
-        with suppress(OSError):  # what cannot be made is told of below
-            target.parent.mkdir(parents=True, exist_ok=True)
-        self.identity = secrets.token_hex(IDENTITY_NBYTES)
-        self._made = written_directory(target, overwrite=overwrite, owned=OWNED)
-        self.path = self._made.__enter__()
-        (self.path / IDENTITY_NAME).write_text(self.identity)
-
-    def finish(self, parts: list[Part]) -> None:  # noqa: ARG002  # all is in the directory
-        """Name it."""
-        (self.path / IDENTITY_NAME).unlink()
-        self._made.__exit__(None, None, None)
-
-    def abandon(self, error: BaseException) -> None:
-        """Remove it."""
-        with suppress(type(error)):
-            self._made.__exit__(type(error), error, error.__traceback__)
-
-
-class _Stored:
-    """A directory in a store while it is written."""
-
-    def __init__(self, url: str, *, overwrite: bool) -> None:
-        self.identity = secrets.token_hex(IDENTITY_NBYTES)
-        self.shared = SharedTarget(url, last=[DOCUMENT_NAME])
-        try:
-            self.shared.begin(overwrite=overwrite, owned=OWNED, note=self.identity.encode())
-        except BaseException as error:
-            self.abandon(error)
-            raise
-        self.path = self.shared.path
-
-    def finish(self, parts: list[Part]) -> None:
-        """Make a checkpoint of what all have sent."""
-        self.shared.commit([self.shared.sent(), *(part.sent for part in parts)])
-        self.shared.close()
-
-    def abandon(self, error: BaseException) -> None:  # noqa: ARG002
-        """Remove what has been sent."""
-        self.shared.abort()
-        self.shared.close()
-
-
-def _made(target: Place, *, overwrite: bool) -> _Directory | _Stored:
-    """Begin to write a directory."""
-    if isinstance(target, Path):
-        return _Directory(target, overwrite=overwrite)
-    return _Stored(target, overwrite=overwrite)
-
-
-@contextmanager
-def _joined(target: Place, made: _Directory | _Stored | None) -> Iterator[tuple[Path, str, SharedTarget | None]]:
-    """Yield where a rank's file goes, the id of the checkpoint, and what has sent it if that is to a store."""
-    if isinstance(target, Path):
-        directory = partial_name(target)
-        yield directory, (directory / IDENTITY_NAME).read_text(), None
-        return
-    if isinstance(made, _Stored):  # the coordinator's own
-        yield made.path, made.identity, made.shared
-        return
-    shared = SharedTarget(target)
-    try:
-        yield shared.path, shared.noted().decode(), shared
-    except BaseException:
-        shared.abort()
-        raise
-    finally:
-        shared.close()
+def _end(shared: SharedTarget, error: BaseException | None = None) -> None:
+    """Let go of a directory; with an error, remove what has been written."""
+    if error is not None:
+        shared.abort(error)
+    shared.close()
 
 
 def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -> Contents:

@@ -23,7 +23,7 @@ from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError
-from zckpt.operations.shared_target import shared_at
+from zckpt.operations.shared_target import StoredTarget, shared_at
 from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
 from zckpt.storage.purpose import Purpose
@@ -60,7 +60,7 @@ def write_remote(
     from zckpt.engine.upload import upload, whole
 
     shared = shared_at(path)
-    if shared is not None:
+    if isinstance(shared, StoredTarget):
         return shared.write(plan, path, memory=memory, reporter=reporter, checks=checks, direct=direct)
     mount = mount_of(path)
     base = path if owned is not None else path.parent

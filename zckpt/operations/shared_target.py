@@ -1,23 +1,26 @@
-"""A directory in a store that several processes write together; nothing of it is seen before one of them names it all.
+"""A directory that several processes write together; nothing of it is seen before one of them names it all.
 
 first       checks what is there, removes what a killed run has left, and begins
-every       sends its files, straight from memory, and says what it has sent
-first       makes objects of all of that, or names of temporary names; then the small files that make a checkpoint of it
+every       writes its files, and says what it has sent to a store: straight from memory
+first       gives all a name; in a store, makes objects of all of that, or names of temporary names, and then sends the
+            small files that make a checkpoint of it
 failure     each removes what it has sent, and the first whatever is left of a process that is gone
 
-To who writes a file it is a directory like any other: `write_target` sends what goes there.
+To who writes a file it is a directory like any other: `write_target` sends what goes to a store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.engine import Reporter
 from zckpt.errors import TargetError, ZckptError
-from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.durable import written_directory
+from zckpt.storage.ownership import Owned, check_target, partial_name
+from zckpt.storage.room import write_errors
 from zckpt.storage.stand_ins import InMemory
 
 if TYPE_CHECKING:
@@ -25,29 +28,106 @@ if TYPE_CHECKING:
     from zckpt.engine.plan import Plan
     from zckpt.storage.remote.uploads import Sent
 
-_SHARED: dict[Path, SharedTarget] = {}
-"""By their directories."""
+SHARED: dict[Path, SharedTarget] = {}
+"""By their directories, those in stores, and those that this process writes with others that it knows."""
+
+_NOTE = ".zckpt-note"
+"""A file of the partial directory, by which what a kill has left is known for ours."""
+
+
+def shared_target(place: Path | str, *, last: Sequence[str] = ()) -> SharedTarget:
+    """Open a directory for what this process writes of it; a string is a URL.
+
+    `last`: names of files that the first process writes and that come last; small enough for memory. Raises
+    SourceError, TargetError: the store cannot be reached, or is read only.
+    """
+    return SharedTarget(place) if isinstance(place, Path) else StoredTarget(place, last=last)
 
 
 def shared_at(path: Path) -> SharedTarget | None:
     """Return the target that a path is in or below of; None: in none."""
-    return next((_SHARED[one] for one in (path, *path.parents) if one in _SHARED), None) if _SHARED else None
+    return next((SHARED[one] for one in (path, *path.parents) if one in SHARED), None) if SHARED else None
 
 
 class SharedTarget:
-    """What one process writes of a directory in a store.
+    """What one process writes of a directory on a file system that all share."""
 
-    Parameters
-    ----------
-    url : str
-    last : sequence of str
-        Names of files that the first process writes and that come last; small enough for memory.
+    _note: bytes | None = None
+    _made: AbstractContextManager[Path] | None = None
 
-    Raises
-    ------
-    SourceError, TargetError
-        The store cannot be reached, or is read only.
-    """
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self.path = partial_name(target)
+        """The directory in which this process writes."""
+        self.in_memory: dict[str, bytes] = {}
+        """Small files by name, which come last, in this order."""
+
+    def begin(self, *, overwrite: bool, owned: Owned, note: bytes | None = None) -> None:
+        """Begin, on the first process, before any other writes something; the others may ask for the note.
+
+        Raises TargetError: something is there that is not to be replaced, or nothing can be written.
+        """
+        with write_errors(self._target):
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            made = written_directory(self._target, overwrite=overwrite, owned=owned)
+            self.path, self._made = made.__enter__(), made
+            if note is not None:
+                (self.path / _NOTE).write_bytes(note)
+        self._note = note
+
+    def join(self, path: Path) -> None:
+        """Write where the first process does, whatever this one was told; all do, which know each other."""
+        self.path = path
+        SHARED[path] = self
+
+    def noted(self) -> bytes:
+        """Return the note with which the first process has begun. Raises TargetError: there is none."""
+        found = self._note if self._note is not None else self._read_note()
+        if found is None:
+            raise TargetError("no save to it is going on", path=self.path)
+        return found
+
+    def _read_note(self) -> bytes | None:
+        with suppress(OSError):
+            return (self.path / _NOTE).read_bytes()
+        return None
+
+    def sent(self) -> Sent:
+        """Return what this process has sent to a store, for the first."""
+        return {}
+
+    def finish(self, every: Sequence[Sent]) -> None:
+        """Make what all have written readable, on the first process; `every` is in the order of the processes."""
+
+    def readable(self) -> AbstractContextManager[Path]:
+        """Return a context that yields a directory in which this process reads what was finished."""
+        return nullcontext(self.path)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Let a small file come before those that come last."""
+        (self.path / name).write_bytes(data)
+
+    def commit(self, every: Sequence[Sent]) -> None:  # noqa: ARG002
+        """Name all, on the first process; what is not finished is finished before."""
+        made, self._made = self._made, None
+        with write_errors(self._target):
+            (self.path / _NOTE).unlink(missing_ok=True)
+            if made is not None:
+                made.__exit__(None, None, None)
+
+    def abort(self, error: BaseException) -> None:
+        """Remove what this process has written, of which `error` is the end; on the first, all."""
+        made, self._made = self._made, None
+        if made is not None:
+            made.__exit__(type(error), error, error.__traceback__)
+
+    def close(self) -> None:
+        """Let go of it."""
+        SHARED.pop(self.path, None)
+
+
+class StoredTarget(SharedTarget):
+    """What one process writes of a directory in a store."""
 
     def __init__(self, url: str, *, last: Sequence[str] = ()) -> None:
         from zckpt.storage.remote.mount import Mount
@@ -61,40 +141,27 @@ class SharedTarget:
             self._mount.close()
             raise
         self._last = last
-        self.in_memory: dict[str, bytes] = {}
-        """Small files by name, which come last, in this order."""
+        self.in_memory = {}
         self._old: list[str] = []
         self._finished: list[str] = []
         self._is_first = False
-        _SHARED[self.path] = self
+        SHARED[self.path] = self
 
     def begin(self, *, overwrite: bool, owned: Owned, note: bytes | None = None) -> None:
-        """Begin, on the first process, before any other sends something.
-
-        Raises
-        ------
-        TargetError
-            Something is there that is not to be replaced, or the store refuses.
-        """
+        """As for any; errors are those of the store, too."""
         check_target(self.path, overwrite=overwrite, owned=owned)
         self._is_first = True
         self._old = self._mount.keys_below(self.path)
         self._uploads.begin()
         if note is not None:
             self._uploads.note(note)
+        self._note = note
 
-    def noted(self) -> bytes:
-        """Return the note with which the first process has begun.
+    def join(self, path: Path) -> None:
+        """Do nothing: each has its own names."""
 
-        Raises
-        ------
-        TargetError
-            There is none.
-        """
-        found = self._uploads.noted()
-        if found is None:
-            raise TargetError("no save to it is going on", path=self.path)
-        return found
+    def _read_note(self) -> bytes | None:
+        return self._uploads.noted()
 
     def write(
         self,
@@ -156,12 +223,12 @@ class SharedTarget:
             self._uploads.put(name, data)
         self._uploads.name([*self._finished, *self.in_memory], self._old)
 
-    def abort(self) -> None:
+    def abort(self, error: BaseException) -> None:  # noqa: ARG002
         """Remove what this process has sent; on the first, all."""
         with suppress(ZckptError):  # the store cannot be reached: what is left is no checkpoint, and the next run's
             self._uploads.abort(everything=self._is_first)
 
     def close(self) -> None:
         """Let go of the store."""
-        _SHARED.pop(self.path, None)
+        SHARED.pop(self.path, None)
         self._mount.close()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
-from zckpt.storage.durable import written_directory
+from zckpt.operations.shared_target import SHARED, SharedTarget, shared_target
 from zckpt.storage.ownership import Owned
 
 T = TypeVar("T")
@@ -257,38 +257,26 @@ def written_together(
     files that are called as in `last` are the first rank's, and come last. Raises TargetError: it exists, or cannot be
     written.
     """
-    if isinstance(path, str):
-        with _stored_together(path, ranks, overwrite=overwrite, owned=owned, last=last) as partial:
-            yield partial
-        return
-    with _directory_together(path, ranks, overwrite=overwrite, owned=owned) as partial:
-        yield partial
-
-
-@contextmanager
-def _stored_together(url: str, ranks: Ranks, *, overwrite: bool, owned: Owned, last: Sequence[str]) -> Iterator[Path]:
-    from zckpt.operations.shared_target import SharedTarget
-
     with ExitStack() as stack:
 
         def opened() -> SharedTarget:
-            found = SharedTarget(url, last=last)
+            found = shared_target(path, last=last)
             stack.callback(found.close)
             return found
 
-        shared = ranks.do(opened)
+        shared, error = ranks.do(opened), None
         try:
             ranks.of_first(lambda: shared.begin(overwrite=overwrite, owned=owned))
-            error = None
+            shared.join(Path(ranks.from_first(str(shared.path))))
             try:
                 yield shared.path
             except Exception as failure:  # noqa: BLE001  # all ranks learn of it
-                error = _target_error(failure, shared.path)
+                error = _target_error(failure, path)
             ranks.agree(error)
             every = ranks.gather(shared.sent())
             ranks.of_first(lambda: shared.commit(every))
-        except BaseException:
-            shared.abort()
+        except BaseException as failure:
+            shared.abort(failure)
             raise
 
 
@@ -298,12 +286,7 @@ def read_together(partial: Path, ranks: Ranks) -> Iterator[Path]:
 
     Raises TargetError: a store cannot be written.
     """
-    from zckpt.operations.shared_target import shared_at
-
-    shared = shared_at(partial)
-    if shared is None:
-        yield partial
-        return
+    shared = SHARED[partial]
     every = ranks.gather(shared.sent())
     ranks.of_first(lambda: shared.finish(every))
     shared.in_memory = ranks.from_first(shared.in_memory)
@@ -311,37 +294,7 @@ def read_together(partial: Path, ranks: Ranks) -> Iterator[Path]:
         yield ranks.do(lambda: stack.enter_context(shared.readable()))
 
 
-@contextmanager
-def _directory_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned) -> Iterator[Path]:
-    made = written_directory(path, overwrite=overwrite, owned=owned) if ranks.rank == 0 else None
-    partial, error = None, None
-    try:
-        if made is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = str(made.__enter__())
-    except Exception as failure:  # noqa: BLE001  # all ranks learn of it
-        error = _target_error(failure, path)
-    ranks.agree(error)
-    try:
-        directory = Path(ranks.from_first(partial) or "")
-        try:
-            yield directory
-        except Exception as failure:  # noqa: BLE001  # all ranks learn of it
-            error = _target_error(failure, path)
-        ranks.agree(error)
-    except BaseException as failure:
-        if made is not None:
-            made.__exit__(type(failure), failure, failure.__traceback__)
-        raise
-    try:
-        if made is not None:
-            made.__exit__(None, None, None)
-    except Exception as failure:  # noqa: BLE001  # all ranks learn of it
-        error = _target_error(failure, path)
-    ranks.agree(error)
-
-
-def _target_error(failure: Exception, path: Path) -> Exception:
+def _target_error(failure: Exception, path: Place) -> Exception:
     """Return a failure of the operating system as one of the target."""
     if isinstance(failure, OSError) and not isinstance(failure, ZckptError):
         return TargetError("cannot be written", path=path, found=failure.strerror or str(failure))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.compare.digests import FILE_NAME, Entries, bytes_of, write_digests
+from zckpt.compare.digests import FILE_NAME, Entries, bytes_of
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
@@ -21,7 +21,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.remainder import BESIDE
-from zckpt.operations.shared_target import shared_at
+from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
@@ -118,11 +118,7 @@ def record_fingerprint(ranks: Ranks, directory: Path) -> None:
     with read_together(directory, ranks) as there:
         every = ranks.gather(ranks.do(digested))
     if ranks.rank == 0:
-        shared = shared_at(directory)
-        if shared is None:
-            write_digests(put_together(every), directory / FILE_NAME)
-        else:
-            shared.add(FILE_NAME, bytes_of(put_together(every)))
+        SHARED[directory].add(FILE_NAME, bytes_of(put_together(every)))
 
 
 Stored = list[tuple[str, bytes]]
