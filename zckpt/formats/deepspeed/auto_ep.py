@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.formats.deepspeed.tensor_parallel import moved
-from zckpt.formats.deepspeed.tp_shares import Share
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Parameter, Slot
+from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import Tensor
 
 KEY = "ds_autoep_layers"
@@ -159,36 +158,15 @@ def local(parameter: Parameter, layer: AutoLayer, degree: int, rank: int) -> Par
         raise LayoutError(f"{parameter.name} is not of all experts", expected=f"{layer.experts}, rows and columns",
                           found=parameter.shape)  # fmt: skip
     count = layer.experts // degree
-    share = [Share(rank * count, 0, count)]
-    slots = {
-        key: Slot(key, slot.dtype, (count, *slot.shape[1:]), moved(slot.spans, 0, share)) if slot.shape else slot
-        for key, slot in parameter.slots.items()
-    }
+    slots = {key: narrow(slot, 0, rank * count, count) if slot.shape else slot for key, slot in parameter.slots.items()}
     return replace(parameter, shape=(count, *parameter.shape[1:]), slots=slots)
 
 
 def alone(parameter: Parameter, layer: AutoLayer, number: int) -> Parameter:
     """Return one expert's weight, as its file has it."""
     one = local(parameter, layer, layer.experts, number)
-    slots = {}
-    for key, slot in one.slots.items():
-        spans = tuple(
-            replace(
-                span,
-                extent=replace(span.extent, offsets=span.extent.offsets[1:], sizes=span.extent.sizes[1:]),
-                strides=None if span.strides is None else span.strides[1:],
-            )
-            for span in slot.spans
-        )
-        slots[key] = replace(slot, shape=slot.shape[1:], spans=spans) if slot.shape else slot
+    slots = {key: reshape(slot, slot.shape[1:]) if slot.shape else slot for key, slot in one.slots.items()}
     return replace(one, name=f"{parameter.name}.{number}", shape=one.shape[1:], slots=slots)
-
-
-def together(slots: Sequence[Slot]) -> Slot:
-    """Return the rows of all expert ranks, each of which has as many, as one slot."""
-    first, rows = slots[0], slots[0].shape[0]
-    spans = [one for rank, slot in enumerate(slots) for one in moved(slot.spans, 0, [Share(0, rank * rows, rows)])]
-    return Slot(first.name, first.dtype, (rows * len(slots), *first.shape[1:]), tuple(spans))
 
 
 def from_files(
@@ -207,7 +185,7 @@ def from_files(
     for layer in layers:
         for name in layer.names:
             parts = [rest.pop(f"{name}.{number}", None) for number in range(layer.experts)]
-            held = [_row(*part) for part in parts if part is not None]
+            held = [slot_of(WEIGHT, tensor, path) for path, tensor in filter(None, parts)]
             if not held and trained and name not in trained:  # left out, for it is frozen
                 continue
             if len(held) < layer.experts:
@@ -218,19 +196,5 @@ def from_files(
                 )  # fmt: skip
             if len({(slot.shape, slot.dtype) for slot in held}) > 1:
                 raise LayoutError(f"experts of {name} are of different shapes")
-            found[name] = together(held)
+            found[name] = concat([reshape(slot, (1, *slot.shape)) for slot in held], 0)
     return rest, found
-
-
-def _row(path: str, tensor: Tensor) -> Slot:
-    """Return an expert's weight as a slot of one dimension more, of size one, in front."""
-    slot = slot_of(WEIGHT, tensor, path)
-    spans = tuple(
-        replace(
-            span,
-            extent=replace(span.extent, offsets=(0, *span.extent.offsets), sizes=(1, *span.extent.sizes)),
-            strides=None if span.strides is None else (0, *span.strides),
-        )
-        for span in slot.spans
-    )
-    return Slot(slot.name, slot.dtype, (1, *slot.shape), spans)

@@ -18,12 +18,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes, together
+from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Padding, Slot
+from zckpt.state.views import concat
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -90,7 +91,7 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     for name, shape in experts.items():
         found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
         found.slots[name] = {
-            key: together([one[key] for one in parts[name]])
+            key: concat([one[key] for one in parts[name]], 0)
             for key in parts[name][0]
             if all(key in one for one in parts[name])
         }

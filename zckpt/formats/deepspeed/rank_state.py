@@ -14,7 +14,7 @@ from dataclasses import replace
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.aliases import notes
-from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes, from_files, together
+from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes, from_files
 from zckpt.formats.deepspeed.auto_ep_shards import cut_experts, has_own_groups, router_names
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
@@ -45,6 +45,7 @@ from zckpt.formats.deepspeed.zenflow import are_transposed, flipped, transposed,
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Duplicate, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
+from zckpt.state.views import concat
 from zckpt.torchfile import Tensor
 
 Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]
@@ -163,7 +164,9 @@ def _read_flat(
                     _claim(trained, renamed[name], shape, slots[name], group.index)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
         for name, parts in rows.items():
-            whole = {key: together([one[key] for one in parts]) for key in parts[0] if all(key in one for one in parts)}
+            whole = {
+                key: concat([one[key] for one in parts], 0) for key in parts[0] if all(key in one for one in parts)
+            }
             _claim(trained, name, whole[MASTER].shape, whole, group.index)
         names = list(dict.fromkeys(names))
         _add_group(state, members, group.index, [group.index], names, own, apart_from_others.groups)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import NAMES_ADVICE
-from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, local, together
+from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, local
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_optimizers import content_of
 from zckpt.formats.deepspeed.experts import is_expert
@@ -26,6 +26,7 @@ from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_con
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, certain_flat
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Slot
+from zckpt.state.views import concat
 from zckpt.torchfile import TorchFile
 
 
@@ -196,7 +197,7 @@ def _whole(name: str, ranks: Sequence[_Rank], checkpoint: Checkpoint) -> dict[st
         if len(like.shape) != len(first.shape) or like.shape[0] != count:
             raise UnsupportedError(f"{key} of {name} is not state of each expert", path=ranks[0].path,
                                    expected=f"one for each of {count} experts", found=like.shape)  # fmt: skip
-        found[key] = together(own)
+        found[key] = concat(own, 0)
     return found
 
 

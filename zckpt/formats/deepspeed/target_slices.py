@@ -18,6 +18,7 @@ from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge
 from zckpt.formats.deepspeed.tp_rules import REPLICATED_KEY, Rules
 from zckpt.formats.deepspeed.tp_shares import REPLICATED
 from zckpt.state import Checkpoint, Parameter
+from zckpt.state.views import narrow
 
 
 def local_states(
@@ -137,9 +138,5 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
             found=padded,
         )
     kept = min(padded, present)
-    # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
-    slots = {
-        key: replace(slot, shape=(kept, *slot.shape[1:])) if slot.shape else slot
-        for key, slot in parameter.slots.items()
-    }
+    slots = {key: narrow(slot, 0, 0, kept) if slot.shape else slot for key, slot in parameter.slots.items()}
     return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)

@@ -9,7 +9,7 @@ A `Share` says where consecutive indexes of a slice lie in the whole, along the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,9 +21,8 @@ from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
-from zckpt.state import MASTER, WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
-from zckpt.state.boxes import boxes_of, row_major
-from zckpt.state.dtypes import itemsize
+from zckpt.state import MASTER, WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.state.views import concat, narrow, placed
 from zckpt.storage.files import Sources
 
 if TYPE_CHECKING:
@@ -118,18 +117,20 @@ class VocabularyPadding:
             for state, shares in zip(self.states, rule.shares, strict=False):
                 parameter = state.parameters[name]
                 rows = _outside(shares, parameter.shape[rule.dim])
-                for key, slot in parameter.slots.items():
-                    for span in moved(slot.spans, rule.dim, rows) if slot.shape else ():
-                        low, high = reach(span)
-                        yield PaddingSpan(key, span.path, low, high - low)
+                held = [(key, slot) for key, slot in parameter.slots.items() if slot.shape]
+                for key, span in (
+                    (key, s) for key, slot in held for one in rows for s in narrow(slot, rule.dim, *one).spans
+                ):
+                    low, high = reach(span)
+                    yield PaddingSpan(key, span.path, low, high - low)
 
 
-def _outside(shares: Sequence[Share], size: int) -> list[Share]:
-    """Return the indexes of a slice that no share has, each where it is."""
+def _outside(shares: Sequence[Share], size: int) -> list[tuple[int, int]]:
+    """Return the indexes of a slice that no share has: where they begin, and how many they are."""
     found, at = [], 0
     for low, high in [*sorted((s.source, s.source + s.size) for s in shares), (size, size)]:
         if low > at:
-            found.append(Share(at, at, low - at))
+            found.append((at, low - at))
         at = max(at, high)
     return found
 
@@ -157,15 +158,9 @@ def _parts_kept_by(states: Sequence[RankState], merged: Parameter, rule: Rule | 
         parameter = state.parameters[merged.name]
         for key, slot in parameter.slots.items():
             for source, target, size in copies if key in merged.slots and slot.shape else ():
-                copy = _part(slot, rule.dim, source, size)
+                copy = narrow(slot, rule.dim, source, size)
                 yield Duplicate("parameter", merged.name, merged.name, copy,
-                                _part(merged.slots[key], rule.dim, target, size), state.mp_rank)  # fmt: skip
-
-
-def _part(slot: Slot, dim: int, start: int, size: int) -> Slot:
-    """Return some indexes of a slot as one of its own."""
-    spans = moved(slot.spans, dim, [Share(start, 0, size)])
-    return Slot(slot.name, slot.dtype, _with(slot.shape, dim, size), spans)
+                                narrow(merged.slots[key], rule.dim, target, size), state.mp_rank)  # fmt: skip
 
 
 def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -> UnsupportedError:
@@ -210,8 +205,13 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
         return Slot(first.name, first.dtype, rule.shape, first.spans)
-    spans = [span for slot, own in zip(slots, rule.read, strict=True) for span in moved(slot.spans, rule.dim, own)]
-    return Slot(first.name, first.dtype, rule.shape, tuple(spans))
+    parts = [
+        (_with((0,) * len(rule.shape), rule.dim, target), narrow(slot, rule.dim, source, size))
+        for slot, own in zip(slots, rule.read, strict=True)
+        for source, target, size in own
+        if size
+    ]
+    return placed(parts) if math.prod(rule.shape) else Slot(first.name, first.dtype, rule.shape, ())
 
 
 def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
@@ -235,49 +235,8 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
 
 def _cut_slot(slot: Slot, dim: int, shares: Sequence[Share]) -> Slot:
     present = slot.shape[dim]
-    from_whole = [Share(s.target, s.source, max(min(s.size, present - s.target), 0)) for s in shares]
-    shape = _with(slot.shape, dim, sum(share.size for share in from_whole))
-    replicas = tuple(moved(spans, dim, from_whole) for spans in slot.replicas)
-    return Slot(slot.name, slot.dtype, shape, moved(slot.spans, dim, from_whole), replicas)
-
-
-def moved(spans: Iterable[Span], dim: int, shares: Sequence[Share]) -> tuple[Span, ...]:
-    """Return the spans of a tensor as spans of another one that has the same elements in some shares.
-
-    Elements that no share has are left out. A span whose box is within one share stays one span.
-
-    Parameters
-    ----------
-    dim : int
-        The dimension that the shares divide; the tensors agree in all others.
-    shares : sequence of Share
-        In order, apart from each other.
-    """
-    return tuple(found for span in spans if span.extent.numel for found in _moved(span, dim, shares))
-
-
-def _moved(span: Span, dim: int, shares: Sequence[Share]) -> Iterator[Span]:
-    extent = span.extent
-    low, high = extent.offsets[dim], extent.offsets[dim] + extent.sizes[dim]
-    for share in shares:
-        if share.source <= low and high <= share.source + share.size:
-            offsets = _with(extent.offsets, dim, low - share.source + share.target)
-            yield replace(span, extent=Extent(offsets, extent.sizes, extent.start, extent.numel))
-            return
-    steps = span.strides or row_major(extent.sizes)
-    begin = 0 if span.strides else extent.start
-    size = itemsize(span.dtype)
-    for offsets, sizes in boxes_of(extent):
-        for share in shares:
-            low = max(offsets[dim], share.source)
-            high = min(offsets[dim] + sizes[dim], share.source + share.size)
-            if low >= high:
-                continue
-            box = _with(sizes, dim, high - low)
-            at = _with(offsets, dim, low)
-            first = sum((o - e) * s for o, e, s in zip(at, extent.offsets, steps, strict=True)) - begin
-            there = Extent(_with(offsets, dim, low - share.source + share.target), box, 0, math.prod(box))
-            yield replace(span, extent=there, offset=span.offset + first * size, strides=steps)
+    parts = [narrow(slot, dim, s.target, min(s.size, present - s.target)) for s in shares if s.target < present]
+    return concat(parts or [narrow(slot, dim, 0, 0)], dim)
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -15,15 +15,13 @@ Source: DeepSpeed 0.17.6, 0.18.9 and 0.19.8, `zenflow_utils._flatten_dense_tenso
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import Shapes, section
-from zckpt.state import Checkpoint, Extent, ListedSpans, Parameter, Slot, Span, Spans
-from zckpt.state.boxes import boxes_of, locate
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Checkpoint, Parameter, Slot
+from zckpt.state.views import transpose
 from zckpt.torchfile import Tensor
 
 DETAIL = "transposed_matrices"
@@ -116,10 +114,7 @@ def transposed(parameter: Parameter) -> Parameter:
 
 def transposed_slot(slot: Slot) -> Slot:
     """Return the slot of a matrix with its rows as columns; any other as it is."""
-    if len(slot.shape) != 2:
-        return slot
-    every = [_transposed(spans, slot.shape) for spans in (slot.spans, *slot.replicas)]
-    return replace(slot, shape=slot.shape[::-1], spans=every[0], replicas=tuple(every[1:]))
+    return transpose(slot, (1, 0)) if len(slot.shape) == 2 else slot
 
 
 def upright(tensor: Tensor, *, columns: bool) -> Tensor:
@@ -127,58 +122,3 @@ def upright(tensor: Tensor, *, columns: bool) -> Tensor:
     if not columns or len(tensor.shape) != 2:
         return tensor
     return replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
-
-
-def _transposed(spans: Sequence[Span], shape: tuple[int, ...]) -> Sequence[Span]:
-    if isinstance(spans, TransposedSpans):
-        return spans.source
-    made = TransposedSpans(spans, shape[::-1])
-    return made if isinstance(spans, Spans) else tuple(made)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TransposedSpans(ListedSpans):
-    """The spans of a matrix whose columns are the rows of another.
-
-    Parameters
-    ----------
-    source : sequence of Span
-        Of the other.
-    shape : tuple of int
-        Of this one.
-    """
-
-    source: Sequence[Span]
-    shape: tuple[int, ...]
-
-    def __iter__(self) -> Iterator[Span]:
-        """Yield all of them: each of the other's is up to three boxes."""
-        for span in self.source:
-            yield from _boxes(span)
-
-    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
-        """Return those that may have some of elements [low, high) of the flattened matrix."""
-        rows, columns = self.shape
-        low, high = max(low, 0), min(high, rows * columns)
-        if low >= high:
-            return ()
-        first, last = low // columns, (high - 1) // columns
-        left, right = (low % columns, (high - 1) % columns) if first == last else (0, columns - 1)
-        source = self.source
-        some = source.reaching(left * rows + first, right * rows + last + 1) if isinstance(source, Spans) else source
-        return tuple(box for span in some for box in _boxes(span))
-
-    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
-        """Return those that lie in some files."""
-        source = self.source
-        some = source.within(paths) if isinstance(source, Spans) else [one for one in source if one.path in paths]
-        return tuple(box for span in some for box in _boxes(span))
-
-
-def _boxes(span: Span) -> Iterator[Span]:
-    """Yield the spans of a transposed matrix that have the elements of one of the matrix."""
-    for box in boxes_of(span.extent):
-        first, steps = locate(span.extent, box, span.strides)
-        offsets, sizes = box[0][::-1], box[1][::-1]
-        extent = Extent(offsets, sizes, 0, math.prod(sizes))
-        yield replace(span, extent=extent, offset=span.offset + first * itemsize(span.dtype), strides=steps[::-1])
