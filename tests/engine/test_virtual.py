@@ -24,7 +24,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 def laid_out(source: Path, world_size: int, stage: int) -> list[TargetFile]:
     options = RecutOptions(world_size=world_size, stage=stage)
-    return list(target_files(decide(open_checkpoint(source), options), run_directory=False))
+    return list(target_files(decide(open_checkpoint(source), options), ""))
 
 
 def written(file: TargetFile, path: Path) -> bytearray:

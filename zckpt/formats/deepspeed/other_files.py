@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
-from zckpt.engine.targets import TargetFile
+from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
+from zckpt.formats.format import Job, TargetFiles
 from zckpt.state import Checkpoint
 
 LATEST = "latest"
@@ -49,6 +52,37 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
     )
     gone = (f"{LATEST}_universal",) if others else ()
     return [one for one in files_below(source, without=others) if one[0] not in gone], others
+
+
+def is_run(job: Job) -> bool:
+    """Tell whether a source was named by its run's directory, and not by its tag's."""
+    return job.checkpoint.files != [] and job.source.resolve() != Path(job.checkpoint.source).resolve()
+
+
+def with_latest(files: Collection[TargetFile], tag: str, more: Sequence[TargetFile] = ()) -> Lazily[TargetFile]:
+    """Return the files of a tag's directory and those of a run's: `latest`, which names it, and others."""
+    rest = [TargetFile(LATEST, len(tag.encode()), [Literal(0, tag.encode())]), *more]
+    return Lazily(lambda: chain(files, rest), len(files) + len(rest))
+
+
+def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFiles:
+    """Return the files of a tag's directory as those of a run that so many processes will load, if the source is one.
+
+    Raises
+    ------
+    SourceError
+        What goes along with it cannot be read.
+    """
+    if not is_run(job):
+        return written
+    copies, notes = companion_files(job.checkpoint, job.source, processes=processes, roots=job.roots)
+    return replace(
+        written,
+        files=with_latest(written.files, tag, copies),
+        notes=[*written.notes, *notes],
+        copied={*written.copied, *(one.name for one in copies)},
+        replaceable=is_trainers_own if copies else written.replaceable,
+    )
 
 
 def companion_files(

@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.auto_ep_lists import listed_layers
@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.other_files import in_run, is_run
 from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
@@ -63,8 +63,8 @@ def recut(job: Job) -> TargetFiles:
     regrouped = [
         one for one in _OF_MODEL_PARALLEL if getattr(options, one) not in (None, _degrees(checkpoint).get(one))
     ]
-    tag, run_directory = origin.directory.tag, job.source.resolve() != Path(checkpoint.source).resolve()
-    folder = f"{tag}/" if run_directory else ""
+    tag = origin.directory.tag
+    folder = f"{tag}/" if is_run(job) else ""
     models = {files.models[0].shard.path: files.models[0] for files in origin.ranks}
     target = regroup(checkpoint, origin, options) if regrouped else None
     if target is None:
@@ -73,22 +73,15 @@ def recut(job: Job) -> TargetFiles:
     else:
         files = list(regrouped_files(target, folder))
         notes = rank_notes(target)
-    copied = set() if target is not None else {one.name for one in files}
-    copies: list[TargetFile] = []
-    if run_directory:
-        processes = options.world_size * len(origin.ranks if target is None else target.ranks)
-        copies, more = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
-        notes += more
-        files.append(TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())]))
-    return TargetFiles(
-        [*files, *copies],
+    written = TargetFiles(
+        files,
         notes=notes,
         restated=None,
-        copied=copied | {one.name for one in copies},
-        replaceable=is_trainers_own if copies else lambda _: False,
+        copied=set() if target is not None else {one.name for one in files},
         check=None if target is None else partial(check_slices, origin, checkpoint.topology.tp, target.tp),
         names=None if target is None or not checkpoint.param_groups else names_in(target),
     )
+    return in_run(written, job, tag, options.world_size * len(origin.ranks if target is None else target.ranks))
 
 
 _OF_MODEL_PARALLEL = (

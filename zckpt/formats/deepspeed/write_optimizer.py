@@ -194,7 +194,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         if MOMENTUM in keys and muon:  # it would take a partition for some matrices
             keys.remove(MOMENTUM)
             if shares:
-                tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
+                tensors[MOMENTUM] = whole([parameters[f.index] for f in shares], MOMENTUM)
         tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
         tensors = _in_form(target, mp, group.index, tensors)
         states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
@@ -241,8 +241,8 @@ def _partition(
     return view(new_storage(_dtype(parameters, key), numel, contents), (length,), like=like)
 
 
-def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:
-    """Return one slot of whole parameters, end to end."""
+def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
+    """Return one slot of whole parameters, end to end; zeros where one has none."""
     contents: list[SlotContent] = []
     at = 0
     for p in parameters:

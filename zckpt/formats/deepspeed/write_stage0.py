@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.formats.deepspeed.target import TargetGroup, TargetRank
-from zckpt.formats.deepspeed.write_optimizer import slot_contents
-from zckpt.formats.torch_files.writer import Content, SlotTensor, new_storage, value_node, view
+from zckpt.formats.deepspeed.write_optimizer import whole
+from zckpt.formats.torch_files.writer import SlotTensor, value_node
 from zckpt.state import MASTER, WEIGHT, Parameter
-from zckpt.torchfile import Object, Tensor, node_of
+from zckpt.torchfile import Object, node_of
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 
@@ -69,7 +69,7 @@ def stage0_tree(tree: object, mp: TargetRank, how: Unpartitioned | None) -> obje
         return {**tree, "optimizer": _numbered(mp, how)}
     scaling = {**how.scaling, **{key: value for key, value in _known_scaling(mp).items() if key in how.scaling}}
     if how.form == FUSED:
-        flat = {"fp32_groups_flat": [_flat(group, MASTER) for group in mp.groups]}
+        flat = {"fp32_groups_flat": [whole(group.experts[0], MASTER) for group in mp.groups]}
         return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _of_groups(mp, how), **flat}}
     masters = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
     return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}}
@@ -106,7 +106,7 @@ def _of_groups(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
         )
         values = {key: value_node(value) for key, value in single.items()}
         if keys or values:
-            state[group.index] = {**values, **{key: _flat(group, key) for key in keys}}
+            state[group.index] = {**values, **{key: whole(group.experts[0], key) for key in keys}}
     groups = [
         _group(group, [group.index], names if how.named else ())
         for group, names in zip(mp.groups, how.numbered, strict=True)
@@ -125,19 +125,6 @@ def _group(group: TargetGroup, numbers: list[int], names: Sequence[str]) -> dict
 def _whole(parameter: Parameter, key: str) -> SlotTensor:
     slot = parameter.slots[key]
     return SlotTensor(slot, slot.dtype, f"{key}/{parameter.name}")
-
-
-def _flat(group: TargetGroup, key: str) -> Tensor:
-    """Return a slot of all parameters of a group, end to end; zeros where one has none."""
-    parameters, at = group.experts[0], 0
-    contents: list[Content] = []
-    for parameter in parameters:
-        slot = parameter.slots.get(key)
-        if slot is not None:
-            contents += slot_contents(slot, f"{key}/{parameter.name}", 0, at, parameter.numel)
-        at += parameter.numel
-    dtype = next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
-    return view(new_storage(dtype, at, contents), (at,))
 
 
 def _known_scaling(mp: TargetRank) -> dict[str, object]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from zckpt.engine.targets import Lazily, Literal, TargetFile
+from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import foreign, loss_scaling, zenflow
@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.other_files import in_run, is_run, with_latest
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
@@ -60,7 +60,8 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
-        return _from_elsewhere(job)
+        tag, written = _from_elsewhere(job)
+        return replace(written, files=with_latest(written.files, tag))
     world_size = checkpoint.topology.dp if options.world_size is None else options.world_size
     stage = origin.members[0].stage if options.stage is None else options.stage
     written = recut(replace(job, options=_recut(options, world_size, stage)))
@@ -69,10 +70,8 @@ def lay_out(job: Job) -> TargetFiles:
     return _without_clipping(replace(written, restated=restated), checkpoint, stage)
 
 
-def _from_elsewhere(
-    job: Job, copies: Sequence[TargetFile] = (), *, run_directory: bool = True, bf16: bool = False
-) -> TargetFiles:
-    """Return the files of a checkpoint of any other format, as those of BF16_Optimizer on demand."""
+def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles]:
+    """Return the tag and files of a checkpoint of any other format, as those of BF16_Optimizer on demand."""
     checkpoint, options = job.checkpoint, job.options
     stage = _known_stage(checkpoint) if options.stage is None else options.stage
     if options.world_size is None or stage is None:
@@ -114,9 +113,9 @@ def _from_elsewhere(
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
-    files = target_files(target, copies, run_directory=run_directory)
-    written = TargetFiles(files, notes=notes, restated=restated)
-    return _without_clipping(written, checkpoint, stage)
+    tag = target.origin.directory.tag
+    written = TargetFiles(target_files(target, f"{tag}/" if whole else ""), notes=notes, restated=restated)
+    return tag, _without_clipping(written, checkpoint, stage)
 
 
 def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) -> TargetFiles:
@@ -141,9 +140,8 @@ def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions
 def recut(job: Job) -> TargetFiles:
     """Return the files of a DeepSpeed checkpoint, cut for other ranks; errors are those of `decide`."""
     checkpoint = job.checkpoint
-    run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
     if origin_of(checkpoint) is None:
-        return _one_model(job, run_directory=run_directory)
+        return _one_model(job)
     if job.options.slice_rules is not None:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
                          found="--slice-rules")  # fmt: skip
@@ -156,24 +154,19 @@ def recut(job: Job) -> TargetFiles:
             expected="--stage 1 or 2",
             advice="an engine of ZeRO-3 loads it within `zckpt.deepspeed.any_world_size`",
         )
-    copies: list[TargetFile] = []
-    notes: list[str] = []
-    if run_directory:
-        processes = target.world_size * len(target.ranks)
-        copies, notes = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
-    return TargetFiles(
-        target_files(target, copies, run_directory=run_directory),
-        notes=[*rank_notes(target), *requantised_notes(target), *notes],
+    tag = target.origin.directory.tag
+    written = TargetFiles(
+        target_files(target, f"{tag}/" if is_run(job) else ""),
+        notes=[*rank_notes(target), *requantised_notes(target)],
         restated=None,
-        copied={one.name for one in copies},
-        replaceable=is_trainers_own if copies else lambda _: False,
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
         in_floats=bool(target.codes or target.forms),
         rounded=rounded(target),
     )
+    return in_run(written, job, tag, target.world_size * len(target.ranks))
 
 
-def _one_model(job: Job, *, run_directory: bool) -> TargetFiles:
+def _one_model(job: Job) -> TargetFiles:
     """Return the files of a pipeline as those of one model, whose names it has now."""
     checkpoint, options = job.checkpoint, job.options
     asked = [one.name for one in fields(options) if one.name in OF_STAGES and getattr(options, one.name) is not None]
@@ -195,19 +188,9 @@ def _one_model(job: Job, *, run_directory: bool) -> TargetFiles:
         )
     elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic
     options = replace(options, elastic=elastic and options.stage != 3)
-    copies: list[TargetFile] = []
-    notes = [ONE_ORDER]
-    if run_directory:
-        copies, more = companion_files(checkpoint, job.source, processes=options.world_size, roots=job.roots)
-        notes += more
     bf16 = bool(checkpoint.details.get("bf16_optimizer")) and options.stage in (None, 1)
-    written = _from_elsewhere(replace(job, options=options), copies, run_directory=run_directory, bf16=bf16)
-    return replace(
-        written,
-        notes=[*written.notes, *notes],
-        copied={one.name for one in copies},
-        replaceable=is_trainers_own if copies else lambda _: False,
-    )
+    tag, written = _from_elsewhere(replace(job, options=options), whole=is_run(job), bf16=bf16)
+    return in_run(replace(written, notes=[*written.notes, ONE_ORDER]), job, tag, options.world_size)
 
 
 def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
@@ -220,29 +203,18 @@ def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
         raise
 
 
-def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_directory: bool) -> Lazily[TargetFile]:
+def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
     """Return the files of a target, as `decide` has decided on it: rank by rank, as they are come to.
 
     Parameters
     ----------
-    copies : sequence of TargetFile
-        Further files, which come last.
-    run_directory : bool
-        Whether they are a run directory, with `latest` and the tag's directory in it, or the latter alone.
+    folder : str
+        What their names begin with: the tag and a slash in a run directory.
     """
-    tag = target.origin.directory.tag
-    count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
     experts, optimizers = expert_files(target), optimizer_files(target)
-    count += len(experts) + len(optimizers) + run_directory + len(copies)
-    count += layer_count(target)
-
-    def one_by_one() -> Iterator[TargetFile]:
-        yield from _files(target, f"{tag}/" if run_directory else "", experts, optimizers)
-        if run_directory:
-            yield TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())])
-        yield from copies
-
-    return Lazily(one_by_one, count)
+    count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
+    count += len(experts) + len(optimizers) + layer_count(target)
+    return Lazily(lambda: _files(target, folder, experts, optimizers), count)
 
 
 def _files(
