@@ -33,8 +33,8 @@ def check_models_alike(firsts: Sequence[ModelShard]) -> None:
     for model, step in zip(firsts, steps, strict=True):
         if type(step) is int and type(steps[0]) is int and step != steps[0]:
             raise ShardError(
-                f"model file of mp_rank {model.shard.mp_rank} is from another step than that of mp_rank 0",
-                path=model.shard.path,
+                f"model file of mp_rank {model.mp_rank} is from another step than that of mp_rank 0",
+                path=model.path,
                 expected=f"step {steps[0]}",
                 found=step,
                 advice="replace it by the file of this step",

@@ -62,7 +62,7 @@ def auto_layers(model: ModelShard) -> list[AutoLayer]:
     listed = model.content.get(KEY)
     if not listed:
         return []
-    with about(model.shard.path):
+    with about(model.path):
         if model.content.get(FOLDING_KEY) is not None:
             raise UnsupportedError(SLICED_AS_WELL)
         return [layer_from(entry) for entry in (listed if isinstance(listed, list) else [listed])]
@@ -127,10 +127,10 @@ def check_kind(
     layers = auto_layers(models[0])
     if not layers:
         return
-    if not optimizers and not of_experts and isinstance(models[0].content.get("optimizer"), dict):
+    if not optimizers and not of_experts and models[0].optimizer is not None:
         raise ShardError("no optimizer files of expert ranks", code=MISSING_FILE,
                          expected=f"expp_rank_*_mp_rank_00_optim_states.pt of {layers[0].degree} ranks")  # fmt: skip
-    if (mp := len({model.shard.mp_rank for model in models})) > 1:
+    if (mp := len({model.mp_rank for model in models})) > 1:
         raise UnsupportedError(f"experts of AutoEP on {mp} ranks of a model, and nothing says how they are sliced")
     reordered = models[0].zero_option("round_robin_gradients")
     if reordered or any(any(pads) for shard in optimizers[:1] for pads in shard.alignment_paddings or []):

@@ -124,7 +124,7 @@ def _is_copy(model: ModelShard, name: str, first: str) -> bool:
     one, other = model.module[name], model.module.get(first)
     if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    return rounds_to(*(slot_of(WEIGHT, tensor, model.shard.path) for tensor in (other, one)))
+    return rounds_to(*(slot_of(WEIGHT, tensor, model.path) for tensor in (other, one)))
 
 
 class _Group(NamedTuple):
@@ -183,7 +183,7 @@ def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]
             if said != {expert_rank}:
                 raise LayoutError(
                     f"the experts of rank {rank} are not those that their place among the ranks gives it",
-                    path=models[rank].shard.path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
+                    path=models[rank].path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
                 )  # fmt: skip
 
 

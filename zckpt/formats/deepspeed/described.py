@@ -72,7 +72,7 @@ def describe_whole(
         if uses_zenflow(model.config):
             checkpoint.details[DETAIL] = first.transposed
             checkpoint.warnings.append(WARNING)
-        checkpoint.warnings += base_shards(checkpoint.parameters, model.shard.path)
+        checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
         if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
     checkpoint.metadata = {
@@ -136,7 +136,7 @@ def keep_all_others(
         own, more = keep_others(contents[0], contents[1:], [*kept], ("optimizer",)) if contents else ({}, {})
         checkpoint.optimizer_metadata |= own
         rules |= {path: (*rules.get(path, ()), *one) for path, one in more.items()}
-    compressed = {m.shard.path for m in models if compresses(m.content.get("optimizer"))}
+    compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
     for file in checkpoint.files:
         ahead = ONE_BIT_RULES if file.path in compressed else ()
         file.rules = (*ahead, *file.rules, *rules.get(file.path, ()))

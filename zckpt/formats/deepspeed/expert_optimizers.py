@@ -83,8 +83,8 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     found = [first]
     for rank, (_, file) in enumerate(files[1:], 1):
         found.append(_Optimizer(checkpoint, rank, content_of(file), file, like=first))
-    own = model.content.get("optimizer")
-    copies = [_Optimizer(checkpoint, 0, own, model.file, like=first)] if isinstance(own, dict) else []
+    own = model.optimizer
+    copies = [_Optimizer(checkpoint, 0, own, model.file, like=first)] if own is not None else []
     for one in (*found, *copies):
         one.name(
             layers,

@@ -106,8 +106,8 @@ def completed(
         There are slices, and how queries, keys and values lie in them is not known.
     """
     shapes = {name: parameter.shape for state in stages for name, parameter in state.parameters.items()}
-    with about(model.shard.path):
-        return known_rules(model.content, info, shapes, model.shard.path, sliced=sliced)
+    with about(model.path):
+        return known_rules(model.content, info, shapes, model.path, sliced=sliced)
 
 
 def known_rules(

@@ -20,7 +20,7 @@ def in_one_order(optimizers: Sequence[OptimizerShard]) -> list[OptimizerShard]:
     Those whose groups are others stay as they are, and are found to be different later.
     """
     first: dict[int | None, OptimizerShard] = {}
-    return [_like(one, first.setdefault(one.shard.mp_rank, one)) for one in optimizers]
+    return [_like(one, first.setdefault(one.mp_rank, one)) for one in optimizers]
 
 
 def order_like(wanted: Sequence[dict[str, object]], own: Sequence[dict[str, object]]) -> list[int] | None:

@@ -114,8 +114,8 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
         return False
     stage = origin.members[0].stage if origin.members else 0
     if stage == 0:
-        how, held = training.unpartitioned, origin.model.content.get("optimizer")
-        return training.stage == 0 and (how is None or (isinstance(held, dict) and form_of(held) == how.form))
+        how, held = training.unpartitioned, origin.model.optimizer
+        return training.stage == 0 and (how is None or (held is not None and form_of(held) == how.form))
     first = origin.members[0]
     return (
         (stage, topology.dp) == (training.stage, training.world_size)

@@ -104,8 +104,8 @@ class Origin:
     @property
     def is_plain(self) -> bool:
         """Whether torch's optimizer steps by itself: stage 0 in float32, where it may have nothing in a stage."""
-        held = [files.models[0].content.get("optimizer") for files in self.ranks]
-        return not self.members and bool(held) and all(isinstance(one, dict) and "param_groups" in one for one in held)
+        held = [files.models[0].optimizer or {} for files in self.ranks]
+        return not self.members and bool(held) and all("param_groups" in one for one in held)
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin | None:

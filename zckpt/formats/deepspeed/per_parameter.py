@@ -215,7 +215,7 @@ class FrozenPadding:
                 _, count = shard_share(math.prod(shape), world, position)
                 if count < tensor.numel:
                     low = tensor.offset + count * tensor.itemsize
-                    yield PaddingSpan(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
+                    yield PaddingSpan(WEIGHT, model.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
 def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:
@@ -283,7 +283,7 @@ def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard
     if len(shards) != world or any(t.numel != shard_numel(numel, world) for _, t in shards):
         raise LayoutError(
             f"shards of frozen parameter {name} do not add up",
-            path=shards[0][0].shard.path,
+            path=shards[0][0].path,
             expected=f"{shard_numel(numel, world)} elements on each of {world} ranks",
             found=[t.numel for _, t in shards][:16],
         )
@@ -292,5 +292,5 @@ def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard
         start, count = shard_share(numel, world, position)
         if count:
             extent = Extent.flat(shape, start, count)
-            spans.append(span_of(tensor, model.shard.path, extent))
+            spans.append(span_of(tensor, model.path, extent))
     return Slot(WEIGHT, shards[0][1].dtype, shape, tuple(spans))

@@ -42,6 +42,11 @@ def is_of_layer(name: str) -> bool:
     return name.startswith(TIED) or name.partition(".")[0].isdecimal()
 
 
+def within(name: str) -> str:
+    """Return a parameter's name within its layer."""
+    return name.removeprefix(TIED).partition(".")[2]
+
+
 def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int, int]:
     """Return (pipeline, tensor) parallel degrees.
 
@@ -66,7 +71,7 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
     if mp_ranks % tp or (not layers and tp != mp_ranks and not are_stages(models, tp)):
         raise LayoutError(
             "model-parallel ranks do not make a grid of stages and tensor-parallel ranks",
-            path=models[0].shard.path,
+            path=models[0].path,
             expected=f"a multiple of {tp} ranks and, for several stages, layer files or experts in each",
             found=mp_ranks,
         )
@@ -82,7 +87,7 @@ def _alike(models: Sequence[ModelShard]) -> int:
 def are_stages(models: Sequence[ModelShard], tp: int) -> bool:
     """Tell whether model files are of stages that have their own weights, and experts."""
     names = [set(model.module) for model in models]
-    numbered = all(name.startswith(TIED) or name.partition(".")[0].isdecimal() for one in names for name in one)
+    numbered = all(is_of_layer(name) for one in names for name in one)
     if not numbered or any(not model.content.get("num_experts") for model in models):
         return False
     stages = [{name for name in one if not name.startswith(TIED)} for one in names[::tp]]
@@ -135,8 +140,8 @@ def stage_weights(
         lost = [name for name in named[rank] if name not in found[rank]]
         if lost:
             raise ShardError(
-                f"no layer's file has {listed(lost)}, which {Path(model.shard.path).name} lists",
-                path=Path(model.shard.path).parent,
+                f"no layer's file has {listed(lost)}, which {Path(model.path).name} lists",
+                path=Path(model.path).parent,
                 expected="a file of each layer that has weights",
                 found=listed([Path(shard.path).name for shard, _ in files]),
                 code=MISSING_FILE,
@@ -162,8 +167,8 @@ def with_shapes(
     """
     found = []
     for model in models:
-        mp_rank = model.shard.mp_rank or 0
-        members = sorted((o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank), key=lambda one: one.rank)
+        mp_rank = model.mp_rank
+        members = sorted((o for o in optimizers if o.mp_rank == mp_rank), key=lambda one: one.rank)
         if model.param_shapes is None and members and all(member.mappings is not None for member in members):
             own = [(shard, file) for shard, file in layers if (shard.mp_rank or 0) == mp_rank % tp]
             model = replace(model, param_shapes=_shapes(members, own))  # noqa: PLW2901
@@ -193,7 +198,7 @@ def _shapes(members: Sequence[OptimizerShard], files: Sequence[tuple[Shard, Torc
 def _shape_of(name: str, numel: int, weights: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     if name in weights:
         return weights[name]
-    key = name.removeprefix(TIED).partition(".")[2]
+    key = within(name)
     fitting = {shape for n, shape in weights.items() if n.partition(".")[2] == key and math.prod(shape) == numel}
     if len(fitting) != 1:
         raise UnsupportedError(
@@ -244,9 +249,7 @@ def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple
     if listed:
         return listed[0]
     of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == tensor.shape)
-    tied = [
-        n for n in of_shape if key in (rest := n.removeprefix(TIED).partition(".")[2], unwrapped(rest))
-    ]  # tied_modules.<layer's key>.<key>
+    tied = [n for n in of_shape if key in (rest := within(n), unwrapped(rest))]  # tied_modules.<layer's key>.<key>
     if len(tied) > 1:
         raise UnsupportedError(
             f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(tied))

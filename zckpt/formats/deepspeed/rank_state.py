@@ -284,7 +284,7 @@ def _place_parameters(
 ) -> None:
     """Sort the names of the module, of other weight files and of the groups into parameters and buffers."""
     model = models[0]
-    path = model.shard.path
+    path = model.path
     lost = []
     known = {*model.module, *trained, *weights}
     for name, tensor in model.module.items():
@@ -349,7 +349,7 @@ def _place_without_weight(state: RankState, trained: Trained, model: ModelShard)
 
 def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, parameterwise: bool) -> None:
     """Note the copies that the model files hold besides what is read: of tied weights, and each rank's buffers."""
-    path = models[0].shard.path
+    path = models[0].path
     for name, parameter in state.parameters.items():
         tensor = models[0].module.get(name)
         if parameter.tied_to is None or parameterwise or tensor is None:
@@ -367,7 +367,7 @@ def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, paramete
         for name in state.buffers:
             tensor, first = model.module.get(name), state.buffers[name].slots[WEIGHT]
             if tensor is not None and tensor.shape == first.shape:
-                copy = slot_of(WEIGHT, tensor, model.shard.path)
+                copy = slot_of(WEIGHT, tensor, model.path)
                 state.duplicates.append(Duplicate("buffer", name, name, copy, first, model.shard.dp_rank))
 
 
@@ -390,7 +390,7 @@ def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, paramete
 def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, parameterwise: bool) -> Slot | None:
     shapes = models[0].frozen_shapes or {}
     if not parameterwise:
-        return slot_of(WEIGHT, tensor, models[0].shard.path)
+        return slot_of(WEIGHT, tensor, models[0].path)
     if name not in shapes:
         return None
     if math.prod(shapes[name]) == 0:

@@ -162,13 +162,13 @@ def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]
     usual, odd = _odd_ones(steps, {_number(value).removesuffix(".0") for value in scalars})
     if odd:
         raise ShardError(
-            f"model file of rank {listed([models[i].shard.dp_rank or 0 for i in odd])} is from another step",
-            path=models[odd[0]].shard.path,
+            f"model file of rank {listed([models[i].rank for i in odd])} is from another step",
+            path=models[odd[0]].path,
             expected=f"step {usual}",
             found=steps[odd[0]],
             advice="replace it by the file of this step",
             code=STEPS_DIFFER,
-            ranks=[models[i].shard.dp_rank or 0 for i in odd],
+            ranks=[models[i].rank for i in odd],
         )
 
 
@@ -303,9 +303,9 @@ def survey(directory: TagDirectory) -> Survey:
 def _disagreements(
     directory: TagDirectory, models: Sequence[ModelShard], shards: Sequence[OptimizerShard], unread: Unread
 ) -> Iterator[SourceError]:
-    for mp_rank in sorted({m.shard.mp_rank or 0 for m in models} | {s.shard.mp_rank or 0 for s in shards}):
-        own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
-        its = [s for s in shards if (s.shard.mp_rank or 0) == mp_rank]
+    for mp_rank in sorted({m.mp_rank for m in models} | {s.mp_rank for s in shards}):
+        own = [m for m in models if m.mp_rank == mp_rank]
+        its = [s for s in shards if s.mp_rank == mp_rank]
         there = [rank for role, mp, rank in unread if role == OPTIMIZER and mp == mp_rank]
         if own and (its or there):
             yield from problems(directory.path, own, its, mp_rank, there)

@@ -75,7 +75,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             code=MISSING_FILE,
         )
     optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
-    with about(models[0].shard.path):
+    with about(models[0].path):
         check_kind(models, optimizers, directory.of(EXPERT_OPTIMIZER))
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
@@ -84,7 +84,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.files = _described(files)
     for model in models:
         if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
-            raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
+            raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
     if optimizers:
         check_empty(of_experts)
         for model in models:  # that of a mixture of experts has no configuration before 0.19
@@ -94,7 +94,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees([rank.models[0] for rank in ranks], directory.of(PIPELINE_LAYER))
     info = completed(models[0], _info(models[0]), states[::tp], sliced=tp > 1) if given is None else given
-    rules = _rules(info, str(tp_rules or models[0].shard.path), tp)
+    rules = _rules(info, str(tp_rules or models[0].path), tp)
     layers = bool(directory.of(PIPELINE_LAYER))
     attached: list[str] | None = None
     if not optimizers and of_experts and len(ranks) > 1:
@@ -105,7 +105,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
-    with about(models[0].shard.path):
+    with about(models[0].path):
         state = join(stages := [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)])
     for name in ("parameters", "buffers", "per_rank", "padding", "padding_spans", "duplicates"):
         setattr(checkpoint, name, getattr(state, name))
@@ -180,7 +180,7 @@ def _ranks(
     checkpoint: Checkpoint,
 ) -> list[RankFiles]:
     """Return the files and the state of each model-parallel rank."""
-    mp_ranks = sorted({m.shard.mp_rank or 0 for m in models} | {o.shard.mp_rank or 0 for o in optimizers})
+    mp_ranks = sorted({m.mp_rank for m in models} | {o.mp_rank for o in optimizers})
     recorded = models[0].content.get("mp_world_size")
     expected = recorded if isinstance(recorded, int) and recorded > 0 else len(mp_ranks)
     absent = missing_ranks(expected, mp_ranks)
@@ -193,17 +193,17 @@ def _ranks(
         )
     shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
-    firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
+    firsts = [next((m for m in models if m.mp_rank == rank), models[0]) for rank in mp_ranks]
     check_models_alike(firsts)
     tp = degrees(firsts, directory.of(PIPELINE_LAYER))[1]
     models = with_shapes(models, optimizers, layers, tp) if layers else models
-    firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
+    firsts = [next((m for m in models if m.mp_rank == rank), models[0]) for rank in mp_ranks]
     weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
     unsaved = is_unsaved(models, optimizers)
     found: list[tuple[int, list[ModelShard], list[OptimizerShard]]] = []
     for mp_rank in mp_ranks:
-        own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
-        shards = [o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank]
+        own = [m for m in models if m.mp_rank == mp_rank]
+        shards = [o for o in optimizers if o.mp_rank == mp_rank]
         if not own:
             if any(shard.role == EXPERT for shard, _ in outside):
                 raise lost_ranks(mp_rank)
@@ -225,7 +225,7 @@ def _ranks(
         across = spread.lanes > 1
         of_experts = experts.all() if across else experts.by_lane.get(lane, {})
         outer = {**of_experts, **weights.get(mp_rank, {})}
-        with about(files[0].shard.path):
+        with about(files[0].path):
             state = read_rank(mp_rank, files, members, outer, shared, spread=spread, apart=apart)
         if across:
             state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
@@ -248,7 +248,7 @@ def _model_members(own: Sequence[ModelShard], members: Sequence[OptimizerShard])
     """Return the model files of one model-parallel rank: one, or for ZeRO-3 one for each data-parallel rank."""
     if not members or members[0].stage != 3:
         return list(own[:1])
-    by_rank = {m.shard.dp_rank or 0: m for m in own}
+    by_rank = {m.rank: m for m in own}
     missing = missing_ranks(len(members), by_rank)
     if missing:
         raise ShardError(

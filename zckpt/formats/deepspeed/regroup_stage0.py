@@ -79,7 +79,7 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
 
 def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Sequence[RankFiles]:
     """Return the source's ranks with the names that their optimizers' numbers stand for."""
-    held = any(isinstance(files.models[0].content.get("optimizer"), dict) for files in origin.ranks)
+    held = any(files.models[0].optimizer is not None for files in origin.ranks)
     if held and (checkpoint.unnamed or not checkpoint.param_groups):
         raise UnsupportedError(
             "which parameters the optimizer of each rank numbers is not certain, so that they cannot be regrouped",
@@ -139,8 +139,8 @@ def names_in(target: Target) -> list[str]:
 
 def _form(mp: TargetRank) -> Unpartitioned | None:
     """Return how the source's optimizer holds its state; None where there is none."""
-    held = mp.model.content.get("optimizer")
-    if not isinstance(held, dict):
+    held = mp.model.optimizer
+    if held is None:
         return None
     kept = {str(key): FromFile.of(mp.model.file, value) for key, value in held.items() if key not in STATE_KEYS}
     names = [[p.name for p in group.experts[0]] for group in mp.groups]

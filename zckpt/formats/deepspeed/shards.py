@@ -46,8 +46,30 @@ def section(config: Mapping[Any, object], name: str) -> Mapping[Any, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class _OfRank:
+    """A file of a rank."""
+
+    __slots__ = ()
+    shard: Shard
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.shard.path
+
+    @property
+    def rank(self) -> int:
+        """Data-parallel rank."""
+        return self.shard.dp_rank or 0
+
+    @property
+    def mp_rank(self) -> int:
+        """Model-parallel rank."""
+        return self.shard.mp_rank or 0
+
+
 @dataclass(slots=True)
-class ModelShard:
+class ModelShard(_OfRank):
     """A model file.
 
     Parameters
@@ -90,6 +112,12 @@ class ModelShard:
         return section(self.config, "zero_optimization").get(name) is True
 
     @property
+    def optimizer(self) -> dict[object, object] | None:
+        """The optimizer in the file, which there is without ZeRO."""
+        found = self.content.get("optimizer")
+        return found if isinstance(found, dict) else None
+
+    @property
     def dtype(self) -> str:
         """Element type of the model's weights, as the configuration says."""
         for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
@@ -99,7 +127,7 @@ class ModelShard:
 
 
 @dataclass(slots=True)
-class OptimizerShard:
+class OptimizerShard(_OfRank):
     """An optimizer file of ZeRO.
 
     Parameters
@@ -136,16 +164,6 @@ class OptimizerShard:
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
     order: tuple[int, ...] | None = None
-
-    @property
-    def path(self) -> str:
-        """Path of the file."""
-        return self.shard.path
-
-    @property
-    def rank(self) -> int:
-        """Data-parallel rank."""
-        return self.shard.dp_rank or 0
 
     def element_tensors(self, index: int, keys: Set[str]) -> dict[str, Tensor]:
         """Return the master of a group and those of its tensors that have one of the keys, by slot."""

@@ -35,7 +35,7 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
         It is none that DeepSpeed writes.
     """
     content = model.content["optimizer"]
-    path = model.shard.path
+    path = model.path
     if not isinstance(content, dict):
         raise DamagedFileError(
             "unexpected content", path=path, expected="an optimizer's state dict", found=type(content).__name__
@@ -71,11 +71,11 @@ def numbers_of(model: ModelShard, numels: Sequence[int]) -> int:
     numels : sequence of int, elements
         Of parameters of which the first make up flat masters; of numbered ones nothing is asked.
     """
-    content = model.content.get("optimizer")
-    if not isinstance(content, dict):
+    content = model.optimizer
+    if content is None:
         return 0
     if FLAT_KEY not in content:
-        return len(of_content(content, model.shard.path).every_number)
+        return len(of_content(content, model.path).every_number)
     flats = content[FLAT_KEY]
     total = sum(t.numel for t in flats if isinstance(t, Tensor)) if isinstance(flats, (list, tuple)) else 0
     return next((n for n, held in enumerate(accumulate(numels, initial=0)) if held >= total), len(numels))
@@ -86,13 +86,11 @@ def recorded_names(model: ModelShard) -> list[str] | None:
 
     They are those of the engine's module, as ZeRO's files have them. None: not all parameters have one.
     """
-    content = model.content.get("optimizer")
-    if not isinstance(content, dict):
+    content = model.optimizer
+    if content is None:
         return None
     flat = FLAT_KEY in content
-    optimizer = (
-        parse(content.get("optimizer_state_dict"), model.shard.path) if flat else of_content(content, model.shard.path)
-    )
+    optimizer = parse(content.get("optimizer_state_dict"), model.path) if flat else of_content(content, model.path)
     names = optimizer.recorded_names
     counts = [
         len(its) if isinstance(its := group.get("param_names"), (list, tuple)) else 0 for group in optimizer.groups

@@ -72,7 +72,7 @@ def attach_auto_experts(
         Which parameter is which is not known, or what an optimizer has of experts is not for each of them.
     """
     layers = auto_layers(model)
-    path = model.shard.path
+    path = model.path
     degrees = {layer.degree for layer in layers}
     if len(degrees) > 1 or any(is_expert(name) for name in checkpoint.parameters):
         raise UnsupportedError("AutoEP's experts next to experts that are spread otherwise, without ZeRO", path=path)
@@ -102,8 +102,8 @@ def attach_auto_experts(
     checkpoint.warnings += first.own.warnings
     for one in found[1:]:
         checkpoint.duplicates += _copies(one, first, [name for name in first.own.parameters if name not in sparse])
-    own = model.content.get("optimizer")
-    if isinstance(own, dict):
+    own = model.optimizer
+    if own is not None:
         checkpoint.duplicates += _copies(_rank(checkpoint, layers, 0, own, model.file, names), first, None)
     checkpoint.topology = replace(checkpoint.topology, ep=degree)
     keep_other_state(checkpoint, content_of(files[0][1]), files[0][1])

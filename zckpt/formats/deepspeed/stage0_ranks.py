@@ -16,7 +16,7 @@ from dataclasses import replace
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.origin import RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import TIED
+from zckpt.formats.deepspeed.pipeline import TIED, within
 from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numbers_of, recorded_names
 from zckpt.formats.deepspeed.stage_bounds import MOST_LAYERS
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
@@ -93,8 +93,8 @@ def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None
 
 def _is_idle(files: RankFiles) -> bool:
     """Tell whether a stage trains nothing: DeepSpeed takes groups without parameters from its optimizer."""
-    held = files.models[0].content.get("optimizer")
-    return isinstance(held, dict) and held.get("param_groups") == []
+    held = files.models[0].optimizer
+    return held is not None and held.get("param_groups") == []
 
 
 def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequence[str] | None, dict[int, str]]:
@@ -102,11 +102,11 @@ def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequen
     rests: dict[str, set[str]] = {}
     for name in names or ():
         if name.startswith(TIED):
-            rests.setdefault(tied_key(name) or "", set()).add(name.removeprefix(TIED).partition(".")[2])
+            rests.setdefault(tied_key(name) or "", set()).add(within(name))
     given = {layer_of(name) for name in names or () if not name.startswith(TIED)}
     held: dict[int, set[str]] = {}
     for name in files.state.parameters:
-        held.setdefault(layer_of(name), set()).add(name.partition(".")[2])
+        held.setdefault(layer_of(name), set()).add(within(name))
     keys: dict[int, str] = {}
     for key, its in rests.items():
         found = [layer for layer, has in held.items() if its <= has and layer not in given]
@@ -118,7 +118,7 @@ def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequen
             )
         keys[found[0]] = key
     numbers = {key: layer for layer, key in keys.items()}
-    whole = [f"{numbers[tied_key(n) or '']}.{n.removeprefix(TIED).partition('.')[2]}" if n.startswith(TIED) else n
+    whole = [f"{numbers[tied_key(n) or '']}.{within(n)}" if n.startswith(TIED) else n
              for n in names or ()]  # fmt: skip
     return (None if names is None else whole), keys
 
@@ -133,8 +133,8 @@ def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[st
     for files in ranks:
         one = Checkpoint(source, "deepspeed")
         one.parameters = {name: replace(p, slots=dict(p.slots)) for name, p in files.state.parameters.items()}
-        path = files.models[0].shard.path
-        if not isinstance(files.models[0].content.get("optimizer"), dict):
+        path = files.models[0].path
+        if files.models[0].optimizer is None:
             return [f"{path}: holds no optimizer, as other tensor-parallel ranks do; its state is left out"]
         attach_optimizer(one, files.models[0], names)
         groups = [group.parameters for group in one.param_groups]
@@ -152,9 +152,7 @@ def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[st
 
 def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Sequence[str] | None) -> list[str]:
     """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage."""
-    missing = [
-        one.models[0].shard.path for one in ranks if not isinstance(one.models[0].content.get("optimizer"), dict)
-    ]
+    missing = [one.models[0].path for one in ranks if one.models[0].optimizer is None]
     if missing:
         return [f"{missing[0]}: holds no optimizer, as those of other stages do; none is read"]
     given = names_by_stage(names, ranks[::tp], source)
@@ -168,7 +166,7 @@ def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Se
         known = has_all_names(one) or _is_idle(ranks[number])
         if not known or not _follow(groups, found[number % tp : number : tp]) or groups != of_first:
             return [
-                f"{ranks[number].models[0].shard.path}: which layers' parameters the optimizer of stage {number // tp} "
+                f"{ranks[number].models[0].path}: which layers' parameters the optimizer of stage {number // tp} "
                 f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "
                 f"({NAMES_BY_STAGE_ADVICE})"
             ]

@@ -55,7 +55,7 @@ def local_states(
         A parameter does not divide among the ranks.
     """
     whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
-    path = origin.rules_path or (origin.model.shard.path if origin.model.file.path else checkpoint.source)
+    path = origin.rules_path or (origin.model.path if origin.model.file.path else checkpoint.source)
     ranks = ranks or origin.ranks or [RankFiles([origin.model], origin.members, whole)]
     if degree == len(ranks) and rows is None:
         return list(ranks)

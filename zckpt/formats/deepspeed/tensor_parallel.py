@@ -270,7 +270,7 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
     if origin.rules is None or not origin.ranks or tp in (1, degree):
         return 0
     stages = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
-    path = origin.rules_path or origin.model.shard.path
+    path = origin.rules_path or origin.model.path
     rules = Rules(origin.rules, path)
     compared = 0
     with Sources() as sources:

@@ -196,7 +196,7 @@ def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: 
         for key, value in member.groups[group].items() if group < len(member.groups) else ():
             if key in own:
                 kept = hyperparameter(member, value)
-                yield RankValue(key, group, part, member.rank, member.shard.mp_rank or 0, kept, in_group=True)
+                yield RankValue(key, group, part, member.rank, member.mp_rank, kept, in_group=True)
 
 
 def hyperparameter(member: OptimizerShard, value: object) -> object:
@@ -249,7 +249,7 @@ def rank_values(
         For each partition the keys of tensors that are read as slots.
     """
     for member in members:
-        mp_rank = member.shard.mp_rank or 0
+        mp_rank = member.mp_rank
         for partition, group in partitions.items():
             for key, value in member.scalars[partition].items():
                 if key in own:
@@ -305,15 +305,15 @@ def copies_of_optimizers(
 
     It is the one of the first data-parallel rank; what is not, is not accounted for.
     """
-    firsts = {shard.shard.mp_rank: shard for shard in optimizers if shard.rank == 0}
+    firsts = {shard.mp_rank: shard for shard in optimizers if shard.rank == 0}
     rules: dict[str, tuple[Rule, ...]] = {}
     for model in models:
-        held, first = model.content.get("optimizer"), firsts.get(model.shard.mp_rank)
-        if isinstance(held, dict) and first is not None:
+        held, first = model.optimizer, firsts.get(model.mp_rank)
+        if held is not None and first is not None:
             own = first.file.root["optimizer_state_dict"] if isinstance(first.file.root, dict) else None
             if is_same(FromFile.of(model.file, held), FromFile.of(first.file, own)):
                 about = f"as in {Path(first.path).name}"
-                rules[model.shard.path] = (Rule(("optimizer", "**"), COPY, about, tensors=True),)
+                rules[model.path] = (Rule(("optimizer", "**"), COPY, about, tensors=True),)
     return rules
 
 

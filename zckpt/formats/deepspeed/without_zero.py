@@ -65,7 +65,7 @@ def recut(job: Job) -> TargetFiles:
     ]
     tag = origin.directory.tag
     folder = f"{tag}/" if is_run(job) else ""
-    models = {files.models[0].shard.path: files.models[0] for files in origin.ranks}
+    models = {files.models[0].path: files.models[0] for files in origin.ranks}
     target = regroup(checkpoint, origin, options) if regrouped else None
     if target is None:
         files = [_file(folder, path, models.get(path), options) for path in _paths(checkpoint)]

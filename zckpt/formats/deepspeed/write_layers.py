@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.pipeline import TIED, layer_names
+from zckpt.formats.deepspeed.pipeline import TIED, layer_names, within
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.wrapped import unwrapped
@@ -36,9 +36,8 @@ def _made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
     for mp in target.ranks[rank :: target.tp]:
         for name, one in {**mp.parameters, **mp.buffers}.items():
             key = tied_key(name)
-            rest = name.partition(".")[2] if key is None else name.removeprefix(TIED).partition(".")[2]
             for number in (layer_of(name),) if key is None else uses[key]:
-                found.setdefault(number, {}).setdefault(unwrapped(rest), one)
+                found.setdefault(number, {}).setdefault(unwrapped(within(name)), one)
     return dict(sorted(found.items()))
 
 

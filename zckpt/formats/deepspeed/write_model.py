@@ -210,7 +210,7 @@ def _buffer(target: Target, mp: TargetRank, source: ModelShard, name: str) -> Sl
     slot = mp.buffers[name].slots[WEIGHT]
     own = source.module.get(name)
     if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
-        return slot_of(WEIGHT, own, source.shard.path)
+        return slot_of(WEIGHT, own, source.path)
     return slot
 
 

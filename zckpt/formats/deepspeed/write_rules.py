@@ -31,7 +31,7 @@ def written_rules(
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
     written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
-        rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
+        rules = Rules(origin.rules, origin.rules_path or origin.model.path)
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].state.parameters)
         written[AFFINE_KEY] = rules.maps_for(list(names), degree)
     return written

@@ -73,7 +73,7 @@ class ModelFiles:
         """Return a buffer; every rank has the same."""
         model = next(model for model in self.firsts if name in model.module)
         tensor = model.module[name]
-        return Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, model.shard.path)})
+        return Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, model.path)})
 
     def dtype(self, name: str) -> str:
         """Return the element type of a parameter's weight."""
@@ -99,7 +99,7 @@ class ModelFiles:
         if held is None:
             return None
         model, tensor = held
-        path = model.shard.path
+        path = model.path
         if tensor.shape == shape:
             return slot_of(WEIGHT, tensor, path)
         if len(self.ranks) > 1:
@@ -116,7 +116,7 @@ class ModelFiles:
             return None
         model, tensor = held
         if not self.parameterwise:
-            return slot_of(WEIGHT, tensor, model.shard.path)
+            return slot_of(WEIGHT, tensor, model.path)
         shape = (model.frozen_shapes or {}).get(name)
         if shape is None:
             return None
@@ -150,7 +150,7 @@ class ModelFiles:
         groups: list[Shapes] = []
         for model in self.firsts:
             if model.param_shapes is None:
-                raise LayoutError("no param_shapes", path=model.shard.path,
+                raise LayoutError("no param_shapes", path=model.path,
                                   advice="without it nothing says which parameters a group has")  # fmt: skip
             groups += [{} for _ in range(len(model.param_shapes) - len(groups))]
             for group, shapes in zip(groups, model.param_shapes, strict=False):
@@ -195,10 +195,10 @@ def _check_complete(ranks: list[list[ModelShard]]) -> None:
     """Raise unless every data-parallel rank's file is there; only ranks with cut frozen parameters are needed."""
     for models in ranks:
         world = models[0].content.get("dp_world_size")
-        numbers = [model.shard.dp_rank or 0 for model in models]
+        numbers = [model.rank for model in models]
         missing = missing_ranks(world if type(world) is int else len(models), numbers)
         if missing and models[0].frozen_fragments:
-            raise ShardError(f"model files are missing for {ranks_text(missing)}", path=models[0].shard.path,
+            raise ShardError(f"model files are missing for {ranks_text(missing)}", path=models[0].path,
                              expected=f"{world} ranks", code=MISSING_FILE)  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def read_groups(
     for group in shapes:
         merged.update(group)
     if len(merged) != sum(map(len, shapes)):
-        raise LayoutError("a parameter is in two param groups", path=models.first.shard.path)
+        raise LayoutError("a parameter is in two param groups", path=models.first.path)
     world = models.first.content.get("dp_world_size")
     ranks = world if type(world) is int and world > 0 else 1
     names = [optimizer_order(list(group), models.first, ranks) for group in shapes]

@@ -230,7 +230,7 @@ def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:
         owner = checkpoint.owner(name).slots.get(WEIGHT)
         if held is None or owner is None or held[1].shape != owner.shape:
             continue
-        copy = slot_of(WEIGHT, held[1], held[0].shard.path)
+        copy = slot_of(WEIGHT, held[1], held[0].path)
         if copy.spans != owner.spans:
             checkpoint.duplicates.append(Duplicate("tied", name, str(parameter.tied_to), copy, owner))
 
@@ -263,7 +263,7 @@ def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:
         for name, buffer in checkpoint.buffers.items():
             tensor, kept = model.module.get(name), buffer.slots[WEIGHT]
             if tensor is not None and tensor.shape == kept.shape:
-                copy = slot_of(WEIGHT, tensor, model.shard.path)
+                copy = slot_of(WEIGHT, tensor, model.path)
                 checkpoint.duplicates.append(Duplicate("buffer", name, name, copy, kept, model.shard.dp_rank))
     keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
     own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
