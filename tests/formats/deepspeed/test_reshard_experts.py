@@ -17,8 +17,7 @@ from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, opt
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
-from zckpt.formats.deepspeed.experts import global_name, spread_experts
-from zckpt.formats.deepspeed.foreign_experts import check_split, of_experts
+from zckpt.formats.deepspeed.experts import check_split, global_name, of_experts, spread_experts
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.target_groups import units

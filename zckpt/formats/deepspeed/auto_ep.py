@@ -8,20 +8,30 @@ A rank's experts follow those of the expert rank before it, so that its tensor i
 checkpoint has: X.experts.w1, (experts, rows, columns).
 
 Source: DeepSpeed 0.19.8, `_save_moe_checkpoint`, `load_moe_state_dict`, `checkpoint/autoep_affine.py`.
+
+What model files say of AutoEP's layers: `ds_autoep_layers`, which each rank writes from where it stands.
+
+AutoEP's experts of a checkpoint of another format: one tensor for all of a layer, and which layers those are.
+
+`universal_checkpoint_info`, which every format carries, lists them as `ds_autoep_layers` does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
+from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Parameter, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state.boxes import row_major
 from zckpt.state.views import concat, narrow, reshape
-from zckpt.torchfile import Tensor
+from zckpt.torchfile import FromFile, Tensor, node_of
 
 KEY = "ds_autoep_layers"
 FOLDING_KEY = "folding"
@@ -198,3 +208,145 @@ def from_files(
                 raise LayoutError(f"experts of {name} are of different shapes")
             found[name] = concat([reshape(slot, (1, *slot.shape)) for slot in held], 0)
     return rest, found
+
+
+def layers_for(
+    listed: object, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
+) -> list[object]:
+    """Return `ds_autoep_layers` as a rank writes it over other ranks.
+
+    Parameters
+    ----------
+    listed : object
+        The source's.
+    places : mapping of str to (degree, expert rank, position)
+        By a layer's prefix: over how many ranks its experts are spread, which of them this one is, and which of those
+        that have the same. By default as it was, the first.
+    world_size : int
+        Data-parallel ranks.
+    sharded : bool
+        Whether they are in the sub-groups of ZeRO-3.
+    """
+    found: list[object] = []
+    for entry in listed if isinstance(listed, list) else []:
+        degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
+        count, per = entry["num_experts"], entry["num_experts"] // degree
+        changed = {
+            "num_local_experts": per,
+            "ep_size": degree,
+            "ep_group_name": f"ep_size_{degree}",
+            "ep_rank": rank,
+            "expert_data_parallel_rank": position,
+            "expert_data_parallel_world_size": world_size // degree,
+            "global_expert_start": rank * per,
+            "global_expert_end": (rank + 1) * per,
+            "checkpoint_format": "zero3_partitioned" if sharded else "per_expert_files",
+            "checkpoint_format_version": 1 if sharded else None,
+        }
+        if isinstance(entry.get("expert_placement"), dict):
+            ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
+            changed["expert_placement"] = {**entry["expert_placement"], "ep_size": degree, "ranks": ranks}
+        if isinstance(entry.get("affine_maps"), dict):
+            maps = {name: _map(one, count, degree) for name, one in entry["affine_maps"]["params"].items()}
+            changed["affine_maps"] = {**entry["affine_maps"], "params": maps}
+        more = changed if sharded else {}  # which DeepSpeed does not load without; some lists leave them out
+        found.append({key: changed.get(key, value) for key, value in {**entry, **more}.items()})
+    return found
+
+
+def listed_layers(
+    model: ModelShard, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
+) -> dict[str, object]:
+    """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
+
+    Parameters are those of `layers_for`.
+    """
+    if not model.content.get(KEY):
+        return {}
+    found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size, sharded=sharded)}
+    info = model.content.get(INFO_KEY)
+    kept = info if isinstance(info, FromFile) else FromFile.of(model.file, info)
+    if isinstance(kept.node, dict) and KEY in kept.node:
+        found[INFO_KEY] = replace(kept, node={**kept.node, KEY: found[KEY]})
+    return found
+
+
+def common(model: ModelShard) -> Mapping[str, object]:
+    """Return what a model file holds without what it says of its own rank's experts."""
+    info = model.content.get(INFO_KEY)
+    if not model.content.get(KEY) or not isinstance(info, dict):
+        return model.content
+    return {**model.content, INFO_KEY: {key: value for key, value in info.items() if key != KEY}}
+
+
+def with_layers(model: ModelShard) -> Mapping[str, object]:
+    """Return what a model file holds, its layers listed in full: DeepSpeed's converter to universal shortens a list."""
+    info, listed = model.content.get(INFO_KEY), model.content.get(KEY)
+    if not listed or not isinstance(info, dict) or KEY not in info:
+        return model.content
+    return {**model.content, INFO_KEY: {**info, KEY: listed}}
+
+
+def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:
+    """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
+    logical = known["logical_shape"]
+    rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
+    shape = [experts // degree, *rest]
+    strides = list(row_major(tuple(shape)))
+    numel = math.prod(shape)
+    ranks = {
+        rank: {
+            "shard_shape": shape,
+            "pieces": [{"shape": shape, "source": [rank * numel, strides], "dest": [0, strides], "locations": [rank]}],
+        }
+        for rank in range(degree)
+    }
+    return {**known, "ranks": ranks}
+
+
+def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
+    """Return what a checkpoint lists of AutoEP's layers; none where it has none.
+
+    Raises
+    ------
+    UnsupportedError
+        It has experts that AutoEP has as one tensor, and what it lists is not of them.
+    """
+    listed = _listed(checkpoint)
+    if not listed:
+        if of_auto_ep(checkpoint):
+            raise _unknown(f"no {KEY} in {INFO_KEY}")
+        return []
+    for entry in listed:
+        layer = layer_from(entry)
+        for name in layer.names:
+            parameter = checkpoint.parameters.get(name)
+            if parameter is None or len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
+                raise _unknown(f"{name}: {None if parameter is None else parameter.shape}")
+    if any(is_expert(name) for name in checkpoint.parameters):
+        raise _unknown("experts of DeepSpeed's own layer as well")
+    return listed
+
+
+def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
+    info = checkpoint.metadata.get(INFO_KEY)
+    node = node_of(info)
+    listed = node.get(KEY) if isinstance(node, dict) else None
+    return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
+
+
+def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
+    layers = [layer_from(entry) for entry in _listed(checkpoint)]
+    counts = {name: layer.experts for layer in layers for name in layer.names}
+    shapes = {name: checkpoint.parameters[name].shape for name in counts if name in checkpoint.parameters}
+    return {name: counts[name] for name, shape in shapes.items() if len(shape) == 3 and shape[0] == counts[name]}
+
+
+def _unknown(found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "experts that AutoEP has as one tensor, and not what DeepSpeed lists of their layers",
+        expected=f"{KEY} in {INFO_KEY}, of tensors under these names",
+        found=found,
+        advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
+    )

@@ -21,8 +21,8 @@ from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.target_groups import Unit, units
+from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
-from zckpt.formats.deepspeed.write_rules import written_rules
 from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.formats.torch_files import torchao

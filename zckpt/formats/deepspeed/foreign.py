@@ -13,10 +13,9 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.evidence import refuse_unnamed
+from zckpt.formats.deepspeed.auto_ep import listed_entries
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
-from zckpt.formats.deepspeed.experts import experts_per_rank
-from zckpt.formats.deepspeed.foreign_auto_ep import listed_entries
-from zckpt.formats.deepspeed.foreign_experts import check_split, numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.experts import check_split, experts_per_rank, numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.gpt_model import rules_of_whole
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin

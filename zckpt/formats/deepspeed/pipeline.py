@@ -19,10 +19,10 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
-from zckpt.formats.deepspeed.agreement import check_stages_alike
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.wrapped import ATTRIBUTE, unwrapped
 from zckpt.state import Duplicate, Parameter, ParamGroup

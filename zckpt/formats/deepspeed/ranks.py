@@ -1,29 +1,38 @@
 """Which ranks a checkpoint should have files of, and whether those that are there belong together. No layout.
 
 `select` stops at the first problem, as opening does; `survey` reads every file that can be read and returns them all.
+
+What model-parallel ranks have to say alike, for a checkpoint keeps it once: steps, and hyperparameters of slices.
+
+tensor-parallel ranks   have slices of the same groups: all but what is each rank's own, see `values`, is one for all
+stages of a pipeline    have groups of their own, with hyperparameters of their own; but all have taken the same steps
+model files             say how many steps the run has taken
+
+Data-parallel ranks are held against each other in `ranks`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt import errors
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
-from zckpt.errors import DamagedFileError, ShardError, SourceError
+from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
+from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.state import SourceFile, as_float, number_of
+from zckpt.state import ParamGroup, SourceFile, as_float, number_of
 from zckpt.torchfile import plain, read_torchfile
 
 if TYPE_CHECKING:
     from zckpt.formats.format import Survey
+
 
 STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
 PARAM_GROUPS = "param groups"
@@ -35,9 +44,9 @@ SHOWN_RANKS = 16
 """More ranks than this are counted, not listed."""
 
 
-def listed(ranks: Sequence[int]) -> str:
+def listed_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text a person can read, however many there are."""
-    return errors.listed(ranks, most=SHOWN_RANKS)
+    return listed(ranks, most=SHOWN_RANKS)
 
 
 def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerShard]) -> int:
@@ -99,7 +108,7 @@ def select(
     by_rank = {shard.rank: shard for shard in shards}
     larger = [rank for rank, shard in by_rank.items() if recorded_size(shard) != size]
     extra = sorted(rank for rank in larger if rank >= size)
-    said = f"{directory}: files of ranks {listed(extra)} are left over from a larger run; not used"
+    said = f"{directory}: files of ranks {listed_ranks(extra)} are left over from a larger run; not used"
     return [by_rank[rank] for rank in range(size)], {by_rank[rank].path: said for rank in extra}
 
 
@@ -134,10 +143,10 @@ def problems(
     if stale:
         found = sorted({recorded_size(by_rank[r]) for r in stale})
         yield ShardError(
-            f"rank {listed(stale)} is from a run of another world size",
+            f"rank {listed_ranks(stale)} is from a run of another world size",
             path=by_rank[stale[0]].path,
             expected=f"{size} ranks",
-            found=listed(found),
+            found=listed_ranks(found),
             advice="remove or replace it",
             code=OTHER_WORLD_SIZE,
             ranks=stale,
@@ -162,7 +171,7 @@ def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]
     usual, odd = _odd_ones(steps, {_number(value).removesuffix(".0") for value in scalars})
     if odd:
         raise ShardError(
-            f"model file of rank {listed([models[i].rank for i in odd])} is from another step",
+            f"model file of rank {listed_ranks([models[i].rank for i in odd])} is from another step",
             path=models[odd[0]].path,
             expected=f"step {usual}",
             found=steps[odd[0]],
@@ -197,9 +206,9 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
             ranks = [m.rank for m, fact in zip(members, facts, strict=True) if fact is not None]
         their = "differ" if what == PARAM_GROUPS else "differs"
         yield ShardError(
-            f"ranks {listed(ranks)} are from different steps or runs: their {what} {their}"
+            f"ranks {listed_ranks(ranks)} are from different steps or runs: their {what} {their}"
             if tie
-            else f"rank {listed(ranks)} is from another step or run: its {what} {their}",
+            else f"rank {listed_ranks(ranks)} is from another step or run: its {what} {their}",
             path=members[first].path,
             expected=expected,
             found=found,
@@ -309,3 +318,88 @@ def _disagreements(
         there = [rank for role, mp, rank in unread if role == OPTIMIZER and mp == mp_rank]
         if own and (its or there):
             yield from problems(directory.path, own, its, mp_rank, there)
+
+
+def check_models_alike(firsts: Sequence[ModelShard]) -> None:
+    """Raise ShardError where model files of model-parallel ranks are of different steps.
+
+    Parameters
+    ----------
+    firsts : sequence of ModelShard
+        Of each model-parallel rank the first.
+    """
+    steps = [plain(model.content.get("global_steps")) for model in firsts]
+    for model, step in zip(firsts, steps, strict=True):
+        if type(step) is int and type(steps[0]) is int and step != steps[0]:
+            raise ShardError(
+                f"model file of mp_rank {model.mp_rank} is from another step than that of mp_rank 0",
+                path=model.path,
+                expected=f"step {steps[0]}",
+                found=step,
+                advice="replace it by the file of this step",
+                code=STEPS_DIFFER,
+            )
+
+
+def check_slices_alike(states: Sequence[RankState]) -> None:
+    """Raise ShardError where tensor-parallel ranks have other steps or other hyperparameters of a group."""
+    for other in states[1:]:
+        for index, (mine, its) in enumerate(zip(states[0].groups, other.groups, strict=False)):
+            _check_steps(mine, its, index, other.mp_rank)
+            first, second = jsonables([mine.hyperparameters, its.hyperparameters])
+            for key, one, another in _differing(first, second):
+                raise ShardError(
+                    f"mp_rank {other.mp_rank} is from another step or run: {key} of its param group {index} differs "
+                    f"from that of mp_rank {states[0].mp_rank}, which has slices of the same parameters",
+                    expected=repr(one),
+                    found=repr(another),
+                    advice="replace its files by those of this step",
+                    code=HYPERPARAMETERS_DIFFER,
+                )
+        for name, parameter in states[0].parameters.items():  # without ZeRO, each has its own
+            a, b = parameter.state, other.parameters[name].state if name in other.parameters else {}
+            for key in FOLLOWS_FROM_STEPS & a.keys() & b.keys() if a and b else ():
+                if (one := _number(a[key])) != (another := _number(b[key])):
+                    raise _other_step(f"{key} of {name}", other.mp_rank, one, another)
+
+
+def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
+    """Raise ShardError where stages have taken other steps with what they have of a group, or with all that they have.
+
+    Parameters
+    ----------
+    rows : sequence of sequence of ParamGroup or None
+        For each group of the training what each stage has of it.
+    """
+    for index, row in enumerate(rows):
+        known = [(stage, group) for stage, group in zip(stages, row, strict=True) if group is not None]
+        for stage, group in known[1:]:
+            _check_steps(known[0][1], group, index, stage.mp_rank)
+    taken = [(stage, {_number(g.state["step"]) for g in stage.groups if "step" in g.state}) for stage in stages]
+    taken = [(stage, steps) for stage, steps in taken if steps]
+    for stage, steps in taken[1:]:
+        if steps.isdisjoint(taken[0][1]):
+            expected, found = (listed(sorted(map(str, one))) for one in (taken[0][1], steps))
+            raise _other_step("step of its param groups", stage.mp_rank, expected, found)
+
+
+def _check_steps(mine: ParamGroup, its: ParamGroup, index: int, mp_rank: int) -> None:
+    for key in sorted(FOLLOWS_FROM_STEPS & mine.state.keys() & its.state.keys()):
+        if (one := _number(mine.state[key])) != (another := _number(its.state[key])):
+            raise _other_step(f"{key} of its param group {index}", mp_rank, one, another)
+
+
+def _other_step(what: str, mp_rank: int, expected: str, found: str) -> ShardError:
+    return ShardError(
+        f"mp_rank {mp_rank} is from another step or run: {what} differs",
+        expected=expected,
+        found=found,
+        advice="replace its files by those of this step",
+        code=STEPS_DIFFER,
+    )
+
+
+def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    for key in dict.fromkeys([*one, *other]):
+        if repr(one.get(key)) != repr(other.get(key)):
+            yield key, one.get(key), other.get(key)

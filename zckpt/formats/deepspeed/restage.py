@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
 from zckpt.formats.deepspeed.target_groups import expert_degrees, joined_experts, split_experts
-from zckpt.formats.deepspeed.target_slices import local_states
+from zckpt.formats.deepspeed.tensor_parallel import local_states
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.names import renamed

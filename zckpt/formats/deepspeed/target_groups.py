@@ -19,10 +19,10 @@ from zckpt.formats.deepspeed.experts import (
     is_expert,
     layer_of,
     local_name,
+    mixed,
     named_degree,
     spread_experts,
 )
-from zckpt.formats.deepspeed.foreign_experts import mixed
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.state import Parameter, ParamGroup

@@ -29,9 +29,16 @@ from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, read_rules
 from zckpt.formats.deepspeed.values import is_same
-from zckpt.formats.deepspeed.write_experts import ExpertFile, expert_files, optimizer_files
-from zckpt.formats.deepspeed.write_layers import layer_count, layer_files, stage_notes
-from zckpt.formats.deepspeed.write_model import alike, model_tree
+from zckpt.formats.deepspeed.write_model import (
+    ExpertFile,
+    alike,
+    expert_files,
+    layer_count,
+    layer_files,
+    model_tree,
+    optimizer_files,
+    stage_notes,
+)
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer

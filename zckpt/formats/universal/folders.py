@@ -30,8 +30,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL
-from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
+from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
 from zckpt.formats.deepspeed.gpt_model import known_rules
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules

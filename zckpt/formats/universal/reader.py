@@ -10,10 +10,10 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.auto_ep_lists import common, with_layers
-from zckpt.formats.deepspeed.described import keep_extra
+from zckpt.formats.deepspeed.auto_ep import common, with_layers
 from zckpt.formats.deepspeed.groups import complete_aliases
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
+from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others

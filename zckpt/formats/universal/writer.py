@@ -22,9 +22,8 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.foreign_auto_ep import expert_counts
-from zckpt.formats.deepspeed.foreign_experts import of_auto_ep
+from zckpt.formats.deepspeed.auto_ep import expert_counts
+from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.gpt_model import shared_keys
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.group_values import group_values, same
