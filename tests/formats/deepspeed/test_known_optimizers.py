@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.formats.deepspeed.codes import KNOWN
 from zckpt.formats.deepspeed.flat import ZERO_WITHOUT_GRADIENTS
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, OF_ONE_RANK, OF_ONE_RANK_IN_GROUPS, quantised_keys
 from zckpt.formats.torch_files.quantised import NESTED
+
+KNOWN = frozenset(f"{kind}{number}" for kind in ("state", "qmap", "absmax") for number in "12")
+"""Of bitsandbytes, by blocks: what is cut as it is."""
 
 NUMEL = 5122
 """Of a partition: no multiple of a block, and enough for bitsandbytes to quantise it."""

@@ -170,8 +170,15 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 shards[shard.identity], other = (shard, known) if shard.writer < known.writer else (known, shard)
                 further.append(other)
             elif known is not shard and not Path(known.path).samefile(shard.path):
+                numbers = {
+                    "rank": shard.dp_rank,
+                    "mp_rank": shard.mp_rank,
+                    "layer": shard.layer,
+                    "expert": shard.expert,
+                }
+                whose = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
                 raise ShardError(
-                    f"{shard.role} file of {_ranks(shard)} is there twice",
+                    f"{shard.role} file of {whose} is there twice",
                     path=shard.path,
                     expected="one file for each rank",
                     found=known.path,
@@ -181,11 +188,6 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 )
     found = tuple(sorted(shards.values(), key=lambda s: s.order))
     return TagDirectory(directory, _tag_of(directory, source), found, tuple(further))
-
-
-def _ranks(shard: Shard) -> str:
-    numbers = {"rank": shard.dp_rank, "mp_rank": shard.mp_rank, "layer": shard.layer, "expert": shard.expert}
-    return ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
 
 
 def _shards(directory: Path) -> list[Shard]:

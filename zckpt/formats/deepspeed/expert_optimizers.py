@@ -38,6 +38,7 @@ from zckpt.formats.deepspeed.group_order import order_like
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, certain_flat
+from zckpt.formats.deepspeed.values import copies_of
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
@@ -328,10 +329,8 @@ class _Optimizer:
 
     def copies(self) -> list[Duplicate]:
         """Return what this rank has of parameters that are read from another's file."""
-        found = []
+        found: list[Duplicate] = []
         for name, parameter in ((n, p) for part in self.parts for n, p in part.parameters.items()):
-            read = self.checkpoint.parameters[name].slots
-            for key, slot in parameter.slots.items():
-                if key != WEIGHT and key in read and read[key].spans != slot.spans and slot.shape == read[key].shape:
-                    found.append(Duplicate("parameter", name, name, slot, read[key], self.rank))
+            held = {key: slot for key, slot in parameter.slots.items() if key != WEIGHT}
+            found += copies_of(name, held, self.checkpoint.parameters[name].slots, self.rank)
         return found

@@ -118,19 +118,16 @@ def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
         elsewhere = {fits for found in by_group.values() for fits in found}
         for group, found in by_group.items():
             if len(found) == 2 or (not found and len(elsewhere) == 2):
-                raise _not_alike(key, next(case for one in by_group.values() for fits, case in one.items() if not fits))
+                odd = next(case for one in by_group.values() for fits, case in one.items() if not fits)
+                raise LayoutError(
+                    f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
+                    path=odd.member.path,
+                    expected=f"{odd.high} elements, as elsewhere",
+                    found=odd.member.tensors[odd.group][key].shape,
+                )
             if False not in (found or elsewhere):
                 groups[group].add(key)
     return groups
-
-
-def _not_alike(key: str, odd: Case) -> LayoutError:
-    return LayoutError(
-        f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
-        path=odd.member.path,
-        expected=f"{odd.high} elements, as elsewhere",
-        found=odd.member.tensors[odd.group][key].shape,
-    )
 
 
 def cut_group(

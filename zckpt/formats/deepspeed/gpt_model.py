@@ -124,7 +124,8 @@ def known_rules(
         return info
     said = Rules(info or {}, path)
     free = [name for name in shapes if said.matching(name) is None]
-    if info is None and not all(_is_known(name) for name in free):
+    every = (*_WHOLE, *_BY_COLUMNS, *_VOCABULARY, _ATTENTION, _GATED, _BY_ROWS)
+    if info is None and not all(any(re.match(one, name) for one in every) for name in free):
         return None
     if arguments is None:
         if sliced:
@@ -164,11 +165,6 @@ def rules_of_whole(model: ModelShard, parameters: Mapping[str, Parameter]) -> Ma
 
 def _listed(value: object) -> list[object]:
     return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _is_known(name: str) -> bool:
-    every = (*_WHOLE, *_BY_COLUMNS, *_VOCABULARY, _ATTENTION, _GATED, _BY_ROWS)
-    return any(re.match(one, name) for one in every)
 
 
 def _has_fewer_keys(arguments: Mapping[object, object]) -> bool:

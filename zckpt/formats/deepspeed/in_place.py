@@ -318,7 +318,9 @@ def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) 
         members = [
             name
             for name in group.parameters
-            if name in trained or name not in checkpoint.parameters or set(_slots(checkpoint, name)) - {WEIGHT, MASTER}
+            if name in trained
+            or name not in checkpoint.parameters
+            or checkpoint.parameters[name].slots.keys() - {WEIGHT, MASTER}
         ]
         if set(members) == set(names):
             return replace(group, parameters=list(names))
@@ -327,10 +329,6 @@ def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) 
         expected=listed(list(names)),
         found=" | ".join(listed(group.parameters) for group in checkpoint.param_groups) or "no optimizer",
     )
-
-
-def _slots(checkpoint: Checkpoint, name: str) -> Mapping[str, object]:
-    return checkpoint.parameters[name].slots
 
 
 def _other_model(message: str, *, expected: str | None = None, found: str | None = None) -> UsageError:

@@ -13,7 +13,7 @@ and numbers the layers of experts by itself. Every stage has such layers: DeepSp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.values import copies_of
 from zckpt.formats.deepspeed.wrapped import ATTRIBUTE, unwrapped
-from zckpt.state import Duplicate, Parameter, ParamGroup
+from zckpt.state import ParamGroup
 from zckpt.torchfile import Digests, Tensor, TorchFile
 
 TIED = "tied_modules."
@@ -67,7 +68,10 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
     if isinstance(recorded, dict) and type(recorded.get("tp_degree")) is int and recorded["tp_degree"] > 0:
         tp = recorded["tp_degree"]
     else:
-        tp = len({layer.mp_rank or 0 for layer in layers}) if layers else _alike(models)
+        tp = len({layer.mp_rank or 0 for layer in layers})
+    if not tp:  # ranks have parameters of the same names, all but in a pipeline with experts
+        tp = sum(model.module.keys() == models[0].module.keys() for model in models)
+        tp = tp if len(models) % tp == 0 and are_stages(models, tp) else len(models)
     if mp_ranks % tp or (not layers and tp != mp_ranks and not are_stages(models, tp)):
         raise LayoutError(
             "model-parallel ranks do not make a grid of stages and tensor-parallel ranks",
@@ -76,12 +80,6 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
             found=mp_ranks,
         )
     return mp_ranks // tp, tp
-
-
-def _alike(models: Sequence[ModelShard]) -> int:
-    """Return how many ranks have parameters of the same names: all, but in a pipeline with experts."""
-    same = sum(model.module.keys() == models[0].module.keys() for model in models)
-    return same if len(models) % same == 0 and are_stages(models, same) else len(models)
 
 
 def are_stages(models: Sequence[ModelShard], tp: int) -> bool:
@@ -257,14 +255,6 @@ def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple
     return tied[0] if tied else name
 
 
-def _kept_by(name: str, parameter: Parameter, used: Parameter, mp_rank: int, *, is_shared: bool) -> Iterator[Duplicate]:
-    """Yield the copies that a later stage keeps of a tied layer; what stages do not share is held against itself."""
-    for key, slot in parameter.slots.items():
-        first = used.slots.get(key)
-        if first is not None and first.shape == slot.shape and first.spans != slot.spans:
-            yield Duplicate("parameter", name, name, slot, first if is_shared else slot, mp_rank)
-
-
 def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup | None]]:
     """Return the param groups of all stages: for each group of the training what each stage has of it.
 
@@ -328,9 +318,10 @@ def join(stages: Sequence[RankState]) -> RankState:
         joined.duplicates += stage.duplicates
         joined.per_rank += stage.per_rank
         for name in [name for name in stage.parameters if name in joined.parameters]:
-            shared = not is_of_gpt or shared_by_stages(name)
-            first = joined.parameters[name]
-            joined.duplicates += _kept_by(name, stage.parameters[name], first, stage.mp_rank, is_shared=shared)
+            held = stage.parameters[name].slots
+            for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank):
+                shared = not is_of_gpt or shared_by_stages(name)  # else it is held against itself
+                joined.duplicates.append(one if shared else replace(one, original=one.slot))
         joined.warnings += stage.warnings
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)

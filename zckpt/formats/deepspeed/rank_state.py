@@ -34,16 +34,18 @@ from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, b
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import (
     Apart,
+    copies_of,
     group_values,
     hyperparameter,
     own_hyperparameters,
     own_keys,
     quantised_keys,
     rank_values,
+    weight_in,
 )
 from zckpt.formats.deepspeed.zenflow import are_transposed, flipped, transposed, transposed_slot, uses_zenflow
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import MASTER, WEIGHT, Duplicate, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.state.views import concat
 from zckpt.torchfile import Tensor
@@ -327,7 +329,7 @@ def _place_outside(
         elif name in trained:
             state.parameters[name] = _trained(name, trained, tensor, where, parameterwise=False)
         else:
-            weight = {WEIGHT: slot_of(WEIGHT, tensor, where)}
+            weight = weight_in(tensor, where)
             state.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, weight, frozen=True)
 
 
@@ -354,25 +356,20 @@ def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, paramete
         tensor = models[0].module.get(name)
         if parameter.tied_to is None or parameterwise or tensor is None:
             continue
-        owner = state.parameters[parameter.tied_to].slots.get(WEIGHT)
-        copy = slot_of(WEIGHT, tensor, path)
-        if owner is not None and owner.spans != copy.spans and owner.shape == copy.shape:
-            state.duplicates.append(Duplicate("tied", name, parameter.tied_to, copy, owner))
+        owner, copy = state.parameters[parameter.tied_to], weight_in(tensor, path)
+        state.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
     for name, tensor in (models[0].frozen_fragments or {}).items() if not parameterwise else ():
-        weight = state.parameters[name].slots.get(WEIGHT) if name in state.parameters else None
-        copy = slot_of(WEIGHT, tensor, path)
-        if weight is not None and weight.spans != copy.spans and weight.shape == copy.shape:
-            state.duplicates.append(Duplicate("parameter", name, name, copy, weight))
+        if name in state.parameters:
+            state.duplicates += copies_of(name, weight_in(tensor, path), state.parameters[name].slots)
     for model in models[1:]:
-        for name in state.buffers:
-            tensor, first = model.module.get(name), state.buffers[name].slots[WEIGHT]
-            if tensor is not None and tensor.shape == first.shape:
-                copy = slot_of(WEIGHT, tensor, model.path)
-                state.duplicates.append(Duplicate("buffer", name, name, copy, first, model.shard.dp_rank))
+        for name, buffer in state.buffers.items():
+            if name in model.module:
+                copy = weight_in(model.module[name], model.path)
+                state.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")
 
 
 def _buffer(name: str, tensor: Tensor, path: str) -> Parameter:
-    return Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
+    return Parameter(name, tensor.shape, tensor.dtype, weight_in(tensor, path))
 
 
 def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, parameterwise: bool) -> Parameter:
@@ -384,7 +381,7 @@ def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, paramete
         raise LayoutError(
             f"{name} has two shapes", path=path, expected=f"{shape} as in param_shapes", found=tensor.shape
         )
-    return Parameter(name, shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path), **slots}, group)
+    return Parameter(name, shape, tensor.dtype, {**weight_in(tensor, path), **slots}, group)
 
 
 def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, parameterwise: bool) -> Slot | None:

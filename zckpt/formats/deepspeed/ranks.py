@@ -14,7 +14,7 @@ Data-parallel ranks are held against each other in `ranks`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
 PARAM_GROUPS = "param groups"
 """Names of what all ranks' files have in common."""
+_CODES = {**dict.fromkeys(STRUCTURE, OTHER_RUN), PARAM_GROUPS: HYPERPARAMETERS_DIFFER}
 
 SHOWN_CHARACTERS = 60
 
@@ -153,15 +154,10 @@ def problems(
         )
     alike = [member for member in members if member.rank not in stale]
     if alike:
-        yield from _differences(alike, _steps(models[0]))
-
-
-def _steps(model: ModelShard) -> set[str]:
-    """Return the optimizer steps that a model file may go with: those of the run, less the skipped ones or not."""
-    steps, skipped = model.content.get("global_steps"), model.content.get("skipped_steps")
-    if type(steps) is not int:
-        return set()
-    return {_number(steps), _number(steps - skipped if type(skipped) is int else steps)}
+        # Of the run, less the skipped ones or not: with which of these an optimizer's files may go.
+        steps, skipped = (models[0].content.get(key) for key in ("global_steps", "skipped_steps"))
+        skipped = skipped if type(skipped) is int else 0
+        yield from _differences(alike, {_number(steps), _number(steps - skipped)} if type(steps) is int else set())
 
 
 def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> None:
@@ -213,17 +209,9 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
             expected=expected,
             found=found,
             advice="replace it by the file of this step",
-            code=_code(what),
+            code=_CODES.get(what, STEPS_DIFFER if what.startswith("step of") else VALUES_DIFFER),
             ranks=ranks,
         )
-
-
-def _code(what: str) -> str:
-    if what == PARAM_GROUPS:
-        return HYPERPARAMETERS_DIFFER
-    if what in STRUCTURE:
-        return OTHER_RUN
-    return STEPS_DIFFER if what.startswith("step of") else VALUES_DIFFER
 
 
 def _shown(usual: str, odd: str) -> tuple[str, str]:
@@ -347,7 +335,10 @@ def check_slices_alike(states: Sequence[RankState]) -> None:
         for index, (mine, its) in enumerate(zip(states[0].groups, other.groups, strict=False)):
             _check_steps(mine, its, index, other.mp_rank)
             first, second = jsonables([mine.hyperparameters, its.hyperparameters])
-            for key, one, another in _differing(first, second):
+            for key in dict.fromkeys([*first, *second]):
+                one, another = first.get(key), second.get(key)
+                if repr(one) == repr(another):
+                    continue
                 raise ShardError(
                     f"mp_rank {other.mp_rank} is from another step or run: {key} of its param group {index} differs "
                     f"from that of mp_rank {states[0].mp_rank}, which has slices of the same parameters",
@@ -397,9 +388,3 @@ def _other_step(what: str, mp_rank: int, expected: str, found: str) -> ShardErro
         advice="replace its files by those of this step",
         code=STEPS_DIFFER,
     )
-
-
-def _differing(one: Mapping[str, object], other: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
-    for key in dict.fromkeys([*one, *other]):
-        if repr(one.get(key)) != repr(other.get(key)):
-            yield key, one.get(key), other.get(key)

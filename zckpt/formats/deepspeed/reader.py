@@ -5,7 +5,7 @@ What is true of a checkpoint as a whole, from the files of all its ranks: topolo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.gpt_model import completed
 from zckpt.formats.deepspeed.group_order import in_one_order
 from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights, with_shapes
+from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import (
     check_models,
@@ -54,10 +54,18 @@ from zckpt.formats.deepspeed.stage_order import stage_orders
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import base_shards, is_unsaved, note_unsaved
-from zckpt.formats.deepspeed.values import MODEL_RULES, apart_between, copies_of_optimizers, keep_others, shard_rules
+from zckpt.formats.deepspeed.values import (
+    MODEL_RULES,
+    apart_between,
+    copies_of,
+    copies_of_optimizers,
+    keep_others,
+    shard_rules,
+    weight_in,
+)
 from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
-from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology, as_float
+from zckpt.formats.torch_files.tensors import by_name, carried, describe
+from zckpt.state import Checkpoint, SourceFile, Topology, as_float
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
@@ -107,8 +115,11 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees([rank.models[0] for rank in ranks], directory.of(PIPELINE_LAYER))
-    info = completed(models[0], _info(models[0]), states[::tp], sliced=tp > 1) if given is None else given
-    rules = _rules(info, str(tp_rules or models[0].path), tp)
+    said = plain(models[0].content.get(INFO_KEY))
+    said = said if isinstance(said, dict) else None
+    info = completed(models[0], said, states[::tp], sliced=tp > 1) if given is None else given
+    known = {} if info is None else {key: info[key] for key in (VOCABULARY_KEYS if tp == 1 else info) if key in info}
+    rules = None if info is None else Rules(known, str(tp_rules or models[0].path))
     layers = bool(directory.of(PIPELINE_LAYER))
     attached: list[str] | None = None
     if not optimizers and of_experts and len(ranks) > 1:
@@ -245,17 +256,12 @@ def _ranks(
             state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
             state.duplicates += experts.copies() if lane == 0 else ()
         ranks.append(RankFiles(files, members, state))
-    _note_copies(ranks, copies)
+    for mp_rank, name, path, tensor in copies:  # further files of a tied layer
+        state = ranks[mp_rank].state
+        if name in state.parameters:
+            used = state.parameters[name].slots
+            state.duplicates += copies_of(name, weight_in(tensor, path), used, kind="tied")
     return ranks
-
-
-def _note_copies(ranks: Sequence[RankFiles], copies: Sequence[Copy]) -> None:
-    """Note what further files of a tied layer hold."""
-    for mp_rank, name, path, tensor in copies:
-        state, copy = ranks[mp_rank].state, slot_of(WEIGHT, tensor, path)
-        used = state.parameters[name].slots.get(WEIGHT) if name in state.parameters else None
-        if used is not None and used.shape == copy.shape:
-            state.duplicates.append(Duplicate("tied", name, name, copy, used))
 
 
 def _model_members(own: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> list[ModelShard]:
@@ -274,19 +280,6 @@ def _model_members(own: Sequence[ModelShard], members: Sequence[OptimizerShard])
         )
     check_models(found := [by_rank[rank] for rank in range(len(members))], members)
     return found
-
-
-def _info(model: ModelShard) -> Mapping[str, object] | None:
-    info = plain(model.content.get(INFO_KEY))
-    return info if isinstance(info, dict) else None
-
-
-def _rules(info: Mapping[str, object] | None, path: str, tp: int) -> Rules | None:
-    """Return the rules for slices; of a checkpoint without slices, those for a vocabulary alone."""
-    if info is None:
-        return None
-    keys = VOCABULARY_KEYS if tp == 1 else info
-    return Rules({key: info[key] for key in keys if key in info}, path)
 
 
 EXTRA_STATE_KEY = "module_extra_state"
@@ -329,8 +322,12 @@ def describe_whole(
     checkpoint.format_version = version if isinstance(version, str) else None
     step = model.content.get("global_steps")
     checkpoint.step = step if type(step) is int else None
-    checkpoint.zero_stage = _stage(model, members)
-    checkpoint.loss_scale = _loss_scale(members)
+    configured = section(model.config, "zero_optimization").get("stage")
+    checkpoint.zero_stage = configured if isinstance(configured, int) else 1 if members else 0
+    if members and not members[0].bf16_optimizer:
+        checkpoint.zero_stage = members[0].stage
+    scaler = members[0].content.get("loss_scaler") if members else None
+    checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
     checkpoint.details["tag"] = directory.tag
     if members:
         checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
@@ -409,18 +406,3 @@ def keep_all_others(
     for file in checkpoint.files:
         ahead = ONE_BIT_RULES if file.path in compressed else ()
         file.rules = (*ahead, *file.rules, *rules.get(file.path, ()))
-
-
-def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:
-    configured = section(model.config, "zero_optimization").get("stage")
-    if members and not members[0].bf16_optimizer:
-        return members[0].stage
-    return configured if isinstance(configured, int) else (1 if members else 0)
-
-
-def _loss_scale(members: Sequence[OptimizerShard]) -> float | None:
-    scaler = members[0].content.get("loss_scaler") if members else None
-    scale: object = None
-    if isinstance(scaler, Object):
-        scale = scaler.get("cur_scale")
-    return as_float(scale)

@@ -24,6 +24,7 @@ from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, certain_flat
+from zckpt.formats.deepspeed.values import copies_of
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Slot
 from zckpt.state.views import concat
@@ -101,10 +102,13 @@ def attach_auto_experts(
     checkpoint.unnamed |= first.own.unnamed
     checkpoint.warnings += first.own.warnings
     for one in found[1:]:
-        checkpoint.duplicates += _copies(one, first, [name for name in first.own.parameters if name not in sparse])
+        for name in (name for name in first.own.parameters if name not in sparse):
+            checkpoint.duplicates += copies_of(name, one.slots(name), first.slots(name), one.number)
     own = model.optimizer
     if own is not None:
-        checkpoint.duplicates += _copies(_rank(checkpoint, layers, 0, own, model.file, names), first, None)
+        copy = _rank(checkpoint, layers, 0, own, model.file, names)
+        for name in copy.own.parameters:
+            checkpoint.duplicates += copies_of(name, copy.slots(name), first.slots(name), 0)
     checkpoint.topology = replace(checkpoint.topology, ep=degree)
     keep_other_state(checkpoint, content_of(files[0][1]), files[0][1])
     mark_frozen(checkpoint)
@@ -199,15 +203,3 @@ def _whole(name: str, ranks: Sequence[_Rank], checkpoint: Checkpoint) -> dict[st
                                    expected=f"one for each of {count} experts", found=like.shape)  # fmt: skip
         found[key] = concat(own, 0)
     return found
-
-
-def _copies(rank: _Rank, first: _Rank, names: Sequence[str] | None) -> list[Duplicate]:
-    """Return what an optimizer has of parameters that are read from that of the first rank."""
-    return [
-        Duplicate("parameter", name, name, slot, first.slots(name)[key], rank.number)
-        for name in (rank.own.parameters if names is None else names)
-        for key, slot in rank.slots(name).items()
-        if key in first.slots(name)
-        and first.slots(name)[key].shape == slot.shape
-        and first.slots(name)[key].spans != slot.spans
-    ]

@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numb
 from zckpt.formats.deepspeed.stage_bounds import MOST_LAYERS
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.state import Checkpoint, Parameter
+from zckpt.state import Checkpoint
 
 
 def attach_to_ranks(
@@ -257,17 +257,15 @@ def _states(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) ->
                          if first is not None and first <= layer_of(name)]  # fmt: skip
                 its = begun[-1:] or [lane]
             for number in its:
-                states[number].parameters[name] = _placed(found[number].parameters.get(name, parameter), owned[number])
+                one = found[number].parameters.get(name, parameter)
+                frozen = one.tied_to is None and one.name not in owned[number]
+                states[number].parameters[name] = replace(one, frozen=frozen)
         for number in of_lane:
             states[number].groups = found[number].param_groups
             states[number].tied = frozenset(
                 name for name in owned[number] if sum(name in owned[other] for other in of_lane) > 1
             )
     return states
-
-
-def _placed(parameter: Parameter, owned: set[str]) -> Parameter:
-    return replace(parameter, frozen=parameter.tied_to is None and parameter.name not in owned)
 
 
 _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
@@ -207,9 +207,12 @@ def stages_of(
         cases = seen.cases(number) if layers is None else [_uses(layers)]
         for uses in cases:
             for dealt in _dealt(seen, number, uses, layers, bounds, method, count, after):
-                found.setdefault(_outcome(dealt, seen), dealt)
-    if layers is None and count > 1:
-        _check_uses(found.values(), seen)
+                names = [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
+                names += [f"{TIED}{key}." for key in sorted(seen.tied)]
+                found.setdefault((len(dealt.bounds), *(tuple(dealt.of(name)) for name in names)), dealt)
+    once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
+    if layers is None and count > 1 and once:
+        raise _unsure(f"tied layer {once[0]}, of which one use is known")
     if len(found) != 1:
         several = " or ".join(sorted(_shown(one) for one in found.values())[:4])
         methods = method or f"{UNIFORM} or {PARAMETERS}"
@@ -365,24 +368,11 @@ def _by_method(
     return of_type(layers or [], method[len(TYPE) :], count)
 
 
-def _outcome(stages: Stages, seen: _Evidence) -> object:
-    """Return what matters of stages: which has what."""
-    layers = tuple(tuple(stages.of(f"{layer}.")) for layer in sorted(seen.filed | seen.stage.keys()))
-    return len(stages.bounds), layers, tuple(tuple(stages.of(f"{TIED}{key}.")) for key in sorted(seen.tied))
-
-
 def _shown(stages: Stages) -> str:
     """Return the bounds of stages and what uses tied layers, as a message has them."""
     bounds = ",".join(map(str, stages.bounds))
     uses = [f"{key} in layers {' and '.join(map(str, numbers))}" for key, numbers in sorted(stages.uses.items())]
     return f"{bounds} with {', '.join(uses)}" if uses else bounds
-
-
-def _check_uses(found: Iterable[Stages], seen: _Evidence) -> None:
-    """Raise where nothing says what else uses a tied layer."""
-    for key in seen.tied:
-        if any(len(stages.uses.get(key, ())) < 2 for stages in found):
-            raise _unsure(f"tied layer {key}, of which one use is known")
 
 
 def _check_trained(stages: Stages, seen: _Evidence) -> None:

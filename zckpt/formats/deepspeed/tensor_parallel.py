@@ -462,7 +462,11 @@ def written_rules(
     """
     degree, tp = len(stages[0]), checkpoint.topology.tp
     given = origin.rules_path is not None
-    if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, checkpoint)):
+    firsts = [files.state.parameters for files in origin.ranks[::tp]] or [checkpoint.parameters]
+    old = {name: p.shape for parameters in firsts for name, p in parameters.items()}
+    new = {name: p.shape for of_stage in stages for name, p in of_stage[0].state.parameters.items()}
+    is_resized = any(shape != old.get(name, shape) for name, shape in new.items())
+    if origin.rules is None or (not given and degree == tp and not is_resized):
         return None
     own = origin.model.content.get(INFO_KEY)
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
@@ -472,13 +476,6 @@ def written_rules(
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].state.parameters)
         written[AFFINE_KEY] = rules.maps_for(list(names), degree)
     return written
-
-
-def _resized(origin: Origin, stages: Sequence[Sequence[RankFiles]], checkpoint: Checkpoint) -> bool:
-    """Tell whether some parameter of a first rank has another shape than in the source."""
-    firsts = [files.state.parameters for files in origin.ranks[:: checkpoint.topology.tp]] or [checkpoint.parameters]
-    old = {name: p.shape for parameters in firsts for name, p in parameters.items()}
-    return any(p.shape != old.get(n, p.shape) for of_stage in stages for n, p in of_stage[0].state.parameters.items())
 
 
 def _rows(origin: Origin, stages: Sequence[Sequence[RankFiles]]) -> int | None:

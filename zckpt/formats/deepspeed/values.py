@@ -27,8 +27,8 @@ from pathlib import Path
 
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.state_dicts import optimizer_rules
-from zckpt.formats.torch_files.tensors import carried
-from zckpt.state import Scalar
+from zckpt.formats.torch_files.tensors import carried, slot_of
+from zckpt.state import WEIGHT, Duplicate, Scalar, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened, read_at
@@ -118,8 +118,11 @@ def own_keys(members: Sequence[OptimizerShard]) -> set[str]:
     for index in range(len(members[0].masters)):
         for key in dict.fromkeys(key for member in members for key in member.scalars[index]):
             values = [member.scalars[index][key] for member in members if key in member.scalars[index]]
-            sizes = {member.masters[index].numel for member in members}
-            own = key in OF_ONE_RANK or not _is_common(values) or _is_size(values[0], sizes)
+            told = _plain(values[0])
+            told = told[0] if isinstance(told, (list, tuple)) and len(told) == 1 else told
+            # the size of a partition, or its shape: ranks alike, but not any ranks
+            is_size = type(told) is int and told > 1 and told in {member.masters[index].numel for member in members}
+            own = key in OF_ONE_RANK or not _is_common(values) or is_size
             if key not in FOLLOWS_FROM_STEPS and own:
                 found.add(key)
     return found
@@ -214,13 +217,6 @@ def _is_common(values: Sequence[object]) -> bool:
     return len(values) > 1 or not _has_float(_plain(first))
 
 
-def _is_size(value: object, sizes: Collection[int]) -> bool:
-    """Tell whether a value is the number of elements of a partition, or its shape: ranks alike, but not any ranks."""
-    told = _plain(value)
-    numel = told[0] if isinstance(told, (list, tuple)) and len(told) == 1 else told
-    return type(numel) is int and numel > 1 and numel in sizes
-
-
 def _has_float(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_has_float, value.values()))
@@ -259,6 +255,27 @@ def rank_values(
             for key, tensor in member.tensors[partition].items():
                 if key not in cut[partition]:
                     yield RankValue(key, group, partition, member.rank, mp_rank, FromFile.of(member.file, tensor))
+
+
+def copies_of(
+    name: str,
+    held: Mapping[str, Slot],
+    read: Mapping[str, Slot],
+    rank: int | None = None,
+    *,
+    kind: str = "parameter",
+    of: str | None = None,
+) -> Iterator[Duplicate]:
+    """Yield what a file holds of a parameter besides the slots that are read."""
+    for key, slot in held.items():
+        first = read.get(key)
+        if first is not None and first.shape == slot.shape and first.spans != slot.spans:
+            yield Duplicate(kind, name, of or name, slot, first, rank)
+
+
+def weight_in(tensor: Tensor, path: str) -> dict[str, Slot]:
+    """Return a tensor of a file as a weight."""
+    return {WEIGHT: slot_of(WEIGHT, tensor, path)}
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str})

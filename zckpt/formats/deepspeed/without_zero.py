@@ -83,7 +83,8 @@ def recut(job: Job) -> TargetFiles:
     models = {files.models[0].path: files.models[0] for files in origin.ranks}
     target = regroup(checkpoint, origin, options) if regrouped else None
     if target is None:
-        files = [_file(folder, path, models.get(path), options) for path in _paths(checkpoint)]
+        paths = [file.path for file in checkpoint.files if file.role != METADATA_ROLE]  # not another program's
+        files = [_file(folder, path, models.get(path), options) for path in paths]
         notes = [COPIED_RANKS.format(options.world_size)]
     else:
         files = list(regrouped_files(target, folder))
@@ -147,28 +148,19 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
         )
 
 
-def _paths(checkpoint: Checkpoint) -> list[str]:
-    """Return the files of the ranks; what other programs put next to them is not among them."""
-    return [file.path for file in checkpoint.files if file.role != METADATA_ROLE]
-
-
 def _file(folder: str, path: str, model: ModelShard | None, options: RecutOptions) -> TargetFile:
     name = f"{folder}{name_to_load(path)}"
     if model is None:
         return copy_of(Path(path), name)
-    ranks = {"dp_world_size": options.world_size, "ds_config": _config(model, options.world_size)}
+    config = model.content.get("ds_config")
+    if isinstance(config, dict):
+        config = {**config, **batch_of(config, options.world_size)}
+    ranks: dict[str, object] = {"dp_world_size": options.world_size, "ds_config": FromFile.of(model.file, config)}
     ranks |= listed_layers(model, {}, options.world_size)
     content = {
         key: ranks[key] if key in ranks else FromFile.of(model.file, value) for key, value in model.content.items()
     }
     return torch_writer.lay_out(name, content)
-
-
-def _config(model: ModelShard, world_size: int) -> object:
-    config = model.content.get("ds_config")
-    if not isinstance(config, dict):
-        return FromFile.of(model.file, config)
-    return FromFile.of(model.file, {**config, **batch_of(config, world_size)})
 
 
 _WITHOUT_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments")

@@ -80,7 +80,8 @@ def lay_out(job: Job) -> TargetFiles:
 def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles]:
     """Return the tag and files of a checkpoint of any other format, as those of BF16_Optimizer on demand."""
     checkpoint, options = job.checkpoint, job.options
-    stage = _known_stage(checkpoint) if options.stage is None else options.stage
+    known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
+    stage = options.stage if options.stage is not None else known if type(known) is int and known in STAGES else None
     if options.world_size is None or stage is None:
         raise UsageError(
             f"{'--world-size' if options.world_size is None else '--stage'} is needed to write a DeepSpeed checkpoint "
@@ -131,12 +132,6 @@ def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) 
         return written
     note = "clip_grad is not kept by ZeRO-3, which clips as the training's configuration says"
     return replace(written, notes=[*written.notes, note], restated={*(written.restated or ()), "clip_grad"})
-
-
-def _known_stage(checkpoint: Checkpoint) -> int | None:
-    """Return the stage of the DeepSpeed checkpoint that a source was once, if it says so."""
-    known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
-    return known if known in STAGES and type(known) is int else None
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
@@ -298,7 +293,12 @@ def rank_notes(target: Target) -> list[str]:
     if old > 1 and not (target.stage == 3 and target.world_size == old):
         kept = 1 if target.regrouped else len(ranks)
         for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):
-            found[key] = f"{key} differs between ranks: {_fate(target, old)}"
+            fate = f"ranks below {target.world_size} keep theirs, the others' are left out"
+            if target.stage != 3:
+                fate = "rank 0's is carried, the others' are left out, for there is one model file"
+            elif target.world_size > old:
+                fate = f"ranks below {old} keep theirs, the new ones get rank 0's"
+            found[key] = f"{key} differs between ranks: {fate}"
     if target.world_size != target.checkpoint.topology.dp or target.regrouped:
         content = target.origin.model.content
         named = [key for key in content if "rng" in key.lower() or "random" in key.lower()]
@@ -309,15 +309,6 @@ def rank_notes(target: Target) -> list[str]:
     if frozen:
         found["frozen"] = f"{listed(frozen)}: as in the engine, for not all frozen parameters are there to be loaded"
     return [*stage_notes(target), *found.values()]
-
-
-def _fate(target: Target, old: int) -> str:
-    """Say which ranks keep their own."""
-    if target.stage != 3:
-        return "rank 0's is carried, the others' are left out, for there is one model file"
-    if target.world_size > old:
-        return f"ranks below {old} keep theirs, the new ones get rank 0's"
-    return f"ranks below {target.world_size} keep theirs, the others' are left out"
 
 
 def _differing(models: Sequence[ModelShard]) -> list[str]:

@@ -16,10 +16,10 @@ from zckpt.formats.deepspeed.per_parameter import FrozenPadding
 from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
+from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of, keep_others, weight_in
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.state_dicts import optimizer_rules
-from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.model_files import ModelFiles, give_state, read_groups, read_models
@@ -227,12 +227,9 @@ def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:
     """Note the tensors that the model files have under other names of tied weights."""
     for name, parameter in checkpoint.parameters.items():
         held = None if parameter.tied_to is None or models.parameterwise else models.tensor(name)
-        owner = checkpoint.owner(name).slots.get(WEIGHT)
-        if held is None or owner is None or held[1].shape != owner.shape:
-            continue
-        copy = slot_of(WEIGHT, held[1], held[0].path)
-        if copy.spans != owner.spans:
-            checkpoint.duplicates.append(Duplicate("tied", name, str(parameter.tied_to), copy, owner))
+        if held is not None:
+            copy, owner = weight_in(held[1], held[0].path), checkpoint.owner(name)
+            checkpoint.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
 
 
 def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
@@ -261,10 +258,9 @@ def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:
     first, *others = (model for one in [*models.ranks, models.unused] for model in one)
     for model in others:
         for name, buffer in checkpoint.buffers.items():
-            tensor, kept = model.module.get(name), buffer.slots[WEIGHT]
-            if tensor is not None and tensor.shape == kept.shape:
-                copy = slot_of(WEIGHT, tensor, model.path)
-                checkpoint.duplicates.append(Duplicate("buffer", name, name, copy, kept, model.shard.dp_rank))
+            if name in model.module:
+                copy = weight_in(model.module[name], model.path)
+                checkpoint.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")
     keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
     own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
     checkpoint.metadata |= own
