@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from zckpt.formats.deepspeed.expert_degrees import Held, degrees_of_layers
+from zckpt.formats.deepspeed.expert_optimizers import Held, degrees_of_layers
 from zckpt.state import Parameter
 
 

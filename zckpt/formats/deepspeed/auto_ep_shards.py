@@ -103,9 +103,10 @@ def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
 
     Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
     """
-    listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
-    found = {}
-    for layer in auto_layers(model):
+    layers, found = auto_layers(model), {}
+    groups = [*(model.param_shapes or []), model.frozen_shapes or {}] if layers else []
+    listed = {name for group in groups for name in group}
+    for layer in layers:
         module = layer.prefix.removesuffix(".experts")
         for name in model.module:
             rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))

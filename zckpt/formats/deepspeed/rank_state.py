@@ -14,7 +14,7 @@ from dataclasses import replace
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.aliases import notes
-from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes, from_files
+from zckpt.formats.deepspeed.auto_ep import auto_experts, auto_layers, check_shapes, from_files
 from zckpt.formats.deepspeed.auto_ep_shards import cut_experts, has_own_groups, router_names
 from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
@@ -101,8 +101,7 @@ def read_rank(
             its = transposed(Parameter(name, shape, "", slots))
             trained[name] = its.shape, its.slots, group
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
-    if models[0].content.get(KEY):
-        aliases = {**router_names(models[0], parameterwise=parameterwise), **aliases}
+    aliases = {**router_names(models[0], parameterwise=parameterwise), **aliases}
     weights, whole = from_files(weights, () if parameterwise else auto_layers(models[0]), trained)
     _place_parameters(state, models, trained, weights, whole, aliases, parameterwise=parameterwise)
     return state

@@ -123,7 +123,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     layers = bool(directory.of(PIPELINE_LAYER))
     attached: list[str] | None = None
     if not optimizers and of_experts and len(ranks) > 1:
-        from zckpt.formats.deepspeed.stage0_experts import attach_experts_to_ranks
+        from zckpt.formats.deepspeed.stage0_ranks import attach_experts_to_ranks
 
         attached = attach_experts_to_ranks(checkpoint.source, ranks, of_experts, tp, names)
     elif not optimizers and not of_experts:

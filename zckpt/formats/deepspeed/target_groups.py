@@ -15,12 +15,11 @@ from typing import NamedTuple
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, local
 from zckpt.formats.deepspeed.experts import (
+    expert_degrees,
     experts_per_rank,
-    is_expert,
     layer_of,
     local_name,
     mixed,
-    named_degree,
     spread_experts,
 )
 from zckpt.formats.deepspeed.options import RecutOptions
@@ -145,14 +144,6 @@ def _kinds(
     if stage != 3:
         raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
     return [_Group(replace(group, parameters=names), its, number) for its, names in kinds.items()]
-
-
-def expert_degrees(state: RankState) -> list[int | None]:
-    """Return over how many expert ranks each group is spread, None for a dense one; of another format, by its name."""
-    if state.degrees:
-        return state.degrees
-    sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.groups]
-    return [named_degree(g) if one else None for g, one in zip(state.groups, sparse, strict=True)]
 
 
 def unnamed(group: ParamGroup) -> dict[str, object]:
