@@ -14,6 +14,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.evidence import shown_shape
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry, raw
+from zckpt.formats.torch_files.state_dicts import shared_values
 from zckpt.formats.torch_files.tensors import read_scalars
 from zckpt.state import Parameter, Scalar
 from zckpt.torchfile import Digests, Tensor
@@ -181,20 +182,18 @@ def shape_of(slots: Mapping[str, Node]) -> tuple[int, ...] | None:
 def common_values(optimizers: Sequence[OptimizerState]) -> list[dict[str, object]]:
     """Return, for each group, the single values that all of its parameters with any state share, as their step."""
     steps = _read_steps(optimizers)
-    found = []
-    for optimizer in optimizers:
-        for group in optimizer.groups:
-            present = [optimizer.state[label] for label in group.members if optimizer.state.get(label)]
-            values: dict[str, list[object]] = {}
-            for slots in present:
-                for key, node in slots.items():
-                    if isinstance(node, TensorItem) and id(node) in steps:
-                        values.setdefault(key, []).append(steps[id(node)])
-                    elif isinstance(node, ObjectItem) and isinstance(node.node, (int, float, bool)):
-                        values.setdefault(key, []).append(node.node)
-            shared = {k: v[0] for k, v in values.items() if len(v) == len(present) and all(one == v[0] for one in v)}
-            found.append(shared)
-    return found
+
+    def single(slots: Mapping[str, Node]) -> dict[str, object]:
+        values = {
+            key: node.node if isinstance(node, ObjectItem) else steps.get(id(node)) for key, node in slots.items()
+        }
+        return {key: value for key, value in values.items() if isinstance(value, (int, float, bool, Scalar))}
+
+    return [
+        shared_values([single(slots) for label in group.members if (slots := optimizer.state.get(label))])
+        for optimizer in optimizers
+        for group in optimizer.groups
+    ]
 
 
 def _read_steps(optimizers: Sequence[OptimizerState]) -> dict[int, Scalar]:

@@ -12,6 +12,7 @@ from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.fsdp_rank_files.optimizer import MEMBERS, Key, Optimizer
 from zckpt.formats.fsdp_rank_files.readings import ADVICE, FLAT, PIECES, Reading, readings
 from zckpt.formats.fsdp_rank_files.ties import tie
+from zckpt.formats.torch_files.state_dicts import shared_values
 from zckpt.formats.torch_files.tensors import slot_of, span_of
 from zckpt.state import Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
 from zckpt.state.dtypes import itemsize
@@ -60,7 +61,8 @@ def attach(
         if reading.kind == FLAT:  # which has no order of parameters but the model's
             members.sort(key=lambda name: order.get(name, len(order)))
         hyperparameters = {key: value for key, value in group.items() if key not in MEMBERS}
-        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, _common(optimizer, group["params"])))
+        common = shared_values([optimizer.values.get(key, {}) for key in group["params"] if optimizer.has_state(key)])
+        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common))
     note_numbers(checkpoint, unnamed, advice=ADVICE)
 
 
@@ -217,13 +219,3 @@ def _incomplete(optimizer: Optimizer, slot: str, owner: Parameter, numel: int, f
         found=found,
         parameters=[owner.name],
     )
-
-
-def _common(optimizer: Optimizer, keys: Sequence[Key]) -> dict[str, object]:
-    """Return the single values that all parameters of a group share, such as their step."""
-    present = [optimizer.values.get(key, {}) for key in keys if optimizer.has_state(key)]
-    if not present:
-        return {}
-    return {
-        slot: value for slot, value in present[0].items() if all(slot in one and one[slot] == value for one in present)
-    }

@@ -15,9 +15,9 @@ from functools import cache
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.evidence import Evidence, keep_number, note_numbers
 from zckpt.formats.torch_files.gathered import lost_in_gathering
-from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState
+from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, shared_values
 from zckpt.formats.torch_files.tensors import holds_tensors, read_scalars, slot_of
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Slot
+from zckpt.state import MASTER, Checkpoint, ParamGroup
 from zckpt.torchfile import FromFile, Tensor
 
 Sample = Callable[[Tensor, str], bool]
@@ -69,16 +69,22 @@ def attach(
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
         for number in numbers:
-            slots, state = _slots(optimizer, number, path)
-            name = found.get(number)
+            slots, name = optimizer.state.get(number, {}), found.get(number)
+            is_held = bool(slots) or number in optimizer.masters
             if name is None:
                 name = labels.get(number, str(number))
-                unnamed += [number] if (slots or state) and number not in labels else []
-                owner = keep_number(checkpoint, name, optimizer.shape(number), is_kept=bool(slots or state))
+                unnamed += [number] if is_held and number not in labels else []
+                owner = keep_number(checkpoint, name, optimizer.shape(number), is_kept=is_held)
             else:
                 owner = checkpoint.parameters[name]
-            owner.slots.update(slots)
-            owner.group, owner.state = index, state
+            owner.group, owner.state = index, {}
+            if number in optimizer.masters:
+                owner.slots[MASTER] = slot_of(MASTER, optimizer.masters[number], path)
+            for key, value in slots.items():
+                if isinstance(value, Tensor):
+                    owner.slots[key] = slot_of(key, value, path)
+                else:  # quantised, say: its tensors mean nothing by themselves
+                    owner.state[key] = FromFile(value, path) if holds_tensors(value) else value
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
         known = ("params", "param_names") if of is None else ("params", "param_names", OPTIMIZER)
@@ -95,31 +101,18 @@ def attach(
     note_numbers(checkpoint, unnamed)
 
 
-def _slots(optimizer: OptimizerState, number: int, path: str) -> tuple[dict[str, Slot], dict[str, object]]:
-    slots: dict[str, Slot] = {}
-    state: dict[str, object] = {}
-    if number in optimizer.masters:
-        slots[MASTER] = slot_of(MASTER, optimizer.masters[number], path)
-    for key, value in optimizer.state.get(number, {}).items():
-        if isinstance(value, Tensor):
-            slots[key] = slot_of(key, value, path)
-        else:  # quantised, say: its tensors mean nothing by themselves
-            state[key] = FromFile(value, path) if holds_tensors(value) else value
-    return slots, state
-
-
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
-    """Return the single values that all parameters of a group share, such as their step."""
-    values: dict[str, list[object]] = {}
-    present = [n for n in numbers if n in optimizer.state]
-    tensors = [(key, t) for n in present for key, t in optimizer.tensors(n).items() if t.shape == () and key == "step"]
-    for (key, _), scalar in zip(tensors, read_scalars(path, [t for _, t in tensors]), strict=True):
-        values.setdefault(key, []).append(scalar)
-    for n in present:
-        for key, value in optimizer.state[n].items():
-            if isinstance(value, (int, float, bool)):
-                values.setdefault(key, []).append(value)
-    return {k: v[0] for k, v in values.items() if len(v) == len(present) and all(one == v[0] for one in v)}
+    """Return the single values that all parameters of a group with any state share."""
+    present = [number for number in numbers if number in optimizer.state]
+    tensors = {n: t for n in present if (t := optimizer.tensors(n).get("step")) is not None and t.shape == ()}
+    steps = dict(zip(tensors, read_scalars(path, list(tensors.values())), strict=True))
+    return shared_values(
+        [
+            ({"step": steps[n]} if n in steps else {})
+            | {key: value for key, value in optimizer.state[n].items() if isinstance(value, (int, float, bool))}
+            for n in present
+        ]
+    )
 
 
 def _names(

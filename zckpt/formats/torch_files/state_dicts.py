@@ -96,6 +96,12 @@ def _elementwise(state: Mapping[Any, object]) -> Mapping[Any, object]:
     return state if own is None else {own: state[own]}
 
 
+def shared_values(present: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the single values that are alike in all of several states, such as their step."""
+    first = present[0] if present else {}
+    return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in present)}
+
+
 def optimizer_rules(*path: str) -> tuple[Rule, ...]:
     """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree."""
     return (

@@ -9,7 +9,7 @@ a training.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from zckpt.errors import SourceError
@@ -103,17 +103,22 @@ def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:
 
     def edit(file: TorchFile) -> Edited:
         edited = Edited(file.root)
-        if request.slots:
-            for state in _states(file.root):
+        for node in each(file.root, _below) if request.slots else ():
+            if isinstance(node, dict) and looks_like_optimizer(node):
+                state = node[STATE_KEY]
                 before = {number for number, one in state.items() if one}
                 drop_slots(list(state.values()), request, slots, edited)
                 for number in [number for number, one in state.items() if number in before and not one]:
                     del state[number]
-            for flat in _flattened(file.root):
-                _drop_joined(flat, request, slots, edited)
+            elif isinstance(node, dict) and looks_flattened(node):
+                _drop_joined(node, request, slots, edited)
         return edited
 
     return edit
+
+
+def _below(node: object) -> list[object]:
+    return [] if looks_like_optimizer(node) else [child for _, child in children(node) if not is_leaf(child)]
 
 
 def drop_slots(states: list[object], request: Request, slots: Collection[str], edited: Edited) -> None:
@@ -150,21 +155,3 @@ def _drop_joined(node: dict[object, object], request: Request, slots: Collection
 
 def _tensors(value: object) -> list[Tensor]:
     return [tensor for _, tensor in walk_tensors(value)]
-
-
-def _flattened(root: object) -> Iterator[dict[object, object]]:
-    """Yield every optimizer in a tree whose keys are joined."""
-    for node in each(root, lambda node: [child for _, child in children(node) if not is_leaf(child)]):
-        if isinstance(node, dict) and looks_flattened(node):
-            yield node
-
-
-def _states(root: object) -> Iterator[dict[object, object]]:
-    """Yield the state of every optimizer in a tree, by parameter."""
-
-    def below(node: object) -> list[object]:
-        return [] if looks_like_optimizer(node) else [child for _, child in children(node) if not is_leaf(child)]
-
-    for node in each(root, below):
-        if isinstance(node, dict) and looks_like_optimizer(node):
-            yield node["state"]

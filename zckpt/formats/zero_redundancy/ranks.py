@@ -15,7 +15,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedE
 from zckpt.evidence import NAMES_ADVICE, Evidence
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
+from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse, shared_values
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.zero_redundancy.directory import optimizer_key
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology
@@ -143,9 +143,8 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
         ]
         if len({repr(state["step"]) for state in states if "step" in state}) > 1:
             checkpoint.warnings.append(f"ranks have taken different steps with param group {number}")
-        shared = dict(states[0]) if states else {}
-        common = {k: v for k, v in shared.items() if all(k in state and state[k] == v for state in states)}
-        checkpoint.param_groups.append(ParamGroup(shares[0][number].hyperparameters, list(group), common))
+        hyperparameters = shares[0][number].hyperparameters
+        checkpoint.param_groups.append(ParamGroup(hyperparameters, list(group), shared_values(states)))
 
 
 def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names: Sequence[str]) -> None:
