@@ -133,9 +133,9 @@ def damage_weights(path: Path) -> None:
     """Flip a bit of every weight."""
     for file in path.glob("*.safetensors"):
         data = bytearray(file.read_bytes())
-        for slot, _ in recorded(str(file)):
-            if slot.name.startswith("weight/") and slot.nbytes:
-                data[slot.spans[0].offset] ^= 1
+        for one in recorded(str(file)):
+            if one.name.startswith("weight/") and one.nbytes:
+                data[one.offset] ^= 1
         file.write_bytes(data)
 
 

@@ -334,11 +334,11 @@ def save_with_workers(world_size: int, directory: Path) -> bool:
     assert torch.equal(restored.extra["table"], torch.arange(4))
     found = another.state_dict()["state"]
     assert all(torch.equal(found[i][key], state[i][key]) for i in state for key in state[i])
-    every = [slot for file in opened.files if file.role == "rank" for slot, _ in recorded(file.path)]
-    [span] = next(slot.spans for slot in every if slot.name == "exp_avg_sq/p0")
-    data = bytearray(Path(span.path).read_bytes())
-    data[span.offset] ^= 1
-    Path(span.path).write_bytes(data)
+    every = [one for file in opened.files if file.role == "rank" for one in recorded(file.path)]
+    one = next(one for one in every if one.name == "exp_avg_sq/p0")
+    data = bytearray(Path(one.path).read_bytes())
+    data[one.offset] ^= 1
+    Path(one.path).write_bytes(data)
     with pytest.raises(DamagedFileError, match="exp_avg_sq/p0: not as it was written"):
         zckpt.load(directory / "c", optimizer=another)
     zckpt.load(directory / "c", optimizer=another, verify=False)

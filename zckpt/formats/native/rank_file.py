@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
@@ -297,8 +297,8 @@ class Mismatch:
         return f"{self.path}: {self.key} is damaged: expected CRC-32 {self.expected:08x}, found {self.found:08x}"
 
 
-def recorded(path: str) -> list[tuple[Slot, int]]:
-    """Return the tensors of a rank's file under their names, each with the CRC-32 that was written for it.
+def recorded(path: str) -> list[Sum]:
+    """Return the checksums that were written for the tensors of a rank's file, under their names.
 
     Raises SourceError: the file's header is damaged, or does not have them.
     """
@@ -309,8 +309,17 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
         return []
     with opened(path) as descriptor:
         data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path)
-    sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, len(data), DIGEST_NBYTES)]
-    return [(replace(tensors[key], name=key), crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
+    begins = {key: (slot.spans[0].offset if slot.spans else 0, slot.nbytes) for key, slot in tensors.items()}
+    return _sums(path, begins, data)
+
+
+def _sums(path: str, tensors: Mapping[str, tuple[int, int]], digests: bytes) -> list[Sum]:
+    """Return checksums, given where tensors begin and how long they are."""
+    sums = [digests[at : at + DIGEST_NBYTES] for at in range(0, len(digests), DIGEST_NBYTES)]
+    return [
+        Sum(key, path, *tensors[key], int.from_bytes(crc, "little"))
+        for key, crc in zip(sorted(tensors), sums, strict=True)
+    ]
 
 
 def listed_sums(path: str, one: Listed) -> list[Sum]:
@@ -323,19 +332,13 @@ def listed_sums(path: str, one: Listed) -> list[Sum]:
         begins = {key: its["data_offsets"] for key, its in json.loads(head[8:base]).items() if key != METADATA_KEY}
         low, high = begins.pop(DIGESTS, (0, 0))
         data = read_at(descriptor, base + low, high - low, path=path)
-    sums = [data[at : at + DIGEST_NBYTES] for at in range(0, len(data), DIGEST_NBYTES)]
-    return [
-        Sum(key, path, base + begins[key][0], begins[key][1] - begins[key][0], int.from_bytes(crc, "little"))
-        for key, crc in zip(sorted(begins), sums, strict=True)
-    ]
+    return _sums(path, {key: (base + low, high - low) for key, (low, high) in begins.items()}, data)
 
 
 def mismatches(path: str) -> Iterator[Mismatch]:
     """Yield the tensors of a rank's file that are damaged; errors are those of `recorded`."""
     with Sources() as sources:
-        for slot, expected in recorded(path):
-            found = 0
-            for span in slot.spans:  # none where it is empty
-                found = crc_of(path, span.offset, span.offset + slot.nbytes, (), sources)
-            if found != expected:
-                yield Mismatch(path, slot.name, expected, found)
+        for one in recorded(path):
+            found = crc_of(path, one.offset, one.offset + one.nbytes, (), sources) if one.nbytes else 0
+            if found != one.crc32:
+                yield Mismatch(path, one.name, one.crc32, found)

@@ -20,7 +20,7 @@ from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
-from zckpt.torchfile import Mentioned, Storage
+from zckpt.torchfile import Mentioned
 
 SECTIONS = ("parameters", "buffers", "unnamed")
 
@@ -116,8 +116,6 @@ def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: i
     rank has elements of a slot that do not follow each other, or values are means over ranks; or something that the
     format has no way to say.
     """
-    about = describe(checkpoint)
-    stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]
     held: dict[int, dict[int, Slot]] = {}
 
     def as_ranks_have_them(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
@@ -127,13 +125,7 @@ def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: i
             held[id(slot)] = {rank: replace(slot, spans=spans) for rank, _, spans in pieces}
             yield tuple((rank, extent) for rank, extent, _ in pieces)
 
-    placed = list(_place(checkpoint, as_ranks_have_them, stored))
-    entries: list[list[Entry]] = [[] for _ in range(world_size)]
-    entries[0].extend(stored)
-    for one in placed:
-        for rank, extent in one.pieces:
-            entries[rank].append(slot_entry(one.key, held[id(one.slot)][rank], extent))
-    return ByRank(members_of(checkpoint, about, placed), entries)
+    return _cut(checkpoint, world_size, as_ranks_have_them, lambda slot, rank: held[id(slot)][rank])
 
 
 def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[int, Extent, tuple[Span, ...]]]:
@@ -159,29 +151,56 @@ def _follows(before: Extent, after: Extent) -> bool:
     return same_box and before.start + before.numel == after.start
 
 
-def _lay_out(
-    checkpoint: Checkpoint, world_size: int, cut: Callable[[Sequence[Slot], int], Iterable[Pieces]]
-) -> list[TargetFile]:
-    """Return the files, given what says of all slots, and the bytes before them, which file has which elements."""
+def _cut(
+    checkpoint: Checkpoint,
+    world_size: int,
+    cut: Callable[[Sequence[Slot], int], Iterable[Pieces]],
+    part: Callable[[Slot, int], Slot] = lambda slot, _: slot,
+) -> ByRank:
+    """Return what is in each file.
+
+    `cut`: says of all slots, and the bytes before them, which file has which elements; `part`: what of a slot a file
+    has.
+    """
     about = describe(checkpoint)
     stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]
     placed = list(_place(checkpoint, cut, stored))
-    entries: list[list[Entry]] = [[] for _ in range(world_size)]
-    entries[0].extend(stored)
+    entries = [stored, *([] for _ in range(world_size - 1))]
     for one in placed:
         for file, extent in one.pieces:
-            entries[file].append(slot_entry(one.key, one.slot, extent))
-    members = members_of(checkpoint, about, placed)
-    identity = hashlib.blake2b(encode(members), digest_size=IDENTITY_NBYTES).hexdigest()
-    names = [rank_name(rank, world_size) for rank in range(world_size)]
-    files = [lay_out_rank(name, one, identity) for name, one in zip(names, entries, strict=True)]
-    return [*files, lay_out_document(members, identity, [listed(file) for file in files])]
+            entries[file].append(slot_entry(one.key, part(one.slot, file), extent))
+    return ByRank(members_of(checkpoint, about, placed), entries)
+
+
+def _lay_out(
+    checkpoint: Checkpoint, world_size: int, cut: Callable[[Sequence[Slot], int], Iterable[Pieces]]
+) -> list[TargetFile]:
+    laid = _cut(checkpoint, world_size, cut)
+    identity = hashlib.blake2b(encode(laid.members), digest_size=IDENTITY_NBYTES).hexdigest()
+    files = [lay_out_rank(rank_name(n, world_size), entries, identity) for n, entries in enumerate(laid.entries)]
+    return [*files, lay_out_document(laid.members, identity, [listed(file) for file in files])]
 
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Return what a document says of a checkpoint, but where its elements are."""
     nodes = NodeWriter(_values(checkpoint))
-    members: dict[str, object] = {**_facts(checkpoint, nodes), "param_groups": _groups(checkpoint, nodes)}
+    members: dict[str, object] = {
+        "step": checkpoint.step,
+        "loss_scale": nodes.write(checkpoint.loss_scale),
+        "zero_stage": checkpoint.zero_stage,
+        "world_size": checkpoint.world_size,
+        "topology": asdict(checkpoint.topology),
+        "origin": nodes.write(origin(checkpoint)),
+        "param_groups": [
+            {
+                "parameters": group.parameters,
+                "hyperparameters": nodes.write(group.hyperparameters),
+                "state": nodes.write(group.state),
+                **({} if group.optimizer is None else {"optimizer": group.optimizer}),
+            }
+            for group in checkpoint.param_groups
+        ],
+    }
     metadata = {
         "metadata": nodes.write(checkpoint.metadata),
         "optimizer_metadata": nodes.write(checkpoint.optimizer_metadata),
@@ -201,7 +220,7 @@ def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Plac
             for p in getattr(checkpoint, section).values()
         ]
     members["layouts"] = [[dict(piece) for piece in layout] for layout in layouts]
-    storages = [_storage(one.storage) for one in about.storages]
+    storages = [{key: getattr(one.storage, key) for key in ("dtype", "nbytes", "location")} for one in about.storages]
     return members | {**about.metadata, "objects": about.objects, "storages": storages}
 
 
@@ -229,29 +248,6 @@ def _values(checkpoint: Checkpoint) -> Iterator[object]:
     yield checkpoint.metadata
     yield checkpoint.optimizer_metadata
     yield from (parameter.state for parameter in _parameters(checkpoint) if parameter.state)
-
-
-def _facts(checkpoint: Checkpoint, nodes: NodeWriter) -> dict[str, object]:
-    return {
-        "step": checkpoint.step,
-        "loss_scale": nodes.write(checkpoint.loss_scale),
-        "zero_stage": checkpoint.zero_stage,
-        "world_size": checkpoint.world_size,
-        "topology": asdict(checkpoint.topology),
-        "origin": nodes.write(origin(checkpoint)),
-    }
-
-
-def _groups(checkpoint: Checkpoint, nodes: NodeWriter) -> list[dict[str, object]]:
-    return [
-        {
-            "parameters": group.parameters,
-            "hyperparameters": nodes.write(group.hyperparameters),
-            "state": nodes.write(group.state),
-            **({} if group.optimizer is None else {"optimizer": group.optimizer}),
-        }
-        for group in checkpoint.param_groups
-    ]
 
 
 def _place(
@@ -304,10 +300,6 @@ def _piece(file: int, extent: Extent, shape: tuple[int, ...]) -> tuple[tuple[str
     if extent.numel != math.prod(extent.sizes):
         found += [("start", extent.start), ("numel", extent.numel)]
     return tuple(found)
-
-
-def _storage(storage: Storage) -> dict[str, object]:
-    return {"dtype": storage.dtype, "nbytes": storage.nbytes, "location": storage.location}
 
 
 def _storage_entry(number: int, mentioned: Mentioned) -> Entry:
