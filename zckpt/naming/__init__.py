@@ -10,7 +10,6 @@ its source and goes out under others; elements stay where they lie, and the plan
     match       which rules of a map the names of a checkpoint follow, and in which direction
     arrange     the spans of a tensor that is put together from others
     parts       the slots and state of such a tensor
-    optimizer   state of a parameter that its program takes apart when it saves the model
     apply       a checkpoint under the other names
     inside      names in what a checkpoint carries along
 """

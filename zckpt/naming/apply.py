@@ -10,8 +10,7 @@ from itertools import product
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.naming.arrange import Arrangement
 from zckpt.naming.document import Map, Template
-from zckpt.naming.match import Fit, Instance, fit
-from zckpt.naming.optimizer import Taken, taken_apart
+from zckpt.naming.match import Fit, Instance, fit, of_rule
 from zckpt.naming.order import sorted_names
 from zckpt.naming.parts import Joined, both_arranged
 from zckpt.naming.renames import check_different
@@ -73,17 +72,22 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     found = fit(map_, shapes, path)
     if found.source == to:
         return Mapped(whole, [], to, {parameter.name: parameter.name for parameter in whole.tensors()})
-    taken = taken_apart(checkpoint, map_, found, config)
-    gone = {one.source for one in taken}
-    checkpoint = replace(
-        checkpoint, unnamed={name: one for name, one in checkpoint.unnamed.items() if name not in gone}
-    )
+    # torchtitan 0.3 has queries, keys and values of a layer in one parameter, which its optimizer's state is of, and
+    # saves the model as three tensors: that state is taken apart, too.
+    unnamed = dict(checkpoint.unnamed)
+    shapes = {name: one.shape for name, one in unnamed.items()}
+    apart = [
+        (instance, unnamed.pop(instance.sources[0].name))
+        for rule in map_.optimizer[found.source]
+        for instance in of_rule(rule, rule.sides[found.source], dict.fromkeys(shapes), shapes)
+    ]
+    checkpoint = replace(checkpoint, unnamed=unnamed)
     _refuse(checkpoint, map_)
     work = _Mapping(checkpoint, map_, found, config)
     for instance in found.instances:
         work.add(instance)
-    for one in taken:
-        work.give(one)
+    for instance, one in apart:
+        work.give(instance, one)
     return work.result()
 
 
@@ -149,9 +153,7 @@ class _Mapping:
             (template,), (parameter,) = templates, parameters
             self._keep(replace(parameter, name=template.name(instance.shared)), names, is_same=True)
             return
-        sizes = Sizes(self._map, instance.rule, self._config, instance.sources)
-        targets = list(_targets(templates, instance, sizes))
-        sources, made, notes = both_arranged(self._map.name, instance, targets, sizes)
+        targets, sources, made, notes = self._arranged(instance)
         self._notes += notes
         if any(one.tied_to is not None for one in parameters):
             self._add_alias(parameters, targets, made)
@@ -159,6 +161,11 @@ class _Mapping:
         joined = Joined(self._checkpoint, self._map.name, parameters, sources)
         for one, arrangement in zip(targets, made, strict=True):
             self._keep(joined.parameter(one.name, arrangement), names, is_same=False)
+
+    def _arranged(self, instance: Instance) -> tuple[list[Tensor], list[Arrangement], list[Arrangement], list[str]]:
+        sizes = Sizes(self._map, instance.rule, self._config, instance.sources)
+        targets = list(_targets(instance.rule.sides[self._fit.target], instance, sizes))
+        return targets, *both_arranged(self._map.name, instance, targets, sizes)
 
     def _add_alias(
         self, parameters: Sequence[Parameter], targets: Sequence[Tensor], made: Sequence[Arrangement]
@@ -183,28 +190,31 @@ class _Mapping:
         if parameter.tied_to is not None:
             self._aliases[parameter.name] = parameter.tied_to
 
-    def give(self, taken: Taken) -> None:
-        """Give a tensor of the other side, which is made already, the optimizer's state."""
-        name = taken.parameter.name
-        made = self._made.get(name)
-        own = None if made is None else made.parameter
-        if made is None or own is None or own.tied_to is not None or own.shape != taken.parameter.shape:
-            raise UnsupportedError(
-                f"the optimizer's state of {taken.source} is in part that of {name}, which the model has not",
-                path=self._checkpoint.source,
-                expected=f"{name} of shape {taken.parameter.shape}",
-                found=None if own is None else own.shape,
+    def give(self, instance: Instance, whole: Parameter) -> None:
+        """Give tensors of the other side, which are made already, the optimizer's state of what they are parts of."""
+        targets, sources, arrangements, _ = self._arranged(instance)
+        joined = Joined(self._checkpoint, self._map.name, [whole], sources)
+        for target, arrangement in zip(targets, arrangements, strict=True):
+            taken = joined.parameter(target.name, arrangement)
+            made = self._made.get(taken.name)
+            own = None if made is None else made.parameter
+            if made is None or own is None or own.tied_to is not None or own.shape != taken.shape:
+                raise UnsupportedError(
+                    f"the optimizer's state of {whole.name} is in part that of {taken.name}, which the model has not",
+                    path=self._checkpoint.source,
+                    expected=f"{taken.name} of shape {taken.shape}",
+                    found=None if own is None else own.shape,
+                )
+            if own.group is not None:
+                raise UnsupportedError(
+                    f"the optimizer has state of {listed(made.sources)} and of {whole.name}, of which it is a part",
+                    path=self._checkpoint.source,
+                )
+            slots = {**own.slots, **taken.slots, **own.slots}
+            parameter = replace(own, slots=slots, group=taken.group, frozen=False, state=taken.state)
+            self._made[taken.name] = replace(
+                made, parameter=parameter, sources=(*made.sources, whole.name), is_buffer=False, is_same=False
             )
-        if own.group is not None:
-            raise UnsupportedError(
-                f"the optimizer has state of {listed(made.sources)} and of {taken.source}, of which it is a part",
-                path=self._checkpoint.source,
-            )
-        slots = {**own.slots, **taken.parameter.slots, **own.slots}
-        parameter = replace(own, slots=slots, group=taken.parameter.group, frozen=False, state=taken.parameter.state)
-        self._made[name] = replace(
-            made, parameter=parameter, sources=(*made.sources, taken.source), is_buffer=False, is_same=False
-        )
 
     def result(self) -> Mapped:
         """Return the checkpoint, and what to know of it."""
