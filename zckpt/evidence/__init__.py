@@ -5,12 +5,14 @@ program wrote down, rules of their own. It is known here when that is certain, a
 
 solver      names in an order of which some may be left out
 modules     names whose order follows from the modules that they are in
+filling     names that fill a flat tensor
 trained     which tensors an optimizer could own at all
 unnamed     what is said where no name is certain
 """
 
 from __future__ import annotations
 
+from zckpt.evidence.filling import ways
 from zckpt.evidence.solver import Evidence, agree, orders_of, shown_shape
 from zckpt.evidence.trained import is_trainable, may_be_trained
 from zckpt.evidence.unnamed import (
@@ -37,4 +39,5 @@ __all__ = [
     "orders_of",
     "refuse_unnamed",
     "shown_shape",
+    "ways",
 ]

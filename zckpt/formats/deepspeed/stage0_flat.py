@@ -12,11 +12,11 @@ Source: `FP16_Optimizer.__init__`, DeepSpeed 0.14 to 0.19.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
-from zckpt.evidence import NAMES_OF_RANK_ADVICE, orders_of
+from zckpt.evidence import NAMES_OF_RANK_ADVICE, orders_of, ways
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import slot_of
@@ -108,10 +108,10 @@ def flat_optimizer(
         for flat in flats:
             fits = _by_value(slot_of(MASTER, flat, path), candidates, sources)
             if names is None:
-                ways = {tuple(way) for order in possible for way in _reading(order, numels, flat.numel, fits)}
-                if len(ways) != 1:
+                readings = {_reading(order, numels, flat.numel, fits) for order in possible} - {(0, ())}
+                if len(readings) != 1 or next(iter(readings))[0] > 1:
                     return None
-                found = list(ways.pop())
+                found = list(readings.pop()[1])
             else:
                 found = _given(rest, candidates, flat.numel, fits)
                 rest = rest[len(found) :]
@@ -143,27 +143,17 @@ def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fit
     return found
 
 
-def _reading(order: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[list[str]]:
-    """Return how names in this order, some left out, make up a flat tensor: no way, one, or two of several.
+def _reading(order: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> tuple[int, tuple[str, ...]]:
+    """Return in how many ways names in this order, some left out, make up a flat tensor, and one of them."""
 
-    Of each element at which a name can begin it is counted how many ways lead there.
-    """
-    ways: dict[int, int] = {0: 1}
-    before: dict[int, list[tuple[int, int]]] = {}
-    for index, name in enumerate(order):
-        for at in [at for at in ways if at + numels[name] <= numel]:
-            if fits(at, name):
-                end = at + numels[name]
-                ways[end] = min(ways.get(end, 0) + ways[at], 2)
-                before.setdefault(end, []).append((at, index))
-    if ways.get(numel, 0) > 1:
-        return [[], [""]]
-    found: list[str] = []
-    at, limit = numel, len(order)
-    while numel in ways and at:
-        at, limit = next((start, index) for start, index in before[at] if index < limit)
-        found.append(order[limit])
-    return [found[::-1]] if numel in ways else []
+    def steps(index: int, at: int) -> Iterator[tuple[str, int]]:
+        name = order[index]
+        yield "", at
+        if at + numels[name] <= numel and fits(at, name):
+            yield name, at + numels[name]
+
+    count, names = ways(len(order), 0, numel, steps)
+    return count, tuple(filter(None, names))
 
 
 def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) -> Fits:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.evidence import NAMES_ADVICE, Evidence
+from zckpt.evidence import NAMES_ADVICE, Evidence, ways
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.fsdp_rank_files.optimizer import Key, Optimizer
@@ -262,29 +262,21 @@ def _flat(checkpoint: Checkpoint, model: Model, sizes: Sizes, names: Sequence[st
 
 
 def _cut_names(given: Sequence[str], owners: Mapping[str, tuple[int, ...]], sizes: Sizes) -> Iterator[Reading]:
-    """Yield the ways to cut a list of names into as many flat parameters."""
-    ends: list[dict[int, tuple[int, int]]] = [{} for _ in range(len(sizes.keys) + 1)]
-    ends[0][0] = 0, 1  # where the flat parameter before ends: where that began, and how many ways there are to get here
-    for at, key in enumerate(sizes.keys):
+    """Yield the only way to cut a list of names into as many flat parameters, if there is one."""
+
+    def units(number: int, begin: int) -> Iterator[tuple[tuple[str, ...], int]]:
+        key, numel = sizes.keys[number], 0
         held = sizes.held(key)
-        for begin, (_, ways) in ends[at].items():
-            numel = 0
-            for end in range(begin, len(given)):
-                numel += math.prod(owners[given[end]])
-                if held and numel > held[0].shape[0] * sizes.count:
-                    break
-                if sizes.fits_flat(key, numel):
-                    known = ends[at + 1].get(end + 1, (begin, 0))
-                    ends[at + 1][end + 1] = known[0], known[1] + ways
-    if ends[-1].get(len(given), (0, 0))[1] != 1:
-        return
-    found: list[tuple[Key, tuple[str, ...]]] = []
-    end = len(given)
-    for at in range(len(sizes.keys), 0, -1):
-        begin = ends[at][end][0]
-        found.append((sizes.keys[at - 1], tuple(given[begin:end])))
-        end = begin
-    yield Reading(FLAT, dict(reversed(found)))
+        for end, name in enumerate(given[begin:], begin + 1):
+            numel += math.prod(owners[name])
+            if held and numel > held[0].shape[0] * sizes.count:
+                break
+            if sizes.fits_flat(key, numel):
+                yield tuple(given[begin:end]), end
+
+    count, cut = ways(len(sizes.keys), 0, len(given), units)
+    if count == 1:
+        yield Reading(FLAT, dict(zip(sizes.keys, cut, strict=True)))
 
 
 def _of_units(
