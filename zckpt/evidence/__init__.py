@@ -6,6 +6,7 @@ program wrote down, rules of their own. It is known here when that is certain, a
 solver      names in an order of which some may be left out
 modules     names whose order follows from the modules that they are in
 filling     names that fill a flat tensor
+order       the model's order, where someone says it
 trained     which tensors an optimizer could own at all
 unnamed     what is said where no name is certain
 """

@@ -17,7 +17,7 @@ from typing import Any
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
@@ -112,8 +112,23 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
     tensors, texts, nbytes = safetensors_file.read_header(path)
     if GROUPS not in texts:
         return
-    groups, state = _parsed(texts, GROUPS, list, path), _parsed(texts, "state", dict, path)
-    members = {name: index for index, group in enumerate(groups) for name in _members(group, path)}
+    with about(path):
+        _attach(checkpoint, tensors, texts)
+    used = sum(slot.nbytes for slot in tensors.values())
+    tree = {safetensors_file.METADATA_KEY: texts, **tensors}
+    checkpoint.files.append(SourceFile(str(path), nbytes, "optimizer", tensor_nbytes=used, tree=tree, rules=_RULES))
+
+
+def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[str, str]) -> None:
+    groups, state = _parsed(texts, GROUPS, list), _parsed(texts, "state", dict)
+    members: dict[str, int] = {}
+    for index, group in enumerate(groups):
+        names = group.get("parameters") if isinstance(group, dict) else None
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
+        if group.get(OF) is not None and not isinstance(group[OF], str):
+            raise DamagedFileError("unreadable param group", expected=f"a name in `{OF}`")
+        members |= dict.fromkeys(names, index)
     for name, index in members.items():
         parameter = checkpoint.parameters.get(name)
         if parameter is None:
@@ -124,59 +139,33 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
     for key, slot in tensors.items():
         kind, _, name = key.partition("/")
         if name not in members:
-            raise DamagedFileError(
-                f"{key} belongs to no parameter", path=path, expected="SLOT/NAME of its param groups"
-            )
+            raise DamagedFileError(f"{key} belongs to no parameter", expected="SLOT/NAME of its param groups")
         parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
         if name in checkpoint.unnamed:
             parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
         elif kind == MASTER and slot.shape != parameter.shape:
-            raise DamagedFileError(f"{key} has another shape", path=path, expected=parameter.shape, found=slot.shape)
+            raise DamagedFileError(f"{key} has another shape", expected=parameter.shape, found=slot.shape)
         parameter.slots[kind] = replace(slot, name=kind)
     for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
         del checkpoint.unnamed[name]
     checkpoint.param_groups = [
-        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state", OF)}, _members(group, path),
-                   dict(group.get("state", {})), _optimizer(group, path))
+        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state", OF)}, list(group["parameters"]),
+                   dict(group.get("state", {})), group.get(OF))
         for group in groups
     ]  # fmt: skip
-    step = _parsed(texts, "step", object, path)
+    step = _parsed(texts, "step", object)
     checkpoint.step = step if type(step) is int else checkpoint.step
-    checkpoint.files.append(
-        SourceFile(
-            str(path),
-            nbytes,
-            "optimizer",
-            tensor_nbytes=sum(slot.nbytes for slot in tensors.values()),
-            tree={safetensors_file.METADATA_KEY: texts, **tensors},
-            rules=_RULES,
-        )
-    )
 
 
-def _parsed(texts: Mapping[str, str], key: str, kind: type, path: Path) -> Any:  # noqa: ANN401  # it is JSON
+def _parsed(texts: Mapping[str, str], key: str, kind: type) -> Any:  # noqa: ANN401  # it is JSON
     """Return what a text of the header says, as JSON."""
     try:
         found = json.loads(texts.get(key, "null"))
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"unreadable {key}", path=path, expected="JSON", found=str(error)) from error
+        raise DamagedFileError(f"unreadable {key}", expected="JSON", found=str(error)) from error
     if not isinstance(found, kind):
-        raise DamagedFileError(f"unreadable {key}", path=path, expected=kind.__name__, found=type(found).__name__)
+        raise DamagedFileError(f"unreadable {key}", expected=kind.__name__, found=type(found).__name__)
     return found
-
-
-def _optimizer(group: Mapping[str, object], path: Path) -> str | None:
-    name = group.get(OF)
-    if name is not None and not isinstance(name, str):
-        raise DamagedFileError("unreadable param group", path=path, expected=f"a name in `{OF}`")
-    return name
-
-
-def _members(group: object, path: Path) -> list[str]:
-    names = group.get("parameters") if isinstance(group, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DamagedFileError("unreadable param group", path=path, expected="a list of names in `parameters`")
-    return list(names)
 
 
 def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:

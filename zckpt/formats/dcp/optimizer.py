@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.evidence import shown_shape
@@ -64,12 +65,11 @@ class OptimizerState:
         """Whether its parameters have numbers and no names."""
         return any(isinstance(label, int) for group in self.groups for label in group.members)
 
-    def rename(self, names: Mapping[str, str]) -> None:
+    def rename(self, names: Mapping[Any, str]) -> None:
         """Give parameters other names, by those that they have."""
-        new: dict[Label, Label] = dict(names.items())
-        self.state = {new.get(label, label): slots for label, slots in self.state.items()}
+        self.state = {names.get(label, label): slots for label, slots in self.state.items()}
         for group in self.groups:
-            group.members = [new.get(label, label) for label in group.members]
+            group.members = [names.get(label, label) for label in group.members]
 
 
 def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str) -> OptimizerState:

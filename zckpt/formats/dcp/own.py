@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from zckpt.errors import DamagedFileError, UsageError
+from zckpt.errors import DamagedFileError
+from zckpt.evidence import Evidence
 from zckpt.formats.dcp.optimizer import Group, OptimizerState
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
@@ -92,18 +93,9 @@ def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: S
     if not _abouts(file, "unnamed"):
         return False
     labels = [label for optimizer in optimizers for group in optimizer.groups for label in group.members]
-    if len(set(names)) != len(names) or len(names) != len(labels):
-        raise UsageError(
-            "unusable parameter names",
-            path=file.path,
-            expected=f"{len(labels)} different names",
-            found=f"{len(set(names))} different ones of {len(names)}",
-        )
-    given = dict(zip(labels, names, strict=True))
+    given = Evidence([labels], dict.fromkeys(names, ())).given(names, file.path)
     for optimizer in optimizers:
-        optimizer.state = {given.get(label, label): slots for label, slots in optimizer.state.items()}
-        for group in optimizer.groups:
-            group.members = [given[label] for label in group.members]
+        optimizer.rename(given)
     return True
 
 

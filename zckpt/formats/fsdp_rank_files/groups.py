@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, listed
+from zckpt.evidence.order import GIVEN
 from zckpt.formats.fsdp_rank_files.extra import SCHEDULERS
 from zckpt.formats.transformers_trainer.states import PER_GROUP
 from zckpt.state import Checkpoint, ParamGroup
-from zckpt.state.order import GIVEN
 from zckpt.torchfile import FromFile, brief
 
 ONE, KEEP = "one", "keep"

@@ -36,7 +36,7 @@ def is_own(name: str) -> bool:
 
 def is_native(path: Path) -> bool:
     """Tell whether a directory is of this format, be it complete or what is left of a save that did not finish."""
-    return path.is_dir() and (bool(rank_files(path)) or _is_document(path / DOCUMENT_NAME))
+    return path.is_dir() and (bool(rank_files(path)) or _MARK.search(_head(path / DOCUMENT_NAME)) is not None)
 
 
 OWNED = Owned(is_own, is_native)
@@ -63,10 +63,6 @@ def identity_of(path: Path) -> str | None:
 def is_rank_file(path: Path) -> bool:
     """Tell whether a file is one rank's, of whatever name: it has pieces of tensors, with an optimizer's among them."""
     return path.is_file() and _OF_RANK.search(_head(path)) is not None
-
-
-def _is_document(path: Path) -> bool:
-    return _MARK.search(_head(path)) is not None
 
 
 def _head(path: Path) -> bytes:

@@ -179,7 +179,10 @@ class Reading:
         self.layouts = Layouts(document.list("layouts", lambda one: one), len(self.listed))
         self.storages = document.list("storages", lambda one: Members(one, "storage", ("dtype", "nbytes", "location")))
         self.described = {section: document.list(section, self._describe) for section in SECTIONS}
-        self.cuts = [_storage_cut(number, one.integer("nbytes")) for number, one in enumerate(self.storages)]
+        self.cuts: list[tuple[Cut, Pieces]] = []  # of storages, of which the first file has all bytes; then of slots
+        for number, one in enumerate(self.storages):
+            shape = (one.integer("nbytes"),)
+            self.cuts.append((Cut("storage", storage_key(number), "uint8", shape, 0), [(0, Extent.whole(shape))]))
         self.cuts += [cut for every in self.described.values() for one in every for cut in one.cuts]
         self.files: list[RankFile] = []
         order = None if headers else self._order()
@@ -207,7 +210,9 @@ class Reading:
         checkpoint.step = document.optional_integer("step")
         checkpoint.zero_stage = document.optional_integer("zero_stage")
         checkpoint.world_size = document.integer("world_size", least=1)
-        checkpoint.topology = _topology(document.value("topology"))
+        degrees = ("dp", "tp", "pp", "ep")
+        topology = Members(document.value("topology"), "topology", degrees)
+        checkpoint.topology = Topology(*(topology.integer(name, least=1) for name in degrees))
         scale = nodes.read(document.value("loss_scale"))
         if scale is not None and type(scale) not in (int, float):
             raise wrong("loss_scale", "a number", scale)
@@ -308,11 +313,6 @@ class Reading:
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")
 
 
-def _topology(found: Json) -> Topology:
-    one = Members(found, "topology", ("dp", "tp", "pp", "ep"))
-    return Topology(*(one.integer(name, least=1) for name in ("dp", "tp", "pp", "ep")))
-
-
 def _check(checkpoint: Checkpoint) -> None:
     """Hold param groups, tied names and sections against each other."""
     members = [set(group.parameters) for group in checkpoint.param_groups]
@@ -327,9 +327,3 @@ def _check(checkpoint: Checkpoint) -> None:
     both = checkpoint.parameters.keys() & checkpoint.buffers.keys()
     if both:
         raise wrong("buffers", "no names of parameters", sorted(both))
-
-
-def _storage_cut(number: int, nbytes: int) -> tuple[Cut, Pieces]:
-    """Return a storage as what the first file has of it: all its bytes."""
-    extent = Extent.whole((nbytes,))
-    return Cut("storage", storage_key(number), "uint8", (nbytes,), 0), [(0, extent)]

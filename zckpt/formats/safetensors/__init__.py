@@ -47,10 +47,10 @@ class Safetensors(Format):
 
         Names are those of the model's parameters in its order, which the files do not have.
         """
+        from zckpt.evidence.order import put_in_order
         from zckpt.formats.companions import warned
         from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, attach_optimizer
         from zckpt.formats.safetensors import file, shards
-        from zckpt.state.order import put_in_order
 
         path = search.path
         checkpoint = shards.read(path) if found.place == "shards" else file.read(path)

@@ -120,18 +120,14 @@ class Content:
         rest: dict[object, object] = {}
         for key, value in self.base.items():
             if key in self.keys:
-                extra = _without_tensors(value)
+                items = value.items() if isinstance(value, Mapping) else ()
+                extra = {name: one for name, one in items if not is_tensor(one)}
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
         if self.base_key is None:
             return rest
         return {key: value if key != self.base_key else rest for key, value in self.root.items()}
-
-
-def _without_tensors(model: object) -> dict[object, object]:
-    found = model if isinstance(model, Mapping) else {}
-    return {key: value for key, value in found.items() if not is_tensor(value)}
 
 
 def content_of(root: Node, path: Path) -> Content:
@@ -229,7 +225,12 @@ def _choose_optimizers(
     if not optimizers:
         return
     key = next((key for key in OPTIMIZER_KEYS if key in optimizers), next(iter(optimizers)))
-    every = [one for where, several in optimizers.items() for one in several if where == key or _says_anything(one)]
+    every = [
+        one
+        for where, several in optimizers.items()
+        for one in several
+        if where == key or one.state.names or any(one.state.shape(n) is not None for n in one.state.every_number)
+    ]  # of others, which do not show anything of their parameters, these cannot be told
     union = _union({key: model for key, model in models.items() if not words(key) & AVERAGES} or models)
     if not models or can_have(union, [one.state for one in every], named=False):
         found.optimizers = every
@@ -243,11 +244,6 @@ def _choose_optimizers(
         for where, several in optimizers.items():
             for one in several:
                 one.name = f"{where}.{one.name}" if one.name else str(where)
-
-
-def _says_anything(held: Held) -> bool:
-    """Tell whether an optimizer shows anything of its parameters, by which they can be told."""
-    return bool(held.state.names) or any(held.state.shape(number) is not None for number in held.state.every_number)
 
 
 def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mapping[object, Shapes]) -> None:

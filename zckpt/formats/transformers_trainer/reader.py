@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
+from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import remainder_rules, restore
@@ -16,7 +17,6 @@ from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory
 from zckpt.formats.transformers_trainer.model import read_model
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint
-from zckpt.state.order import put_in_order, tells_order
 from zckpt.storage.files import read_json
 from zckpt.torchfile import TorchFile, read_torchfile
 

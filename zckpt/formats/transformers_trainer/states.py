@@ -42,7 +42,7 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
         node = node_of(value)
         if isinstance(node, Mapping) and type(node.get("last_epoch")) is int:
             found = node
-            if all(_length(node.get(one)) in (None, count) for one in PER_GROUP):
+            if all(not isinstance(its := node.get(one), (list, tuple)) or len(its) == count for one in PER_GROUP):
                 return value
             break
     last = found.get("last_epoch", checkpoint.step)
@@ -60,10 +60,6 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
         **({} if None in rates else {"_last_lr": rates}),
         **({} if None in bases else {"base_lrs": bases}),
     }
-
-
-def _length(value: object) -> int | None:
-    return len(value) if isinstance(value, (list, tuple)) else None
 
 
 def random_states(checkpoint: Checkpoint) -> dict[str, object]:
