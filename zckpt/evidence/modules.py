@@ -8,7 +8,7 @@ each parameter may have in any of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.state.names import is_number
@@ -24,6 +24,10 @@ MOST_ORDERS = 4096
 
 Offsets = tuple[int, ...]
 """How many parameters of each param group come before."""
+
+
+NOWHERE = 1 << 62, -1
+"""The reach of what has no place."""
 
 
 class TooManyOrdersError(Exception):
@@ -51,7 +55,7 @@ class Module:
     own: dict[str, str] = field(default_factory=dict)
     children: dict[str, Module] = field(default_factory=dict)
     widths: list[int] = field(default_factory=list)
-    reach: tuple[int, int] = (1 << 62, -1)
+    reach: tuple[int, int] = NOWHERE
 
 
 Siblings = Callable[[str, Sequence[str]], Sequence[str]]
@@ -156,7 +160,9 @@ class Search:
         """Return which siblings may come where in a module, in some order that fits as a whole; None if none does."""
         key = id(module), offsets
         if key not in self._steps:
-            self._steps[key] = self._arranged(self._listed(module), offsets)
+            if id(module) not in self._items:
+                self._items[id(module)] = self._with_order(module)
+            self._steps[key] = self._arranged(self._items[id(module)], offsets)
         return self._steps[key]
 
     def _arranged(self, items: Sequence[_Item], offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
@@ -167,8 +173,9 @@ class Search:
         while level:
             following: dict[int, None] = {}
             for done in level:
-                for number, item in self._next(items, done):
-                    if self._may_stand(item, at[done]):
+                for number, item in enumerate(items):
+                    is_next = not done >> number & 1 and not item.before & ~done
+                    if is_next and self._may_stand(item, at[done]):
                         after = done | 1 << number
                         edges.append((done, after, number))
                         following[after] = None
@@ -185,29 +192,19 @@ class Search:
                 found.append((items[number], at[done]))
         return found
 
-    @staticmethod
-    def _next(items: Sequence[_Item], done: int) -> Iterator[tuple[int, _Item]]:
-        for number, item in enumerate(items):
-            if not done >> number & 1 and not item.before & ~done:
-                yield number, item
-
     def _may_stand(self, item: _Item, offsets: Offsets) -> bool:
         if item.name is not None:
             group = self._group_of[item.name]
             return self._fits(item.name, group, offsets[group])
         return item.module is not None and self._orders(item.module, offsets) is not None
 
-    def _listed(self, module: Module) -> list[_Item]:
-        """Return what is in a module, with what has to come before it."""
-        if id(module) not in self._items:
-            self._items[id(module)] = self._with_order(module)
-        return self._items[id(module)]
-
     def _with_order(self, module: Module) -> list[_Item]:
+        """Return what is in a module, with what has to come before it."""
         if len(module.own) + len(module.children) > MOST_SIBLINGS:
             raise TooManyOrdersError
         names = [*module.own, *module.children]
-        reaches = [self._reach(name) for name in module.own.values()] + [m.reach for m in module.children.values()]
+        reaches = [(self._places[one],) * 2 if one in self._places else NOWHERE for one in module.own.values()]
+        reaches += [child.reach for child in module.children.values()]
         known = {name: at for at, name in enumerate(self._siblings(module.path, names))}
         own = len(module.own)
         found = []
@@ -226,10 +223,6 @@ class Search:
                 child = module.children[name]
                 found.append(_Item(None, child, tuple(child.widths), before))
         return found
-
-    def _reach(self, name: str) -> tuple[int, int]:
-        place = self._places.get(name)
-        return (1 << 62, -1) if place is None else (place, place)
 
 
 def _numbered_before(one: str, other: str) -> bool:
