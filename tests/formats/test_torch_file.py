@@ -282,6 +282,33 @@ def test_same_name_twice_is_refused(tmp_path):
         read(path, names=["up.bias"] * 7)
 
 
+def test_two_names_of_one_tied_parameter_are_refused(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    model[1].weight = model[0].weight
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(UsageError, match="two of the names are of one tied parameter"):
+        read(path, names=["0.weight", "1.weight"])
+
+
+def test_factors_of_adafactor_tell_a_shape(tmp_path: Path) -> None:
+    shapes = {"a": (4, 6), "b": (6, 4), "c": (4, 6, 2)}
+    state = {
+        number: {
+            "step": 1,
+            "exp_avg_sq_row": torch.ones(shape[:-1]),
+            "exp_avg_sq_col": torch.ones(shape[:-2] + shape[-1:]),
+        }
+        for number, shape in enumerate([shapes["c"], shapes["b"]])
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.1, "params": [1]}]}
+    model = {name: torch.ones(shape) for name, shape in shapes.items()}
+    checkpoint = read(saved(tmp_path / "c.pt", {"model": model, "optimizer": optimizer}))
+    assert [group.parameters for group in checkpoint.param_groups] == [["c"], ["b"]]
+
+
 def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):
     model = torch.nn.Module()
     model.wte, model.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
