@@ -30,7 +30,7 @@ CODES = [info.name for info in DTYPES.values() if info.safetensors]
 def entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
     """Put a tensor's bytes in a file of their own and return the entry that writes them."""
     slot = stored(path, tensor)
-    return Entry(name, slot, slot.dtype, name)
+    return Entry(name, slot, slot.dtype)
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -70,7 +70,7 @@ def test_library_reads_every_element_type(dtype, tmp_path):
 @given(shapes())
 def test_any_shape_is_laid_out_exactly(shape):
     slot = Slot(WEIGHT, "float32", shape, (Span(Extent.whole(shape), "s", 0, "float32"),))
-    file = lay_out("m", [Entry("a", slot, "float32", "a"), Entry("b", slot, "bfloat16", "b")])
+    file = lay_out("m", [Entry("a", slot, "float32"), Entry("b", slot, "bfloat16")])
     (header,) = file.literals
     first, second = file.holes
     assert first.offset == len(header.data)
@@ -82,7 +82,7 @@ def test_any_shape_is_laid_out_exactly(shape):
 def test_cast_is_said_in_the_header(tmp_path):
     tensor = torch.randn(100)
     one = entry(tmp_path / "s", "t", tensor)
-    write_target(plan([lay_out("m", [Entry("t", one.slot, "bfloat16", "t")])]), tmp_path / "m")
+    write_target(plan([lay_out("m", [Entry("t", one.slot, "bfloat16")])]), tmp_path / "m")
     assert_equal(load_file(tmp_path / "m"), {"t": tensor.bfloat16()})
 
 
@@ -96,14 +96,14 @@ def test_metadata_is_written_and_read_back(tmp_path):
 @pytest.mark.parametrize("dtype", ["complex128", "float8_e4m3fnuz", "qint8"])
 def test_element_type_without_a_code_is_refused(dtype):
     with pytest.raises(UnsupportedError, match=f"no element type {dtype}, which t has; write a .pt file"):
-        lay_out("m", [Entry("t", Slot(WEIGHT, dtype, (1,), ()), dtype, "t")])
+        lay_out("m", [Entry("t", Slot(WEIGHT, dtype, (1,), ()), dtype)])
 
 
 def test_header_beyond_the_formats_bound_is_refused():
     slot = Slot(WEIGHT, "float32", (0,), ())
     names = [str(i) + "x" * (MAXIMUM_HEADER_NBYTES // 10) for i in range(10)]
     with pytest.raises(UnsupportedError, match="too many tensors"):
-        lay_out("m", [Entry(name, slot, "float32", name) for name in names])
+        lay_out("m", [Entry(name, slot, "float32") for name in names])
 
 
 def test_directory_has_shards_and_an_index_as_hugging_face_lays_them_out(tmp_path):
@@ -126,7 +126,7 @@ def test_directory_has_shards_and_an_index_as_hugging_face_lays_them_out(tmp_pat
 
 def test_tensor_larger_than_a_shard_has_one_to_itself():
     sizes = [10, 100, 10, 10]
-    entries = [Entry(str(i), Slot(WEIGHT, "uint8", (n,), ()), "uint8", str(i)) for i, n in enumerate(sizes)]
+    entries = [Entry(str(i), Slot(WEIGHT, "uint8", (n,), ()), "uint8") for i, n in enumerate(sizes)]
     assert [[hole.nbytes for hole in file.holes] for file in lay_out_directory(entries, 50)[:-1]] == [
         [10],
         [100],

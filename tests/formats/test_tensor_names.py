@@ -95,7 +95,7 @@ def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path: Path, monkeypa
 
 def test_two_tensors_of_one_name_are_refused() -> None:
     slot = Slot("w", "float32", (0,), ())
-    entries = [Entry("w", slot, "float32", "w")] * 2
+    entries = [Entry("w", slot, "float32")] * 2
     for made in (lambda: lay_out("x.safetensors", entries), lambda: lay_out_directory(entries, 1)):
         with pytest.raises(UnsupportedError, match="two tensors of a safetensors file would be called 'w'"):
             made()

@@ -235,7 +235,7 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapp
         from zckpt.formats.torch_files import writer as torch_writer
 
         return [torch_writer.lay_out(path.name, model_tree(tensors))]
-    entries = [safetensors_layout.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
+    entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_layout.lay_out(path.name, entries)]
     if is_adapter(tensors, assets):

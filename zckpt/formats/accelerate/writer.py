@@ -142,7 +142,7 @@ def _plain(parts: Parts) -> Iterator[TargetFile]:
     for number, model in enumerate(parts.models):
         tied = {one.name: one.tied_to for one in model.parameters.values() if one.tied_to is not None}
         found = trained_tensors(model, tied="drop")
-        entries = [safetensors_layout.Entry(name, slot, dtype, name) for name, (slot, dtype) in found.items()]
+        entries = [safetensors_layout.Entry(name, *one) for name, one in found.items()]
         safetensors_layout.check_names([*(one.name for one in entries), *tied])
         metadata = {**tied, **safetensors_layout.FOR_TORCH}
         yield safetensors_layout.lay_out(f"{_numbered(MODEL, number)}.safetensors", entries, metadata)

@@ -124,7 +124,7 @@ def lay_out(
             path=checkpoint.source,
             advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
         )
-    entries = [safetensors_layout.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
+    entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
     files = safetensors_layout.lay_out_directory(entries, max_shard_size, indexed=True)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))

@@ -69,7 +69,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
         checkpoint, "safetensors files", "--dequantize writes floats; or give the target a name that ends in .pt"
     )
     entries = [
-        safetensors_layout.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype, f"{slot}/{parameter}")
+        safetensors_layout.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype)
         for slot in slots
         for parameter, one in _owners(checkpoint).items()
         if slot in one.slots

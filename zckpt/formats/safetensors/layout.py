@@ -29,7 +29,6 @@ class Entry:
     name: str
     slot: Slot
     dtype: str
-    label: str
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +45,7 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
 
     starts = accumulate((entry.nbytes for entry in entries), initial=0)
     holes = [
-        Hole(start, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype)
+        Hole(start, entry.name, entry.slot, Extent.whole(entry.slot.shape), entry.dtype)
         for start, entry in zip(starts, entries, strict=False)
     ]
     tensors = [(entry.name, entry.dtype, entry.slot.shape) for entry in entries]

@@ -91,7 +91,7 @@ def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
         if request.drops(kind):
             kinds[kind] = kinds.get(kind, 0) + slot.nbytes
         else:
-            kept.append(safetensors_layout.Entry(key, slot, slot.dtype, key))
+            kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
     if not kept:
         return without(path, name, kinds)
     extra = {key: value for key, value in metadata.items() if key != "format"}

@@ -117,7 +117,7 @@ def _check(checkpoint: Checkpoint) -> None:
 
 
 def _model_files(checkpoint: Checkpoint, assets: Mapping[str, Path]) -> list[TargetFile]:
-    entries = [Entry(name, slot, dtype, name) for name, (slot, dtype) in trained_tensors(checkpoint).items()]
+    entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
         return [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
     return safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
