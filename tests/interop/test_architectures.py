@@ -12,8 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoMo
 
 from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture, architecture, architectures
-from zckpt.formats.transformers_trainer.decay import group_of
-from zckpt.formats.transformers_trainer.readings import Weights, read_names
+from zckpt.formats.transformers_trainer.readings import Weights, group_of, read_names
 
 pytestmark = pytest.mark.interop
 

@@ -19,7 +19,7 @@ from tests.hf_training.training import SAVED, STEPS, Run, Truth, build, same, tr
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.transformers_trainer.architectures import architecture
-from zckpt.formats.transformers_trainer.decay import group_of
+from zckpt.formats.transformers_trainer.readings import group_of
 
 pytestmark = pytest.mark.interop
 

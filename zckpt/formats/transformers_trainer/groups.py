@@ -8,8 +8,7 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.transformers_trainer.architectures import Architecture
-from zckpt.formats.transformers_trainer.decay import DECAYED, UNDECAYED, group_of, may_be_layer_norms
-from zckpt.formats.transformers_trainer.readings import shortened
+from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.state import Checkpoint, ParamGroup
 
 Members = list[list[str]]
@@ -25,7 +24,7 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
     """
     groups = checkpoint.param_groups
     members = [list(group.parameters) for group in groups]
-    if len(groups) == 1 and not any(_group(name, known) == UNDECAYED for name in members[0]):
+    if len(groups) == 1 and not any(group_of(name, known) == UNDECAYED for name in members[0]):
         members.append([])
     if not _are_the_trainers(checkpoint, members, known):
         members = _parted(checkpoint, known)
@@ -35,18 +34,14 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
     return _regrouped(checkpoint, members)
 
 
-def _group(name: str, known: Architecture) -> int:
-    return group_of(shortened(name), known)
-
-
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
     """Tell whether groups are the Trainer's; one-dimensional tensors of classes that are not known may be in either."""
     if len(members) != 2:
         return False
     for at, names in enumerate(members):
         for name in names:
-            sure = _group(name, known) == UNDECAYED or len(checkpoint.parameters[name].shape) != 1
-            if sure and _group(name, known) != at:
+            sure = group_of(name, known) == UNDECAYED or len(checkpoint.parameters[name].shape) != 1
+            if sure and group_of(name, known) != at:
                 return False
     return True
 
@@ -56,15 +51,21 @@ def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
     groups = checkpoint.param_groups
     owned = {name for group in groups for name in group.parameters}
     order = groups[0].parameters if len(groups) == 1 else [name for name in checkpoint.parameters if name in owned]
-    unsure = may_be_layer_norms({name: checkpoint.parameters[name].shape for name in order}, known)
+    shapes = {name: checkpoint.parameters[name].shape for name in order}
+    unsure = [
+        name
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 1 and shapes.get(f"{name[:-7]}.bias") == shape
+        and not known.siblings and group_of(name, known) == DECAYED
+    ]  # fmt: skip
     if unsure:
         raise UnsupportedError(
             "which parameters the Trainer decays depends on the classes of modules, which are not known",
             path=checkpoint.source,
             expected="the Trainer's two param groups, or a config.json of a known model_type with the source",
-            found=f"{len(groups)} param groups, and {unsure[0]}, which may be a LayerNorm",
+            found=f"{len(groups)} param groups, and {unsure[0][:-7]}, which may be a LayerNorm",
         )
-    return [[name for name in order if _group(name, known) == at] for at in (DECAYED, UNDECAYED)]
+    return [[name for name in order if group_of(name, known) == at] for at in (DECAYED, UNDECAYED)]
 
 
 def _check_order(checkpoint: Checkpoint, members: Members, known: Architecture) -> None:

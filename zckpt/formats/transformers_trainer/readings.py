@@ -8,6 +8,7 @@ an order; the shapes of the optimizer's state decide the rest, or leave several 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +17,6 @@ from zckpt.evidence import Evidence
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
-from zckpt.formats.transformers_trainer.decay import group_of
 
 Shape = tuple[int, ...]
 
@@ -27,6 +27,23 @@ MAGNITUDE = "lora_magnitude_vector"
 
 UNTRAINED = ("running_mean", "running_var", "inv_freq")
 """Last parts of names of tensors that are no parameters, whatever their type."""
+
+
+DECAYED, UNDECAYED = 0, 1
+"""The Trainer's param groups."""
+
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def group_of(name: str, known: Architecture) -> int:
+    """Return the Trainer's param group of a parameter, under its name in the model apart from an adapter's.
+
+    Not decayed are those whose names say that they are a bias or of a norm, and all of a `torch.nn.LayerNorm`
+    (`Trainer.get_decay_parameter_names`, transformers 4.47 and later; before, those of norms went by their class).
+    """
+    name = shortened(name)
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return UNDECAYED if _UNDECAYED.search(name.lower()) or module in known.layer_norms else DECAYED
 
 
 @dataclass(slots=True)
@@ -143,7 +160,7 @@ def _groups(said: Evidence[int], known: Architecture) -> list[list[str]] | None:
     for name, shape in said.candidates.items():
         groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
         if len(groups) > 1 and len(shapes) == 2:
-            groups = [group_of(shortened(name), known)]
+            groups = [group_of(name, known)]
         if len(groups) != 1:
             return None
         found[groups[0]].append(name)
