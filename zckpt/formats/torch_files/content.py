@@ -196,12 +196,10 @@ def _optimizers(base: Node, at: tuple[object, ...], path: Path) -> dict[object, 
         return {None: [_held(base, at, path)]}
     found: dict[object, list[Held]] = {}
     for key, value in base.items():
-        if _is_optimizer(value):
-            found[key] = [_held(value, (*at, key), path)]
-        elif isinstance(value, list) and value and all(map(_is_optimizer, value)):
-            found[key] = [_held(one, (*at, key, number), path, str(number)) for number, one in enumerate(value)]
-        elif isinstance(value, dict) and value and all(map(_is_optimizer, value.values())):
-            found[key] = [_held(one, (*at, key, name), path, str(name)) for name, one in value.items()]
+        listed = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+        inside = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
+        if inside and all(map(_is_optimizer, inside.values())):
+            found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in inside.items()]
     return found
 
 
