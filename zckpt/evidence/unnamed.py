@@ -18,7 +18,7 @@ NAMES_OF_RANK_ADVICE = f"{NAMES_ADVICE}, experts by their number on a rank"
 MOST_SHOWN = 8
 
 
-def refuse_unnamed(checkpoint: Checkpoint, why: str, *, advice: str = NAMES_ADVICE) -> None:
+def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     """Raise UnsupportedError unless all parameters of the optimizer have names; `why` says who needs them."""
     every = [name for group in checkpoint.param_groups for name in group.parameters]
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
@@ -27,7 +27,7 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str, *, advice: str = NAMES_ADVI
             f"the names of some of the optimizer's parameters are not known, {why}",
             path=checkpoint.source,
             found=listed(unknown, most=MOST_SHOWN),
-            advice=advice,
+            advice=NAMES_ADVICE,
         )
 
 
