@@ -131,16 +131,16 @@ def test_meshes_of_older_torch_are_read() -> None:
     ranks = Tensor(Storage("0", "int32", 16, "cpu", 0), "int32", (2, 2), (2, 1), 0, "little")
     old = mesh_of(device_type="cuda", mesh=ranks, mesh_dim_names=("ddp", "fsdp"), _flatten_mesh_list=(0, 1, 2, 3),
                   _coordinate_on_dim=[1, 0])  # fmt: skip
-    found = read_mesh(old, "")
+    found = read_mesh(old)
     assert (found.sizes, found.coordinate, found.names, found.device, found.rank) == (
         (2, 2), (1, 0), ("ddp", "fsdp"), "cuda", 2)  # fmt: skip
     later = mesh_of(_layout=layout_of(shape=(2, (2, 3)), stride=(6, (3, 1))), _coordinate_on_dim=[1, 4])
-    assert read_mesh(later, "").sizes == (2, 6)
+    assert read_mesh(later).sizes == (2, 6)
     for strange in (mesh_of(_coordinate_on_dim=[0]), mesh_of(mesh=ranks), mesh_of(mesh=ranks, _coordinate_on_dim=None)):
         with pytest.raises(UnsupportedError, match="does not say where in it the rank is"):
-            read_mesh(strange, "")
+            read_mesh(strange)
     with pytest.raises(DamagedFileError, match="a rank outside its mesh"):
-        read_mesh(mesh_of(mesh=ranks, _coordinate_on_dim=[0, 2]), "")
+        read_mesh(mesh_of(mesh=ranks, _coordinate_on_dim=[0, 2]))
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ from zckpt.formats.fsdp_rank_files.optimizer import MEMBERS, Key, Optimizer
 from zckpt.formats.fsdp_rank_files.readings import ADVICE, FLAT, PIECES, Reading, readings
 from zckpt.formats.fsdp_rank_files.ties import tie
 from zckpt.formats.torch_files.state_dicts import shared_values
-from zckpt.formats.torch_files.tensors import slot_of, span_of
-from zckpt.state import Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import Checkpoint, Duplicate, PaddingSpan, Parameter, ParamGroup, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import CutSpans
+from zckpt.state.views import concat, reshape
 
 Slots = dict[str, Slot]
 
@@ -152,16 +153,16 @@ def _give_pieces(
     shape = owner.shape if owner.name in checkpoint.parameters else (_total(by_rank, copies[0]),)
     slots = []
     for ranks in copies:
-        spans: list[Span] = []
-        start = 0
-        for rank in ranks:
-            for box in by_rank[rank].boxes if rank in by_rank else ():
-                extent = Extent.flat(shape, start, box.tensor.numel)
-                spans.append(span_of(box.tensor, optimizer.files.paths[rank], extent))
-                start += box.tensor.numel
-        if start != math.prod(shape):
-            raise _incomplete(optimizer, slot, owner, math.prod(shape), start)
-        slots.append(Slot(slot, held[0][1].dtype, shape, tuple(spans)))
+        parts = [slot_of(slot, box.tensor, optimizer.files.paths[rank])
+                 for rank in ranks if rank in by_rank for box in by_rank[rank].boxes]  # fmt: skip
+        if sum(one.numel for one in parts) != math.prod(shape):
+            raise _incomplete(optimizer, slot, owner, math.prod(shape), sum(one.numel for one in parts))
+        whole = (
+            concat([reshape(one, (one.numel,)) for one in parts], 0)
+            if parts
+            else Slot(slot, held[0][1].dtype, (0,), ())
+        )
+        slots.append(reshape(whole, shape))
     _add(checkpoint, owner, slot, slots, [ranks[0] for ranks in copies[1:]])
 
 
@@ -193,22 +194,11 @@ def _give_flat(
             spans = CutSpans(files, owner.shape, start, width)
             slots[owner.name].append(Slot(slot, files.dtype, owner.shape, spans))
             start += owner.numel
-        checkpoint.padding_spans.append(list(_behind(slot, files.paths, files.offsets, numel, width, files.dtype)))
+        rest = CutSpans(files, (width * len(ranks) - numel,), numel, width)
+        size = itemsize(files.dtype)
+        checkpoint.padding_spans.append([PaddingSpan(slot, x.path, x.offset, x.extent.numel * size) for x in rest])
     for owner in owners:
         _add(checkpoint, owner, slot, slots[owner.name], [ranks[0] for ranks in copies[1:]])
-
-
-def _behind(
-    slot: str, paths: Sequence[str], offsets: Sequence[int], numel: int, width: int, dtype: str
-) -> list[PaddingSpan]:
-    """Return where the padding is that fills the last shards of a flat parameter."""
-    found = []
-    for at, (path, offset) in enumerate(zip(paths, offsets, strict=True)):
-        used = min(max(numel - at * width, 0), width)
-        if used < width:
-            size = itemsize(dtype)
-            found.append(PaddingSpan(slot, path, offset + used * size, (width - used) * size))
-    return found
 
 
 def _incomplete(optimizer: Optimizer, slot: str, owner: Parameter, numel: int, found: int) -> LayoutError:

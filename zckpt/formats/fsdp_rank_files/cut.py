@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
-from zckpt.errors import LayoutError, ShardError, UnsupportedError
-from zckpt.formats.fsdp_rank_files.held import Box, Held
-from zckpt.formats.torch_files.tensors import span_of, unresolved
-from zckpt.state import Extent, Slot, Span
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
+from zckpt.formats.fsdp_rank_files.held import Held
+from zckpt.formats.torch_files.tensors import slot_of, unresolved
+from zckpt.state import Slot
 from zckpt.state.spans import CutFiles, CutSpans
+from zckpt.state.views import placed
 from zckpt.torchfile import Tensor
 
 Cell = tuple[tuple[int, ...], tuple[int, ...]]
@@ -74,7 +75,8 @@ class RankFiles:
         if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {("Tensor", 1, first.dtype)} and any(
             one.shape == (0,) for _, one in held
         ):
-            _refuse_pieces(self.paths[rank], label, [one for _, one in held])
+            with about(self.paths[rank]):
+                _refuse_pieces(label, [one for _, one in held])
         for other, one in held:
             if one.mesh is not None and one.mesh.rank not in (None, other):
                 raise ShardError(
@@ -123,14 +125,7 @@ class RankFiles:
             files = self.cut(tuple(rank for _, rank, _ in pieces), [tensor for _, _, tensor in pieces])
             if files is not None:
                 return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
-        spans = [self._span(Box(*cell, tensor), rank, one.shape) for cell, rank, tensor in pieces]
-        return Slot(name, one.dtype, one.shape, tuple(spans))
-
-    def _span(self, box: Box, rank: int, shape: tuple[int, ...]) -> Span:
-        extent = Extent.whole(shape)
-        if box.sizes != shape:
-            extent = Extent(box.offsets, box.sizes, 0, box.tensor.numel)
-        return span_of(box.tensor, self.paths[rank], extent)
+        return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
 
     def _check(self, label: str, shape: tuple[int, ...], cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
         """Raise unless boxes are the cells of a grid over the whole tensor."""
@@ -168,14 +163,13 @@ def _row_width(cells: Sequence[Cell], shape: tuple[int, ...]) -> int | None:
     return rows * math.prod(shape[1:])
 
 
-def _refuse_pieces(path: str, label: str, held: Sequence[Held]) -> None:
+def _refuse_pieces(label: str, held: Sequence[Held]) -> None:
     """Refuse flattened pieces of different sizes; ranks that all have nothing have an empty parameter."""
     sizes = [one.shape[0] for one in held]
     if len(set(sizes)) > 1:
         raise UnsupportedError(
             f"{label} is in pieces of one axis, of which no file says where they lie, as FSDP1 with use_orig_params "
             "saves its LOCAL_STATE_DICT",
-            path=path,
             expected="a tensor that every rank has whole, or a sharded one",
             found=f"{', '.join(map(str, sizes[:8]))} elements",
             advice="load it in its own program and save it as SHARDED_STATE_DICT",

@@ -56,7 +56,7 @@ class RankTensors:
 
     def dtensor(self, slot: Slot, dtype: str, label: str) -> MetaTensor:
         """Return this rank's rows of a slot, as a DTensor."""
-        offsets, sizes = box_of(slot.shape, self._placements, self.mesh, "")
+        offsets, sizes = box_of(slot.shape, self._placements, self.mesh)
         row = slot.numel // slot.shape[0] if slot.shape[0] else 0
         extent = Extent.flat(slot.shape, offsets[0] * row, sizes[0] * row)
         storage = new_storage(dtype, extent.numel, [SlotContent(0, slot, label, extent)])

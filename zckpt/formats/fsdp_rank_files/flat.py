@@ -26,7 +26,7 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
     Raises UnsupportedError: members of a unit have other state than each other, or are of several param groups.
     """
     if len(checkpoint.param_groups) != 1:
-        raise _refused(checkpoint, "the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
+        raise _refused("the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
                        "give --groups one, or --fsdp-version 2")  # fmt: skip
     numbers = {name: number for number, name in enumerate(checkpoint.param_groups[0].parameters)}
     found: dict[int, dict[str, object]] = {}
@@ -36,11 +36,11 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
         if not known:
             continue
         if any(state.keys() != known[0].keys() for state in known):
-            raise _refused(checkpoint, f"parameters of the unit of {members[0]} have different state", members[0])
+            raise _refused(f"parameters of the unit of {members[0]} have different state", members[0])
         found[unit] = {
             key: _end_to_end(checkpoint, key, states)
             if isinstance(value, SlotTensor) and value.slot.shape
-            else _shared(checkpoint, key, members[0], [state[key] for state in known])
+            else _shared(key, members[0], [state[key] for state in known])
             for key, value in known[0].items()
         }
     return found
@@ -56,20 +56,18 @@ def _end_to_end(
         shape = checkpoint.parameters[name].shape
         value = state[key] if state else None
         if value is not None and not (isinstance(value, SlotTensor) and value.slot.shape == shape):
-            raise _refused(checkpoint, f"{key} of {name} is not one value for each of its elements", key)
+            raise _refused(f"{key} of {name} is not one value for each of its elements", key)
         found.append((math.prod(shape), value if isinstance(value, SlotTensor) else None))
         dtypes |= {value.dtype} if isinstance(value, SlotTensor) else set()
     if len(dtypes) > 1:
-        raise _refused(
-            checkpoint, f"{key} of {next(iter(states))} and others is of several types", listed(sorted(dtypes))
-        )
+        raise _refused(f"{key} of {next(iter(states))} and others is of several types", listed(sorted(dtypes)))
     return found
 
 
-def _shared(checkpoint: Checkpoint, key: str, member: str, values: Sequence[object]) -> object:
+def _shared(key: str, member: str, values: Sequence[object]) -> object:
     """Return the one value that all members of a unit have."""
     if len({_content(value) for value in values}) > 1:
-        raise _refused(checkpoint, f"parameters of the unit of {member} have different values of {key}", key)
+        raise _refused(f"parameters of the unit of {member} have different values of {key}", key)
     first = values[0]
     return plain_tensor(first.slot, first.dtype, first.label) if isinstance(first, SlotTensor) else first
 
@@ -100,12 +98,9 @@ def shard(members: Sequence[tuple[int, SlotTensor | None]], rank: int, world_siz
     return view(new_storage(dtype, width, contents), (width,))
 
 
-def _refused(
-    checkpoint: Checkpoint, message: str, found: str, advice: str = "give --fsdp-version 2"
-) -> UnsupportedError:
+def _refused(message: str, found: str, advice: str = "give --fsdp-version 2") -> UnsupportedError:
     return UnsupportedError(
         f"{message}, and FSDP1 has one state for all of a unit",
-        path=checkpoint.source,
         found=found,
         advice=advice,
     )

@@ -107,7 +107,7 @@ def refuse_share(file: TorchFile) -> None:
         kind = node.subclass.name if isinstance(node, MetaTensor) and node.subclass is not None else ""
         if isinstance(node, MetaTensor) and kind in (DTENSOR, SHARDED):
             try:
-                held = RankReader(file.path).held(node)
+                held = RankReader().held(node)
             except SourceError:
                 held = None
             mesh = None if held is None else held.mesh
@@ -127,8 +127,7 @@ def refuse_share(file: TorchFile) -> None:
 class RankReader:
     """Reads the tensors of one rank's file, which share meshes and placements."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self) -> None:
         self._specs: dict[int, tuple[Mesh, tuple[Placement, ...]]] = {}
         self._meshes: dict[int, Mesh] = {}
 
@@ -149,9 +148,7 @@ class RankReader:
             return self._dtensor(node)
         if kind == SHARDED:
             return self._sharded(node)
-        raise UnsupportedError(
-            f"holds a tensor of class {node.subclass}", path=self.path, expected="Tensor, DTensor or ShardedTensor"
-        )
+        raise UnsupportedError(f"holds a tensor of class {node.subclass}", expected="Tensor, DTensor or ShardedTensor")
 
     def _dtensor(self, node: MetaTensor) -> Held:
         local, spec = _attribute(node, "_local_tensor"), _attribute(node, "_spec")
@@ -159,14 +156,13 @@ class RankReader:
             local = local.args[0]
         if not isinstance(local, Tensor) or not isinstance(spec, Object):
             raise UnsupportedError(
-                "a DTensor without elements of its own", path=self.path, expected="a local tensor", found=brief(local)
+                "a DTensor without elements of its own", expected="a local tensor", found=brief(local)
             )
         mesh, placements = self._spec(spec)
-        offsets, sizes = box_of(node.shape, placements, mesh, self.path)
+        offsets, sizes = box_of(node.shape, placements, mesh)
         if local.shape != sizes:
             raise DamagedFileError(
                 f"a DTensor of shape {node.shape} with another local tensor than its mesh gives this rank",
-                path=self.path,
                 expected=f"shape {sizes}",
                 found=local.shape,
             )
@@ -179,8 +175,8 @@ class RankReader:
         if known is None:
             mesh = spec.get("mesh")
             if id(mesh) not in self._meshes:
-                self._meshes[id(mesh)] = read_mesh(mesh, self.path)
-            known = self._specs[id(spec)] = self._meshes[id(mesh)], read_placements(spec.get("placements"), self.path)
+                self._meshes[id(mesh)] = read_mesh(mesh)
+            known = self._specs[id(spec)] = self._meshes[id(mesh)], read_placements(spec.get("placements"))
         return known
 
     def _sharded(self, node: MetaTensor) -> Held:
@@ -188,9 +184,7 @@ class RankReader:
         shards, metadata = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
         size = _integers(metadata.get("size")) if isinstance(metadata, Object) else None
         if not isinstance(shards, list) or size is None or size != node.shape:
-            raise DamagedFileError(
-                "an unreadable ShardedTensor", path=self.path, expected=f"shards of shape {node.shape}", found=size
-            )
+            raise DamagedFileError("an unreadable ShardedTensor", expected=f"shards of shape {node.shape}", found=size)
         boxes = [self._shard(shard, size) for shard in shards]
         return Held(SHARDED, size, node.dtype, tuple(box for box in boxes if box.tensor.numel), _groups(state))
 
@@ -202,7 +196,6 @@ class RankReader:
         if not isinstance(tensor, Tensor) or offsets is None or sizes is None or tensor.shape != sizes:
             raise DamagedFileError(
                 "an unreadable shard of a ShardedTensor",
-                path=self.path,
                 expected=f"a tensor of shape {sizes}",
                 found=tensor.shape if isinstance(tensor, Tensor) else brief(tensor),
             )
@@ -211,7 +204,7 @@ class RankReader:
         )
         if not inside:
             raise DamagedFileError(
-                "a shard outside its tensor", path=self.path, expected=f"within {shape}", found=f"{offsets} + {sizes}"
+                "a shard outside its tensor", expected=f"within {shape}", found=f"{offsets} + {sizes}"
             )
         return Box(offsets, sizes, tensor)
 

@@ -59,24 +59,23 @@ class Placement:
     split_factor: int = 1
 
 
-def read_mesh(node: object, path: str) -> Mesh:
+def read_mesh(node: object) -> Mesh:
     """Return the mesh that a pickled `DeviceMesh` is.
 
     Raises UnsupportedError: it does not say how large it is, or where in it the rank is.
     """
     if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
-        raise DamagedFileError("a DTensor without a mesh", path=path, found=brief(node, 60))
+        raise DamagedFileError("a DTensor without a mesh", found=brief(node, 60))
     sizes, coordinate = _sizes(node), _integers(node.get("_coordinate_on_dim"))
     names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
     if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
         raise UnsupportedError(
             "a DTensor whose mesh does not say where in it the rank is",
-            path=path,
             expected="the sizes of the mesh, and a coordinate",
             found=f"sizes {sizes}, coordinate {coordinate}",
         )
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
-        raise DamagedFileError("a rank outside its mesh", path=path, expected=f"below {sizes}", found=coordinate)
+        raise DamagedFileError("a rank outside its mesh", expected=f"below {sizes}", found=coordinate)
     known = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
     device = node.get("_device_type", node.get("device_type"))
     found = tuple(map(str, names)) if known and isinstance(names, (tuple, list)) else ()
@@ -126,22 +125,21 @@ def _integers(value: object) -> tuple[int, ...] | None:
     return tuple(one for one in value if type(one) is int)
 
 
-def read_placements(node: object, path: str) -> tuple[Placement, ...]:
+def read_placements(node: object) -> tuple[Placement, ...]:
     """Return the placements that a DTensor's spec has.
 
     Raises UnsupportedError: one of another kind: a rank's elements are then no part of the tensor, as partial sums are.
     """
     if not isinstance(node, (tuple, list)):
-        raise DamagedFileError("a DTensor without placements", path=path, found=brief(node, 60))
-    return tuple(_placement(one, path) for one in node)
+        raise DamagedFileError("a DTensor without placements", found=brief(node, 60))
+    return tuple(_placement(one) for one in node)
 
 
-def _placement(node: object, path: str) -> Placement:
+def _placement(node: object) -> Placement:
     kind = node.qualified.rpartition(".")[2] if isinstance(node, Object) else ""
     if not isinstance(node, Object) or kind not in (REPLICATE, SHARD, STRIDED):
         raise UnsupportedError(
             "a DTensor with a placement that is no cut and no copy",
-            path=path,
             expected="Shard or Replicate",
             found=kind or brief(node, 60),
         )
@@ -150,12 +148,12 @@ def _placement(node: object, path: str) -> Placement:
     dim = node.get("dim", next(iter(node.args), None))
     factor = node.get("split_factor", 1)
     if type(dim) is not int or type(factor) is not int:
-        raise DamagedFileError("a DTensor with an unreadable placement", path=path, expected="Shard(dim)", found=dim)
+        raise DamagedFileError("a DTensor with an unreadable placement", expected="Shard(dim)", found=dim)
     return Placement(kind, dim, factor)
 
 
 def box_of(
-    shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh, path: str
+    shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the offsets and sizes of the box that a rank has.
 
@@ -168,15 +166,14 @@ def box_of(
     if len(placements) != len(mesh.sizes):
         raise DamagedFileError(
             "a DTensor with other placements than its mesh has dimensions",
-            path=path,
             expected=len(mesh.sizes),
             found=len(placements),
         )
     offsets, sizes = [0] * len(shape), list(shape)
-    for at in _order(placements, mesh, path):
+    for at in _order(placements, mesh):
         dim = placements[at].dim + (len(shape) if placements[at].dim < 0 else 0)
         if not 0 <= dim < len(shape):
-            raise DamagedFileError("a DTensor cut along a dimension that it has not", path=path, found=dim)
+            raise DamagedFileError("a DTensor cut along a dimension that it has not", found=dim)
         step = -(-sizes[dim] // mesh.sizes[at])
         start = min(step * mesh.coordinate[at], sizes[dim])
         offsets[dim] += start
@@ -184,7 +181,7 @@ def box_of(
     return tuple(offsets), tuple(sizes)
 
 
-def _order(placements: Sequence[Placement], mesh: Mesh, path: str) -> list[int]:
+def _order(placements: Sequence[Placement], mesh: Mesh) -> list[int]:
     """Return the dimensions of the mesh that cut, in the order in which they do.
 
     FSDP cuts what tensor parallelism has left, and comes first in the mesh: its shard is then strided, by as many as
@@ -198,7 +195,6 @@ def _order(placements: Sequence[Placement], mesh: Mesh, path: str) -> list[int]:
         if placements[at].split_factor != math.prod(mesh.sizes[later] for later in same):
             raise UnsupportedError(
                 "a DTensor with strided shards in an order that is not read",
-                path=path,
                 expected="shards of FSDP over tensor parallelism",
                 found=", ".join(f"{one.kind}({one.dim}, {one.split_factor})" for one in placements),
                 advice="write it with torch.distributed.checkpoint in the program that wrote it",

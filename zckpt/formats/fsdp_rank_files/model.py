@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import Held, RankReader, elements, rules_of
@@ -52,30 +52,30 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     """
     model = Model(RankFiles([str(path) for path in paths]))
     for rank, path in enumerate(paths):
-        file = read_torchfile(path)
-        root = _root(file)
-        tree = {name: elements(node) for name, node in root.items()}
-        checkpoint.files.append(replace(describe(file, "model", dp_rank=rank, rules=rules_of("*")), tree=tree))
-        records = file.records if has_checksums(file.records) else ()
-        model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
-        reader = RankReader(file.path)
-        held = {name: reader.held(node) for name, node in by_name(root, file.path).items()}
-        tensors = {name: one for name, one in held.items() if one is not None}
-        if not rank:
-            _carry_rest(checkpoint, file, root, tensors)
-            model.modules = _modules(root)
-            model.held = {name: [] for name in tensors}
-        elif tensors.keys() != model.held.keys():
-            strange = sorted(tensors.keys() ^ model.held.keys())
-            raise LayoutError(
-                "has other tensors than rank 0's file",
-                path=path,
-                expected=f"{len(model.held)} names",
-                found=f"{len(tensors)}; {listed(strange)} are in one only",
-                ranks=[rank],
-            )
-        for name, one in tensors.items():
-            model.held[name].append(one)
+        with about(path):
+            file = read_torchfile(path)
+            root = _root(file)
+            tree = {name: elements(node) for name, node in root.items()}
+            checkpoint.files.append(replace(describe(file, "model", dp_rank=rank, rules=rules_of("*")), tree=tree))
+            records = file.records if has_checksums(file.records) else ()
+            model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
+            reader = RankReader()
+            held = {name: reader.held(node) for name, node in by_name(root, file.path).items()}
+            tensors = {name: one for name, one in held.items() if one is not None}
+            if not rank:
+                _carry_rest(checkpoint, file, root, tensors)
+                model.modules = _modules(root)
+                model.held = {name: [] for name in tensors}
+            elif tensors.keys() != model.held.keys():
+                strange = sorted(tensors.keys() ^ model.held.keys())
+                raise LayoutError(
+                    "has other tensors than rank 0's file",
+                    expected=f"{len(model.held)} names",
+                    found=f"{len(tensors)}; {listed(strange)} are in one only",
+                    ranks=[rank],
+                )
+            for name, one in tensors.items():
+                model.held[name].append(one)
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
@@ -88,9 +88,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
 
 def _root(file: TorchFile) -> dict[object, object]:
     if not isinstance(file.root, dict) or not file.root:
-        raise DamagedFileError(
-            "unexpected content", path=file.path, expected="a state dict", found=brief(file.root, 60)
-        )
+        raise DamagedFileError("unexpected content", expected="a state dict", found=brief(file.root, 60))
     return file.root
 
 
@@ -100,9 +98,7 @@ def _carry_rest(
     rest = {name: value for name, value in by_name(root, file.path).items() if name not in tensors}
     strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
     if strange:
-        raise UnsupportedError(
-            "holds what is no tensor", path=file.path, expected="a model's state dict", found=listed(strange)
-        )
+        raise UnsupportedError("holds what is no tensor", expected="a model's state dict", found=listed(strange))
     checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER
-from zckpt.errors import DamagedFileError, LayoutError
+from zckpt.errors import DamagedFileError, LayoutError, about
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankReader, elements, rules_of
 from zckpt.formats.torch_files.state_dicts import looks_like_optimizer, optimizer_rules
@@ -71,12 +71,13 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
     found = Optimizer(RankFiles([str(path) for path in paths]))
     for rank, path in enumerate(paths):
         file = read_torchfile(path)
-        groups, state = _parsed(file)
-        if not rank:
-            found.groups = groups
-        else:
-            _check_groups(found.groups, groups, rank, file.path)
-        single = _add(found, rank, file, state)
+        with about(path):
+            groups, state = _parsed(file)
+            if not rank:
+                found.groups = groups
+            else:
+                _check_groups(found.groups, groups, rank)
+            single = _add(found, rank, file, state)
         described = describe(file, "optimizer", dp_rank=rank, rules=_rules(rank, single))
         checkpoint.files.append(replace(described, tree=_tree(file)))
     return found
@@ -107,34 +108,31 @@ def _rules(rank: int, single: Sequence[str]) -> tuple[Rule, ...]:
 def _parsed(file: TorchFile) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
     root = file.root
     if not isinstance(root, dict) or not looks_like_optimizer(root):
-        raise DamagedFileError(
-            "unexpected content", path=file.path, expected="an optimizer's state dict", found=brief(root, 60)
-        )
+        raise DamagedFileError("unexpected content", expected="an optimizer's state dict", found=brief(root, 60))
     groups: list[dict[str, Any]] = []
     for group in root["param_groups"]:
         params = group.get("params") if isinstance(group, dict) else None
         if not isinstance(params, (list, tuple)) or not all(type(one) in (int, str) for one in params):
             raise DamagedFileError(
-                "unreadable param group", path=file.path, expected="numbers or names in `params`", found=brief(params)
+                "unreadable param group", expected="numbers or names in `params`", found=brief(params)
             )
         groups.append({**with_scalars(group, file.path), "params": list(params)})
     known = [key for group in groups for key in group["params"]]
     members = set(known)
     if len(members) != len(known) or len({type(key) for key in known}) > 1:
-        raise DamagedFileError("param groups have a parameter twice", path=file.path)
+        raise DamagedFileError("param groups have a parameter twice")
     state: dict[Key, dict[str, object]] = {}
     for key, slots in root["state"].items():
         if type(key) not in (int, str) or key not in members or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", path=file.path, found=brief(key))
+            raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
         state[key] = {str(slot): value for slot, value in slots.items()}
     return groups, state
 
 
-def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int, path: str) -> None:
+def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
     if [group["params"] for group in mine] != [group["params"] for group in its]:
         raise LayoutError(
             "has other param groups than rank 0",
-            path=path,
             expected=" + ".join(str(len(group["params"])) for group in mine),
             found=" + ".join(str(len(group["params"])) for group in its),
             ranks=[rank],
@@ -144,7 +142,6 @@ def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, 
             if not alike(_plain(one.get(key)), _plain(two.get(key))):
                 raise LayoutError(
                     f"param group {number} has another {key} than rank 0's",
-                    path=path,
                     expected=brief(one.get(key)),
                     found=brief(two.get(key)),
                     advice="the files are of different steps or runs",
@@ -159,7 +156,7 @@ def _plain(value: object) -> object:
 
 def _add(found: Optimizer, rank: int, file: TorchFile, state: Mapping[Key, Mapping[str, object]]) -> list[str]:
     """Add a rank's state; return the keys of what is no tensor with dimensions."""
-    reader = RankReader(file.path)
+    reader = RankReader()
     single: dict[str, None] = {}
     scalars: list[tuple[Key, str, Held]] = []
     for key, slots in state.items():
@@ -190,7 +187,6 @@ def _agree(found: Optimizer, key: Key, slot: str, value: object, rank: int) -> N
     elif not alike(_plain(values[slot]), _plain(value)):
         raise LayoutError(
             f"state {slot} of the optimizer's parameter {key} is another than on the first rank",
-            path=found.files.paths[rank],
             expected=brief(_plain(values[slot])),
             found=brief(_plain(value)),
             advice="the files are of different steps or runs",

@@ -88,7 +88,6 @@ def _refuse(checkpoint: Checkpoint) -> None:
     if checkpoint.optimizers():
         raise UnsupportedError(
             "holds several optimizers, and these files have one",
-            path=checkpoint.source,
             found=listed(checkpoint.optimizers()),
             advice="convert to zckpt or dcp",
         )
@@ -114,7 +113,6 @@ def _version(job: Job) -> int:
     if version == FSDP1 and own == FSDP1 and job.checkpoint.param_groups and state != FLAT and not job.options.units:
         raise UnsupportedError(
             "the optimizer of FSDP1 with use_orig_params=True is not written",
-            path=job.checkpoint.source,
             expected="flat parameters, or FSDP2",
             advice="give --fsdp-version 2, or the units with --units",
         )
@@ -133,7 +131,6 @@ def _units(job: Job, target: Target) -> list[str]:
     if checkpoint.format != FORMAT or not isinstance(known, list):
         raise UsageError(
             "which modules FSDP1 wraps is not known",
-            path=checkpoint.source,
             expected="--units PATTERN,... such as 'model.layers.*', or --fsdp-version 2",
         )
     return [str(unit) for unit in known]
