@@ -80,7 +80,7 @@ def contents(source: str, found: Found, paths: Paths) -> Contents:
     lost = fill(checkpoint, _tree(source, found, paths))
     slots = {
         slot.spans[0].path: (name, parameter.name)
-        for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
+        for parameter in checkpoint.holders()
         for name, slot in parameter.slots.items()
     }
     if checkpoint.step is None:

@@ -256,7 +256,7 @@ def _placed(found: Contents, parts: list[Part]) -> list[Placed]:
             where.setdefault(key, []).append((rank + 1, piece))
     checkpoint = found.checkpoint
     made = []
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.holders():
         for slot in parameter.slots.values():
             written = where.get(slot.spans[0].path, [])
             pieces = tuple((file, piece.extent) for file, piece in written)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from zckpt.codes import CHECKSUM
 from zckpt.engine.plan import FilePlan, Strided
 from zckpt.errors import DamagedFileError, UsageError, listed
+from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources
 
@@ -330,11 +331,7 @@ def _tiles(seen: Iterable[Seen]) -> list[Seen]:
 
 def _covered(seen: Iterable[Seen]) -> int:
     """Return how many bytes were seen."""
-    covered = end = 0
-    for each in sorted(seen, key=lambda each: each.offset):
-        covered += max(each.offset + each.nbytes - max(each.offset, end), 0)
-        end = max(end, each.offset + each.nbytes)
-    return covered
+    return total(merge((each.offset, each.offset + each.nbytes) for each in seen))
 
 
 def _run(tasks: list[tuple[Sum, list[Seen]]]) -> list[int]:

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt.state.ranges import Range, merge
 from zckpt.torchfile import PARTS, Tensor, children, is_leaf
 
 
@@ -74,10 +75,6 @@ def _swap_below(node: object, swapped: dict[int, object]) -> None:
             setattr(node, name, value)
 
 
-Range = tuple[int, int]
-"""First byte, and the byte after the last."""
-
-
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The bytes of a storage that are kept.
@@ -117,7 +114,7 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
         Every byte keeps its place relative to multiples of this.
     """
     ranges: list[Range] = []
-    for low, high in union((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b):
+    for low, high in merge((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b):
         if ranges and ranges[-1][1] == low:
             ranges[-1] = (ranges[-1][0], high)
         else:
@@ -127,27 +124,6 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
         starts.append(at)
         at += high - low
     return Kept(tuple(ranges), tuple(starts))
-
-
-def union(ranges: Iterable[Range]) -> list[Range]:
-    """Return the union of ranges as ranges apart from each other, in order; empty ones are none."""
-    found: list[Range] = []
-    for low, high in sorted(one for one in ranges if one[0] < one[1]):
-        if found and low <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
-        else:
-            found.append((low, high))
-    return found
-
-
-def gaps(ranges: Iterable[Range], nbytes: int) -> list[Range]:
-    """Return what of `nbytes` bytes is in no range. The ranges are apart from each other and in order."""
-    found, at = [], 0
-    for low, high in [*ranges, (nbytes, nbytes)]:
-        if at < low:
-            found.append((at, low))
-        at = high
-    return found
 
 
 def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> dict[str, int]:

@@ -18,10 +18,11 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of
-from zckpt.formats.shrinking import Kept, Range, gaps, kept_ranges, replace_tensors, shares
+from zckpt.formats.shrinking import Kept, kept_ranges, replace_tensors, shares
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
+from zckpt.state.ranges import total, without
 from zckpt.torchfile import Storage, Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
 
 PADDING = "padding"
@@ -142,7 +143,7 @@ def replaced(name: str, nbytes: int, file: TargetFile, kinds: dict[str, int]) ->
     return Rewritten(name, nbytes, file, _complete(kinds, nbytes - file.nbytes))
 
 
-def without(path: Path, name: str, kinds: dict[str, int]) -> Rewritten:
+def gone(path: Path, name: str, kinds: dict[str, int]) -> Rewritten:
     """Return a file that goes, given the bytes of its tensors by kind."""
     nbytes = path.stat().st_size
     return Rewritten(name, nbytes, None, _complete(kinds, nbytes))
@@ -184,7 +185,7 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
         tensors.setdefault(tensor.storage.key, []).append(tensor)
     dropped: dict[str, list[tuple[int, int, str]]] = {}
     for kind, tensor in edited.dropped:
-        dropped.setdefault(tensor.storage.key, []).append((*_reach(tensor), kind))
+        dropped.setdefault(tensor.storage.key, []).append((*tensor.reach, kind))
     whole = _bare_storages(edited.root)
     saved: dict[str, int] = {}
     new: dict[int, Tensor] = {}
@@ -192,13 +193,13 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
         views, trimmed = tensors.get(key, []), key in edited.trimmed
         if key in whole or (views and not ((unreferenced or trimmed) and _can_shrink(storage, views))):
             continue
-        kept = kept_ranges(map(_reach, views), storage.nbytes, _alignment(storage, views))
+        kept = kept_ranges((view.reach for view in views), storage.nbytes, _alignment(storage, views))
         if views and kept.nbytes < storage.nbytes:
             shrunk = _shrunk(storage, kept, file, views[0].byteorder)
             new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
-        removed = gaps(kept.ranges, storage.nbytes)
+        removed = without([(0, storage.nbytes)], kept.ranges)
         of = shares(removed, dropped.get(key, ()))
-        rest = sum(high - low for low, high in removed) - sum(of.values())
+        rest = total(removed) - sum(of.values())
         of[PADDING if trimmed else UNREFERENCED] = rest
         saved |= {kind: saved.get(kind, 0) + nbytes for kind, nbytes in of.items() if nbytes}
     return saved, new
@@ -208,15 +209,6 @@ def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
     """Return bytes by kind that add up to `nbytes`."""
     rest = nbytes - sum(saved.values())
     return {**saved, **({STRUCTURE: rest} if rest else {})}
-
-
-def _reach(tensor: Tensor) -> Range:
-    """Return the bytes of its storage from a tensor's first element to its last."""
-    start = tensor.storage_offset * tensor.itemsize
-    if not tensor.numel:
-        return start, start
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-    return start, start + (last + 1) * tensor.itemsize
 
 
 def _bare_storages(root: object) -> set[str]:
@@ -258,7 +250,7 @@ def _shrunk(storage: Storage, kept: Kept, file: TorchFile, byteorder: str) -> Ne
 
 
 def _moved(tensor: Tensor, storage: NewStorage, kept: Kept) -> Tensor:
-    offset = kept.place(_reach(tensor)[0]) // tensor.itemsize if tensor.numel else 0
+    offset = kept.place(tensor.reach[0]) // tensor.itemsize if tensor.numel else 0
     return replace(tensor, storage=storage, storage_offset=offset, byteorder="little")
 
 

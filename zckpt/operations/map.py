@@ -15,7 +15,6 @@ grows with the number of parameters plus the number of ranks and not with their 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +27,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, shares
 from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Slot, SourceFile
+from zckpt.state.boxes import bounds, row_major
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -243,11 +243,18 @@ class _Drawing:
             self.sources[row, slot] = None
 
     def _position(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return where an extent starts on the parameter's axis, and the number of its box or -1."""
+        """Return where an extent starts on the parameter's axis, and the number of its box or -1 if that is one range.
+
+        A box starts after the elements of those before it, if the tensor is cut in a grid of such boxes.
+        """
         if extent.sizes == shape:
             return extent.start, NONE
-        start = box_start(extent.offsets, extent.sizes, shape)
-        if is_one_range(extent.sizes, shape):
+        start, numel = 0, 1
+        for offset, size, step in zip(extent.offsets, extent.sizes, row_major(shape), strict=True):
+            start += numel * offset * step
+            numel *= size
+        low, high = bounds(Extent(extent.offsets, extent.sizes, 0, numel), shape)
+        if high - low == numel:
             return start + extent.start, NONE
         key = (extent.offsets, extent.sizes)
         if key not in self._box_numbers:
@@ -278,25 +285,6 @@ class _Drawing:
             return NONE
         path = self.sources[row, slot]
         return SEVERAL if path is None else self._path_numbers[path]
-
-
-def box_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Return how many elements lie in boxes before this one, if the tensor is cut in a grid of such boxes.
-
-    For a box that is one range of the flattened tensor this is its first element's flat index.
-    """
-    before = 1
-    start = 0
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        start += before * offset * math.prod(shape[dim + 1 :])
-        before *= size
-    return start
-
-
-def is_one_range(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a box of these sizes is one range of the flattened tensor."""
-    cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
-    return not cut or all(size == 1 for size in sizes[: cut[-1]])
 
 
 EXTENT_NUMBERS = 6

@@ -96,7 +96,7 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
     LayoutError
         Something did not arrive.
     """
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.holders():
         found = _values(parameter, written)
         for key, slot in parameter.slots.items():
             check_arrived(f"{key} of {parameter.name}", _copy(key, slot, found), slot.shape, target)
@@ -179,7 +179,7 @@ def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, how:
     """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
     pairs = [
         one
-        for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
+        for parameter in checkpoint.holders()
         for key, slot in parameter.slots.items()
         for one in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
     ]

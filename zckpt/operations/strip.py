@@ -153,7 +153,7 @@ class _StripProof(Proof):
     def of(self, written: Path, _more: Sequence[Path]) -> None:
         """Plan a read of all that was written."""
         done = open_checkpoint(written, names=self.checkpoint.given_names)
-        for parameter in [*self.checkpoint.tensors(), *self.checkpoint.unnamed.values()]:
+        for parameter in self.checkpoint.holders():
             found = same_parameter(parameter, done)
             for key, slot in parameter.slots.items():
                 if self.request.needs(key) or (key == MASTER and WEIGHT not in parameter.slots):

@@ -401,8 +401,13 @@ class Checkpoint:
         yield from self.parameters.values()
         yield from self.buffers.values()
 
+    def holders(self) -> Iterator[Parameter]:
+        """Iterate over all that has slots: these, and what an optimizer only numbers."""
+        yield from self.tensors()
+        yield from self.unnamed.values()
+
     def slot_names(self) -> list[str]:
         """Return the names of all slots, `weight` and `master` first, each once."""
-        names = dict.fromkeys(name for p in [*self.tensors(), *self.unnamed.values()] for name in p.slots)
+        names = dict.fromkeys(name for p in self.holders() for name in p.slots)
         first = [name for name in (WEIGHT, MASTER) if name in names]
         return first + [name for name in names if name not in (WEIGHT, MASTER)]

@@ -89,6 +89,14 @@ class Span:
     unresolved: tuple[str, ...] = ()
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """Bytes of the file from the first element to the last."""
+        numel = self.extent.numel
+        if numel and self.strides is not None:
+            numel = 1 + sum((n - 1) * s for n, s in zip(self.extent.sizes, self.strides, strict=True))
+        return self.offset, self.offset + numel * itemsize(self.dtype)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie end to end and as they are, but for the order of their bytes."""
         return self.strides is None and not self.unresolved

@@ -271,6 +271,13 @@ class Tensor:
         return self.storage.offset + self.storage_offset * self.itemsize
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """Bytes of its storage from the first element to the last."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        start = self.storage_offset * self.itemsize
+        return start, start + ((last + 1) * self.itemsize if self.numel else 0)
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether elements follow each other in row-major order without gaps.
 

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Union
 from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
+from zckpt.state.ranges import Range, merge, total, without
 
 if TYPE_CHECKING:
     from zckpt.state import cuts
-
-Range = tuple[int, int]
-"""Bytes [low, high) of a file."""
 
 FEWEST_COLUMNS = 1 << 13
 """Spans; of fewer, the ranges are found one by one before numpy is loaded, which finds them for all at once."""
@@ -138,17 +136,17 @@ class Coverage:
         self._slots: list[str] = []
         self._numbers: dict[str, int] = {}
         rules: dict[tuple[int, str], list[CutSpans]] = {}
-        for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        for parameter in checkpoint.holders():
             for slot in parameter.slots.values():
                 for spans in (slot.spans, *slot.replicas):
                     if isinstance(spans, CutSpans):
                         rules.setdefault((id(spans.files), slot.name), []).append(spans)
                         continue
                     for span in spans:
-                        self._add(span.path, STATE, *reach(span), slot.name)
+                        self._add(span.path, STATE, *span.reach, slot.name)
         for duplicate in checkpoint.duplicates:
             for span in spans_of(duplicate.slot):
-                self._add(span.path, COPY, *reach(span), duplicate.slot.name)
+                self._add(span.path, COPY, *span.reach, duplicate.slot.name)
         self._padding: list[PaddingRule] = []
         for runs in checkpoint.padding_spans:
             if isinstance(runs, PaddingRule) and runs.is_large:
@@ -165,7 +163,7 @@ class Coverage:
         if all(count < FEWEST_COLUMNS for count in counts):
             for (_, name), found in rules.items():
                 for span in (span for one in found for span in one):
-                    self._add(span.path, STATE, *reach(span), name)
+                    self._add(span.path, STATE, *span.reach, name)
             return
         from zckpt.state.cuts import Cuts
 
@@ -210,27 +208,6 @@ def spans_of(slot: Slot) -> Iterator[Span]:
         yield from spans
 
 
-def reach(span: Span) -> Range:
-    """Return the bytes from the first to the last element of a span."""
-    size = itemsize(span.dtype)
-    numel = span.extent.numel
-    if numel and span.strides is not None:
-        numel = 1 + sum((n - 1) * s for n, s in zip(span.extent.sizes, span.strides, strict=True))
-    return span.offset, span.offset + numel * size
-
-
-def merge(ranges: Iterable[Range]) -> list[Range]:
-    """Return sorted ranges that do not touch and cover the same bytes; given ones are in any order, and may overlap."""
-    found: list[Range] = []
-    for low, high in sorted(ranges):
-        if found and low <= found[-1][1]:
-            if high > found[-1][1]:
-                found[-1] = (found[-1][0], high)
-        else:
-            found.append((low, high))
-    return found
-
-
 def _union(ranges: Ranges, pairs: list[Range], columns: Sequence[cuts.Ranges]) -> Ranges:
     if isinstance(ranges, list) and not columns:
         return merge([*ranges, *pairs])
@@ -240,30 +217,6 @@ def _union(ranges: Ranges, pairs: list[Range], columns: Sequence[cuts.Ranges]) -
 
     every = np.concatenate([np.array(one, np.int64).reshape(-1, 2) for one in (ranges, pairs, *columns)])
     return cuts.merged_ranges(every[:, 0], every[:, 1])
-
-
-def total(ranges: Iterable[Range]) -> int:
-    """Return the number of bytes in ranges."""
-    return sum(high - low for low, high in ranges)
-
-
-def without(ranges: Iterable[Range], others: Sequence[Range]) -> list[Range]:
-    """Return what of ranges is in none of others; these are sorted, none over another."""
-    found: list[Range] = []
-    for low, high in ranges:
-        begin = low
-        at = max(bisect_right(others, (low, low)) - 1, 0)
-        while begin < high and at < len(others):
-            start, end = others[at]
-            if start >= high:
-                break
-            if start > begin:
-                found.append((begin, start))
-            begin = max(begin, end)
-            at += 1
-        if begin < high:
-            found.append((begin, high))
-    return found
 
 
 def shares(nbytes: int, known: Known, elements: list[Range], taken: Mapping[str, list[Range]]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 
 from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
-from zckpt.formats.account.ranges import Known, Range, reach, spans_of
+from zckpt.formats.account.ranges import Known, spans_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
     ANY,
@@ -27,6 +27,7 @@ from zckpt.state.inventory import (
     Item,
     Rule,
 )
+from zckpt.state.ranges import Range
 from zckpt.torchfile import (
     LEAVES,
     FromFile,
@@ -69,7 +70,7 @@ class Taken:
 def taken(checkpoint: Checkpoint) -> Taken:
     """Return what a checkpoint has taken of its files, other than elements."""
     found = Taken()
-    every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
+    every = checkpoint.holders()
     for values in (checkpoint.metadata, checkpoint.optimizer_metadata):
         for key, value in values.items():
             found.values[key, id(node_of(value))] = key
@@ -214,7 +215,7 @@ class FileAccount:
             self._take(node, steps, fate, about)
             return _NOTHING
         if isinstance(node, Slot):
-            self._elements([reach(span) for span in spans_of(node)], steps, None)
+            self._elements([span.reach for span in spans_of(node)], steps, None)
             return _NOTHING
         if isinstance(node, Tensor):
             self._tensor(node, steps, fit.rule)
@@ -349,11 +350,9 @@ def _is_torchs(attributes: Mapping[object, object]) -> bool:
 
 
 def _range(tensor: Tensor) -> Range:
-    """Return the bytes from the first to the last element of a tensor."""
-    if not tensor.numel:
-        return tensor.offset, tensor.offset
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-    return tensor.offset, tensor.offset + (1 + last) * tensor.itemsize
+    """Return the bytes of the file from the first to the last element of a tensor."""
+    low, high = tensor.reach
+    return tensor.storage.offset + low, tensor.storage.offset + high
 
 
 def _is_known(rule: Rule, steps: Steps, keys: Collection[str]) -> bool:

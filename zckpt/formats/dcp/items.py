@@ -25,6 +25,7 @@ from zckpt.formats.dcp.heads import Blob, Kinds, is_blob, read_blob
 from zckpt.formats.dcp.metadata import Metadata, Offsets, Place
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.boxes import row_major
+from zckpt.state.ranges import merge, without
 from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import ALIGNMENT, FileRange, Storage, Tensor, TorchFile, read_source
 
@@ -107,14 +108,11 @@ class ItemFile:
 
     def add_gaps(self, used: Iterable[tuple[int, int]]) -> None:
         """Add the bytes that no item lies in to the tree, alignment aside; `used` are offsets and lengths."""
-        at = 0
-        for offset, nbytes in [*sorted(used), (self.nbytes, 0)]:
-            aligned = offset - at < ALIGNMENT and offset % ALIGNMENT == 0
-            if offset > at and not aligned:
-                extent = Extent.whole((offset - at,))
-                spans = (Span(extent, self.path, at, "uint8"),)
-                self.tree[f"bytes {at} to {offset}"] = Slot("bytes", "uint8", (offset - at,), spans)
-            at = max(at, offset + nbytes)
+        items = merge((offset, offset + nbytes) for offset, nbytes in used)
+        for low, high in without([(0, self.nbytes)], items):
+            if high - low >= ALIGNMENT or high % ALIGNMENT:
+                spans = (Span(Extent.whole((high - low,)), self.path, low, "uint8"),)
+                self.tree[f"bytes {low} to {high}"] = Slot("bytes", "uint8", (high - low,), spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
     What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
     """
     known = {PARAMS, *(key for group in checkpoint.param_groups for key in (*group.hyperparameters, *group.state))}
-    known |= {key for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] for key in (*p.state, *p.slots)}
+    known |= {key for p in checkpoint.holders() for key in (*p.state, *p.slots)}
     kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata}
     for file in checkpoint.files:
         folder = folders.get(str(Path(file.path).parent))

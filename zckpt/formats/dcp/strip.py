@@ -23,7 +23,7 @@ from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.tree import STATE, OptimizerPart, build, find_optimizers
-from zckpt.formats.shrinking import Kept, gaps, kept_ranges, shares, union
+from zckpt.formats.shrinking import Kept, kept_ranges, shares
 from zckpt.formats.stripped_directory import completed
 from zckpt.formats.stripping import (
     STRUCTURE,
@@ -37,6 +37,7 @@ from zckpt.formats.stripping import (
     rewrite,
 )
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot, Span
+from zckpt.state.ranges import merge, without
 from zckpt.torchfile import Object, TorchFile, dump, read_pickle
 
 ALIGNMENT = 64
@@ -189,13 +190,13 @@ def _files(folder: _Folder, request: Request) -> Iterator[Rewritten]:
         alignment = ALIGNMENT if all(item.offset % ALIGNMENT == 0 for item in items) else 1
         used = [item.range for item in stay]
         if not request.unreferenced:
-            used = gaps(union((low, min(high + -high % alignment, nbytes)) for low, high, _ in gone), nbytes)
+            used = without([(0, nbytes)], merge((low, min(high + -high % alignment, nbytes)) for low, high, _ in gone))
         kept = kept_ranges(used, nbytes, alignment)
         if kept.nbytes == nbytes:
             yield as_it_is(path, within + name)
             continue
         shorter = True
-        kinds = shares(gaps(kept.ranges, nbytes), gone)
+        kinds = shares(without([(0, nbytes)], kept.ranges), gone)
         rest = nbytes - kept.nbytes - sum(kinds.values())
         kinds |= {UNREFERENCED: rest} if rest and request.unreferenced else {}
         if not stay:

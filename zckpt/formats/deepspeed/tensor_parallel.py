@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError, listed
-from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
 from zckpt.formats.deepspeed.gpt_model import check_degree
@@ -32,6 +31,8 @@ from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.state.ranges import merge as merge_ranges
+from zckpt.state.ranges import without
 from zckpt.state.views import concat, narrow, placed
 from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
@@ -132,18 +133,14 @@ class VocabularyPadding:
                 for key, span in (
                     (key, s) for key, slot in held for one in rows for s in narrow(slot, rule.dim, *one).spans
                 ):
-                    low, high = reach(span)
+                    low, high = span.reach
                     yield PaddingSpan(key, span.path, low, high - low)
 
 
 def _outside(shares: Sequence[Share], size: int) -> list[tuple[int, int]]:
     """Return the indexes of a slice that no share has: where they begin, and how many they are."""
-    found, at = [], 0
-    for low, high in [*sorted((s.source, s.source + s.size) for s in shares), (size, size)]:
-        if low > at:
-            found.append((at, low - at))
-        at = max(at, high)
-    return found
+    held = merge_ranges((one.source, one.source + one.size) for one in shares)
+    return [(low, high - low) for low, high in without([(0, size)], held)]
 
 
 def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[Duplicate]:

@@ -316,7 +316,7 @@ class Reading:
 def _check(checkpoint: Checkpoint) -> None:
     """Hold param groups, tied names and sections against each other."""
     members = [set(group.parameters) for group in checkpoint.param_groups]
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.holders():
         group, owner = parameter.group, parameter.tied_to
         if group is not None and (group >= len(members) or parameter.name not in members[group]):
             raise wrong(f"group of {parameter.name}", "the param group that lists it", group)

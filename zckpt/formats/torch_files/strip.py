@@ -17,7 +17,7 @@ from zckpt.formats.companions import files_below
 from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
-from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
+from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.state_dicts import STATE_KEY, looks_flattened, looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -93,7 +93,7 @@ def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
         else:
             kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
     if not kept:
-        return without(path, name, kinds)
+        return gone(path, name, kinds)
     extra = {key: value for key, value in metadata.items() if key != "format"}
     return replaced(name, nbytes, safetensors_layout.lay_out(name, kept, extra), kinds)
 

@@ -16,6 +16,7 @@ from zckpt.formats.alike_records import AlikeRecords
 from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
+from zckpt.state.ranges import merge, total
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, node_of, walk_tensors
 
@@ -188,11 +189,8 @@ def describe(
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):
         if tensor.numel:
-            reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-            start = tensor.storage_offset * tensor.itemsize
-            used.setdefault(tensor.storage.key, []).append((start, start + reach * tensor.itemsize))
-    total = sum(storage.nbytes for storage in file.storages.values())
-    covered = sum(_union(ranges) for ranges in used.values())
+            used.setdefault(tensor.storage.key, []).append(tensor.reach)
+    covered = sum(total(merge(ranges)) for ranges in used.values())
     records = {record.name: record.nbytes for record in file.records}
     return SourceFile(
         file.path,
@@ -201,7 +199,7 @@ def describe(
         dp_rank,
         mp_rank,
         covered,
-        total - covered,
+        sum(storage.nbytes for storage in file.storages.values()) - covered,
         file.globals,
         tree=file.root,
         records=records,
@@ -214,14 +212,6 @@ def carried(file: TorchFile, node: object) -> object:
     """Return a part of a file's tree as `Checkpoint.metadata` keeps it: plain data as it is, else with its file."""
     known = PlainParts() if file.plain is None else file.plain
     return node if node in known else FromFile.of(file, node)
-
-
-def _union(ranges: list[tuple[int, int]]) -> int:
-    covered, end = 0, 0
-    for low, high in sorted(ranges):
-        covered += max(high - max(low, end), 0)
-        end = max(end, high)
-    return covered
 
 
 _FORMATS = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from zckpt.operations.verify.inventory import NO_SUM, Inventory, Piece, Scattered, Subject, SumIndex
 from zckpt.state.dtypes import itemsize
+from zckpt.state.ranges import merge, without
 
 Subjects = dict[int, Subject]
 """Those that some work is about, by index."""
@@ -73,7 +74,8 @@ def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int
     """
     for path in paths:
         pieces, overlapping = _apart(sorted(inventory.pieces.get(path, ()), key=lambda piece: piece.offset))
-        intervals = list(_without(sums.of(path), inventory.claimed.get(path, [])))
+        claimed = merge(inventory.claimed.get(path, []))
+        intervals = [(*rest, number) for low, high, number in sums.of(path) for rest in without([(low, high)], claimed)]
         intervals += _uncovered(pieces, intervals)
         yield from _cut(path, sorted(intervals), pieces, most)
         for piece in overlapping:
@@ -93,23 +95,6 @@ def _apart(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
 
 Interval = tuple[int, int, int]
 """Begin, end and checksum."""
-
-
-def _without(intervals: Sequence[Interval], claimed: Sequence[tuple[int, int]]) -> Iterator[Interval]:
-    """Yield what of records is not read elsewhere."""
-    at = 0
-    for low, high, number in intervals:
-        begin = low
-        while at < len(claimed) and claimed[at][1] <= low:
-            at += 1
-        here = at
-        while here < len(claimed) and claimed[here][0] < high:
-            if begin < claimed[here][0]:
-                yield begin, claimed[here][0], number
-            begin = max(begin, claimed[here][1])
-            here += 1
-        if begin < high:
-            yield begin, high, number
 
 
 def _uncovered(pieces: Sequence[Piece], intervals: Sequence[Interval]) -> list[Interval]:

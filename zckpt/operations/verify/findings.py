@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 
 from zckpt.codes import (
@@ -182,6 +182,14 @@ def finding_of(error: SourceError) -> Finding:
     )
 
 
+def findings_of(errors: Iterable[SourceError]) -> Iterator[Finding]:
+    """Yield what errors of a reader are, and the one that their reading ends with."""
+    try:
+        yield from map(finding_of, errors)
+    except SourceError as error:
+        yield finding_of(error)
+
+
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings with errors first, each severity by code."""
-    return sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), one.code))
+    """Return findings with errors first, each severity by code, and each once."""
+    return sorted(dict.fromkeys(findings), key=lambda one: (SEVERITIES.index(one.severity), one.code))

@@ -18,7 +18,7 @@ from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, ReadCopied, Reading, only, shares
 from zckpt.operations.places import takes_urls
-from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, in_order
+from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 from zckpt.storage.files import is_file
@@ -78,6 +78,8 @@ def verify(
     if direct and not deep and against is None:
         raise UsageError("a sample is not read past the page cache", expected="direct with deep or against")
     check_executor(executor)
+    from zckpt.compare.twice import files_twice
+
     expected = None
     if against is not None:
         from zckpt.compare.digests import read_digests
@@ -92,8 +94,10 @@ def verify(
         with using(executor if deep else None):
             return _unopened(Path(source), error, deep, how, shared["tag"], [Path(root) for root in shared["roots"]])
     ranks = ranks_by_file(checkpoint)
-    findings = [*structure_findings(checkpoint, ranks), *_twice(checkpoint)]
-    counts = _counts(checkpoint)
+    findings = [*structure_findings(checkpoint, ranks), *findings_of(files_twice(checkpoint))]
+    owners = [one for one in checkpoint.holders() if one.slots]
+    slots = sum(len(one.slots) for one in owners)
+    counts = {"files": len(checkpoint.files), "parameters": len(owners), "slots": slots, "elements": 0}
     text = None
     with using(executor if deep or expected is not None else None):
         if deep:
@@ -105,24 +109,7 @@ def verify(
             text, changed = _against(checkpoint, expected, how)
             findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
-    return Verification(name, checkpoint.format, deep, in_order(_once(findings)), Checked(**counts), text, checkpoint)
-
-
-def _counts(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return what of a checkpoint was looked at so far, as `Checked` has it."""
-    owners = [p for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] if p.slots]
-    slots = sum(len(p.slots) for p in owners)
-    return {"files": len(checkpoint.files), "parameters": len(owners), "slots": slots, "elements": 0}
-
-
-def _twice(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield the files that are another rank's under their names."""
-    from zckpt.compare.twice import files_twice
-
-    try:
-        yield from map(finding_of, files_twice(checkpoint))
-    except SourceError as error:
-        yield finding_of(error)
+    return Verification(name, checkpoint.format, deep, in_order(findings), Checked(**counts), text, checkpoint)
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: _How) -> tuple[str | None, list[Finding]]:
@@ -167,7 +154,7 @@ def _unopened(
     if deep:
         ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
         findings += _deep(counts, surveyed.files, surveyed.format, None, ranks, how)
-    return Verification(os.fspath(path), None, deep, in_order(_once(findings)), Checked(**counts))
+    return Verification(os.fspath(path), None, deep, in_order(findings), Checked(**counts))
 
 
 def _distinct(error: SourceError, surveyed: Survey) -> Iterator[SourceError]:
@@ -175,17 +162,10 @@ def _distinct(error: SourceError, surveyed: Survey) -> Iterator[SourceError]:
     yield from surveyed.errors
     if isinstance(error, UnknownFormatError) and error.code is None and surveyed.errors:
         return  # it is not recognised, because of those
-    known = {(one.path, one.message) for one in surveyed.errors} | {(one.path, None) for one in surveyed.errors}
-    if (error.path, error.message) not in known and not (_is_file(error.path) and (error.path, None) in known):
+    said = {(one.path, one.message) for one in surveyed.errors}
+    files = {one.path for one in surveyed.errors if one.path and is_file(one.path)}
+    if (error.path, error.message) not in said and error.path not in files:
         yield error
-
-
-def _is_file(path: str | None) -> bool:
-    return path is not None and is_file(path)
-
-
-def _once(findings: Sequence[Finding]) -> list[Finding]:
-    return list(dict.fromkeys(findings))
 
 
 def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
@@ -246,5 +226,5 @@ def _deep(
     finally:
         how.reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}
-    yield from _once([finding_of(error) for error in [*errors, *outcome.errors]])
+    yield from map(finding_of, [*errors, *outcome.errors])
     yield from damage_findings(outcome, inventory, Damage(sums, wrong, checkpoint), ranks)

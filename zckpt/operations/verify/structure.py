@@ -20,10 +20,10 @@ from zckpt.codes import (
 )
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
-from zckpt.errors import LayoutError, SourceError, listed
+from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
-from zckpt.operations.verify.findings import Finding, finding_of
+from zckpt.operations.verify.findings import Finding, finding_of, findings_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Slot, as_float, number_of
 from zckpt.state.inventory import Item
 
@@ -43,7 +43,9 @@ def ranks_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     """Yield what is wrong with the structure of a checkpoint."""
-    yield from _contradictions(checkpoint)
+    adapter = find_format(checkpoint.format)
+    if adapter is not None:  # of files that need not be read for that
+        yield from findings_of(adapter.contradictions(checkpoint))
     yield from _coverage(checkpoint, ranks)
     yield from _uneven(checkpoint, ranks)
     yield from _steps(checkpoint, ranks)
@@ -54,17 +56,6 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
     for warning in checkpoint.warnings:
         if warning not in checkpoint.leftovers.values():
             yield Finding(REMARK, warning)
-
-
-def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Yield where files contradict the document that says what lies where in them, so that they need not be read."""
-    adapter = find_format(checkpoint.format)
-    if adapter is None:
-        return
-    try:
-        yield from map(finding_of, adapter.contradictions(checkpoint))
-    except SourceError as error:  # of headers that opening, where there are many, has not read to the end
-        yield finding_of(error)
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
@@ -92,7 +83,7 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
 def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     """Look where every slot is, as for a copy of it: each element must be there once, in the slot's own type."""
     holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.holders():
         for key, slot in parameter.slots.items():
             for spans in (slot.spans, *slot.replicas):
                 one = replace(slot, spans=spans, replicas=())

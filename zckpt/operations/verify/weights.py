@@ -29,7 +29,6 @@ from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
 from zckpt.operations.verify.structure import Ranks
 from zckpt.state import Checkpoint, Slot, Span, Spans
-from zckpt.state.dtypes import itemsize
 
 MOST = 0.75
 """Share of a file's parameters that differ in a file of another step or run: all but those that were not trained."""
@@ -151,7 +150,7 @@ class Damage:
         return any(
             low < end and begin < high
             for span in spans
-            for begin, end in [reach(span)]
+            for begin, end in [span.reach]
             for low, high in self._ranges.get(span.path, ())
         )
 
@@ -196,10 +195,10 @@ class Damage:
 def _held(checkpoint: Checkpoint, paths: Collection[str]) -> dict[str, list[tuple[int, int, str, str]]]:
     """Return what lies in some files, in the checkpoint's order: first and last byte, parameter or buffer, slot."""
     found: dict[str, list[tuple[int, int, str, str]]] = {}
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+    for parameter in checkpoint.holders():
         for key, slot in parameter.slots.items():
             for span in _spans(slot, paths):
-                found.setdefault(span.path, []).append((*reach(span), parameter.name, key))
+                found.setdefault(span.path, []).append((*span.reach, parameter.name, key))
     return found
 
 
@@ -211,14 +210,6 @@ def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
         for span in (spans.within(paths) if paths is not None and isinstance(spans, Spans) else spans)
         if span.extent.numel and (paths is None or span.path in paths)
     ]
-
-
-def reach(span: Span) -> tuple[int, int]:
-    """Return the first byte of a span and the one after its last."""
-    numel = span.extent.numel
-    if span.strides is not None:
-        numel = 1 + sum((size - 1) * step for size, step in zip(span.extent.sizes, span.strides, strict=True))
-    return span.offset, span.offset + numel * itemsize(span.dtype)
 
 
 def damage_findings(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ranks) -> Iterator[Finding]:
