@@ -70,22 +70,21 @@ def place_of(path: str | os.PathLike[str]) -> Path | str:
 
 
 @contextmanager
-def at_path(place: Path | str) -> Iterator[Path]:
+def at_path(place: Path | str, *, missing: bool = False) -> Iterator[Path]:
     """Yield the path of what is to be read, which is mounted while the context lasts if it is a URL.
 
-    Raises
-    ------
-    SourceError
-        There is nothing; or it has changed while it was read.
+    `missing`: there may be nothing, and what is there may change: a target. Raises SourceError: there is nothing; or it
+    has changed while it was read.
     """
     if isinstance(place, Path):
         yield place
         return
     from zckpt.storage.remote.mount import mounted
 
-    with _shown_errors(), mounted(place) as mount:
+    with _shown_errors(), mounted(place, missing=missing) as mount:
         yield mount.path
-        mount.check_unchanged()
+        if not missing:
+            mount.check_unchanged()
 
 
 def _name_urls(checkpoint: Checkpoint) -> None:
@@ -118,15 +117,14 @@ def _mounted(value: Any, stack: ExitStack, mounts: list[Mount], *, missing: bool
     return mount.path
 
 
-class _shown_errors:  # noqa: N801  # a context, named for how it reads
-    """Lets errors that leave a verb name URLs."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ZckptError) and error.path is not None:
-            error.path = shown(error.path)
+@contextmanager
+def _shown_errors() -> Iterator[None]:
+    """Let errors that leave a verb name URLs."""
+    try:
+        yield
+    except ZckptError as error:
+        error.path = error.path and shown(error.path)
+        raise
 
 
 def shown_in(value: Result) -> Result:

@@ -28,7 +28,6 @@ from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
 from zckpt.storage.purpose import Purpose
 from zckpt.storage.remote.mount import check_sources, mount_of, mounted
-from zckpt.storage.remote.schemes import uploads_of
 from zckpt.storage.remote.uploads import Sent, Uploads
 from zckpt.storage.stand_ins import InMemory
 
@@ -65,7 +64,7 @@ def write_remote(
     mount = mount_of(path)
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
-    uploads = uploads_of(mount.store, mount.key_of(path), is_directory=owned is not None)
+    uploads = mount.uploads(path, is_directory=owned is not None)
     remains = _Remains(uploads, journal, path)
     mount.forget(base, remains.objects)
     for one in [path] if owned is not None else [*more, *(base / name for name in names)]:

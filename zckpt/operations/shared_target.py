@@ -131,12 +131,11 @@ class StoredTarget(SharedTarget):
 
     def __init__(self, url: str, *, last: Sequence[str] = ()) -> None:
         from zckpt.storage.remote.mount import Mount
-        from zckpt.storage.remote.schemes import uploads_of
 
         self._mount = Mount(url, missing=True)
         try:
             self.path = self._mount.path
-            self._uploads = uploads_of(self._mount.store, self._mount.store.root, is_directory=True)
+            self._uploads = self._mount.uploads(self.path, is_directory=True)
         except BaseException:
             self._mount.close()
             raise

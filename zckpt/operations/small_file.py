@@ -10,6 +10,7 @@ from pathlib import Path
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UsageError
+from zckpt.operations.places import at_path
 from zckpt.operations.target import write_target
 from zckpt.storage.ownership import check_replaceable
 from zckpt.storage.remote.addresses import address_of
@@ -41,32 +42,12 @@ def beside_it(place: Path | str, name: str) -> Path | str:
 
 def check_text(place: Path | str) -> None:
     """Raise TargetError if what is there is no file that could be replaced."""
-    if isinstance(place, Path):
-        check_replaceable(place)
-        return
-    from zckpt.storage.remote.mount import mounted
-
-    with mounted(place, missing=True) as mount:
-        check_replaceable(mount.path)
+    with at_path(place, missing=True) as path:
+        check_replaceable(path)
 
 
 def write_text(place: Path | str, text: str) -> None:
-    """Write a text.
-
-    Raises
-    ------
-    TargetError
-        It cannot be written, or what is there is no file.
-    """
+    """Write a text. Raises TargetError: it cannot be written, or what is there is no file."""
     data = text.encode()
-    if isinstance(place, Path):
-        _write(data, place)
-        return
-    from zckpt.storage.remote.mount import mounted
-
-    with mounted(place, missing=True) as mount:
-        _write(data, mount.path)
-
-
-def _write(data: bytes, path: Path) -> None:
-    write_target(plan([TargetFile(path.name, len(data), [Literal(0, data)])]), path, overwrite=True)
+    with at_path(place, missing=True) as path:
+        write_target(plan([TargetFile(path.name, len(data), [Literal(0, data)])]), path, overwrite=True)

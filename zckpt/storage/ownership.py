@@ -132,7 +132,7 @@ def _check_owned(directory: Path, owned: Owned) -> None:
         raise TargetExistsError(
             "holds other files, which replacing it would remove",
             path=directory,
-            found=", ".join(sorted(others)[:SHOWN_NAMES]) + (" ..." if len(others) > SHOWN_NAMES else ""),
+            found=_some(others),
             advice="choose a new directory",
         )
 
@@ -152,9 +152,13 @@ def check_unfinished(directory: Path, owned: Owned) -> None:
         raise TargetError(
             "holds files that no run has left there, and removing it would lose them",
             path=directory,
-            found=", ".join(sorted(others)[:SHOWN_NAMES]) + (" ..." if len(others) > SHOWN_NAMES else ""),
+            found=_some(others),
             advice="move it away",
         )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else "")
 
 
 def _below(directory: Path) -> Iterator[tuple[str, bool]]:

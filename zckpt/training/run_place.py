@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, identity_of
 from zckpt.operations.open import open as open_checkpoint
+from zckpt.operations.places import at_path
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.durable import recover, target_of_old
@@ -111,13 +111,9 @@ class StoredRun(RunPlace):
         """Return the URL of a checkpoint of this name."""
         return f"{self._url}/{name}"
 
-    @contextmanager
-    def seen(self) -> Iterator[Path]:
-        """Yield a directory with the names in the store as they are now."""
-        from zckpt.storage.remote.mount import mounted
-
-        with mounted(self._url, missing=True) as mount:
-            yield mount.path
+    def seen(self) -> AbstractContextManager[Path]:
+        """Return a context that yields a directory with the names in the store as they are now."""
+        return at_path(self._url, missing=True)
 
     def make(self) -> None:
         """Do nothing: what is written has a directory."""
@@ -133,11 +129,10 @@ class StoredRun(RunPlace):
     def settle(self, saving: Saved) -> None:
         """Abort uploads, and remove objects among which no document has come."""
         from zckpt.storage.remote.mount import mount_of
-        from zckpt.storage.remote.schemes import uploads_of
 
         with self.seen() as directory:
-            path, mount = directory / saving.name, mount_of(directory)
-            uploads_of(mount.store, mount.key_of(path), is_directory=True).begin()
+            path = directory / saving.name
+            mount_of(directory).uploads(path, is_directory=True).begin()
             if saving.is_in(directory) and not os.path.lexists(path / DOCUMENT_NAME):
                 self._remove(path)
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from zckpt.errors import SourceError, UsageError, show_as_urls
 from zckpt.storage.remote.addresses import Address, address_of
 from zckpt.storage.remote.cache import RemoteFile
-from zckpt.storage.remote.schemes import store_of
+from zckpt.storage.remote.schemes import store_of, uploads_of
 from zckpt.storage.remote.stores import Listed, Store, changed
+from zckpt.storage.remote.uploads import Uploads
 from zckpt.storage.stand_ins import FILES, MARK, Distant, forget_all, new_base, stand_in
 
 _NUMBERS = itertools.count()
@@ -168,6 +169,10 @@ class Mount:
         if path.is_relative_to(self.path):
             return f"{self.store.root}/{path.relative_to(self.path).as_posix()}"
         return f"{self.store.root.rpartition('/')[0]}/{path.name}"
+
+    def uploads(self, path: Path, *, is_directory: bool) -> Uploads:
+        """Return how files get into the store that are below a path, or beside it; errors are those of `uploads_of`."""
+        return uploads_of(self.store, self.key_of(path), is_directory=is_directory)
 
     def keys_below(self, path: Path) -> list[str]:
         """Return what is below a directory, those first that come last when it is written."""

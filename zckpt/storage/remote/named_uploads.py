@@ -28,6 +28,7 @@ class NamedUploads(Uploads):
 
     def __init__(self, store: FsspecStore, key: str, *, is_directory: bool) -> None:
         super().__init__(store, key, is_directory=is_directory)
+        self.kept_in = self.partial.rpartition("/")[2]
         self.journal = self.partial.removesuffix("partial") + "journal"
         self._named: list[str] = []
         self._sent: dict[str, Finished | None] = {}
@@ -43,11 +44,6 @@ class NamedUploads(Uploads):
             self.store.remove_folder(self.partial)
             self.store.remove_folder(self.journal)
             self._record = Record(self._write_record)
-
-    @property
-    def kept_in(self) -> str:
-        """The directory of the temporary name."""
-        return self.partial.rpartition("/")[2]
 
     def left(self) -> int:
         """Return how many bytes have come in whole files."""
@@ -162,11 +158,6 @@ class NamedUploads(Uploads):
         """Return that of the temporary directory."""
         head, _, name = self.store.address.url.rstrip("/").rpartition("/")
         return f"{head}/.{name}.zckpt-partial"
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether it is a directory: always."""
-        return True
 
     def name(self, names: Sequence[str], old: Sequence[str]) -> None:
         """Rename the directory, or the files."""

@@ -327,9 +327,11 @@ class S3Uploads(Uploads):
     """Uploads in parts."""
 
     store: S3Store
+    kept_in = "unfinished uploads"
 
     def __init__(self, store: S3Store, key: str, *, is_directory: bool) -> None:
         super().__init__(store, key, is_directory=is_directory)
+        self.is_folder = is_directory
         self._open: dict[str, S3Sink] = {}
         self._finished: list[str] = []
         self._found: dict[str, str] = {}
@@ -341,8 +343,6 @@ class S3Uploads(Uploads):
             self._found = {one["Key"]: one["UploadId"] for one in self._unfinished() or ()}
         else:
             self._sweep()
-
-    kept_in = "unfinished uploads"
 
     def left(self) -> int:
         """Return how many bytes are in unfinished uploads; where the store does not say, how many this run has sent."""
@@ -446,11 +446,6 @@ class S3Uploads(Uploads):
     def url(self) -> str:
         """Return the target's."""
         return self.store.address.url
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether the target is a directory."""
-        return self.is_directory
 
     def name(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002
         """Leave nothing behind: they have their names."""

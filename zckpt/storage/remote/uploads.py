@@ -35,6 +35,12 @@ class Uploads(ABC):
         Whether files go below the target, else beside it.
     """
 
+    kept_in: str
+    """Where what has been sent stays until it is gone on with, for messages."""
+
+    is_folder = True
+    """Whether `url` is of a directory that has the files, else they are beside it."""
+
     def __init__(self, store: Store, key: str, *, is_directory: bool) -> None:
         self.store = store
         self.key = key
@@ -62,11 +68,6 @@ class Uploads(ABC):
         keep : bool
             Let another run go on with this one, if it is killed.
         """
-
-    @property
-    @abstractmethod
-    def kept_in(self) -> str:
-        """Where what has been sent stays until it is gone on with, for messages."""
 
     @abstractmethod
     def left(self) -> int:
@@ -118,11 +119,6 @@ class Uploads(ABC):
     @abstractmethod
     def url(self) -> str:
         """Return where files that are finished can be read: of a directory that has them, or of the target."""
-
-    @property
-    @abstractmethod
-    def is_folder(self) -> bool:
-        """Whether `url` is of a directory that has the files, else they are beside it."""
 
     @abstractmethod
     def name(self, names: Sequence[str], old: Sequence[str]) -> None:
