@@ -166,7 +166,7 @@ def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[Target
     for number, optimizer in enumerate(parts.optimizers):
         trees[f"{OPTIMIZER}_{number}"] = {"optimizer": _by_name(optimizer, notes)}
     for folder, tree in trees.items():
-        for file in dcp_writer.lay_out_items(items_of(tree, parts.whole.source), world_size):
+        for file in dcp_writer.lay_out_items(items_of(tree), world_size):
             yield replace(file, name=f"{folder}/{file.name}")
 
 

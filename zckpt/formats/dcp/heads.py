@@ -178,7 +178,7 @@ def read_blob(descriptor: int, offset: int, nbytes: int, path: str) -> dict[str,
     length = int.from_bytes(read_at(descriptor, offset, 8, path=path), "little")
     start = offset + 8 + length
     if length > MAXIMUM_HEADER_NBYTES or start > nbytes:
-        raise DamagedFileError("unreadable header", path=path, found=f"{length} bytes")
+        raise DamagedFileError("unreadable header", found=f"{length} bytes")
     try:
         header = json.loads(read_at(descriptor, offset + 8, length, path=path))
         about = sharding(header.pop("__metadata__", {}))
@@ -188,9 +188,9 @@ def read_blob(descriptor: int, offset: int, nbytes: int, path: str) -> dict[str,
             found[name] = Blob(_node(name, one, at, at - start), offsets_of(name, about, len(one["shape"])))
             at += found[name].tensor.nbytes
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFileError("unreadable header", path=path, found=f"{type(error).__name__}: {error}") from error
+        raise DamagedFileError("unreadable header", found=f"{type(error).__name__}: {error}") from error
     if at != nbytes:
-        raise DamagedFileError("the tensors do not fill the file", path=path, expected=f"{at} bytes", found=nbytes)
+        raise DamagedFileError("the tensors do not fill the file", expected=f"{at} bytes", found=nbytes)
     return found
 
 

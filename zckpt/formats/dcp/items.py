@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, Chunks, ChunkSpans, FileChunks, Located, Pairs, TensorEntry, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.heads import Blob, Kinds, is_blob, read_blob
@@ -244,7 +244,7 @@ def _open(directory: Path, name: str, metadata: Metadata) -> Iterator[tuple[int,
             advice="copy it from where the rank that wrote it has left it",
             code=MISSING_FILE,
         )
-    with opened(str(path)) as descriptor:
+    with opened(str(path)) as descriptor, about(path):
         yield descriptor, ItemFile(str(path), os.fstat(descriptor).st_size)
 
 
@@ -252,7 +252,6 @@ def _range(descriptor: int, file: ItemFile, key: str, place: Place) -> FileRange
     if place.offset + place.nbytes > file.nbytes:
         raise DamagedFileError(
             f"the file ends before {key} does",
-            path=file.path,
             expected=f"at least {place.offset + place.nbytes} bytes",
             found=file.nbytes,
             advice="copy it again from where it came from",
@@ -291,17 +290,16 @@ def _nodes(
         entry, (offsets, sizes) = chunks.entry(number), chunks.box(number)
         place = Place(file.path, chunks.offset[number], chunks.nbytes[number])
         if blob is not None:
-            node: object = _in_blob(blob, entry.key, offsets, place.offset, file)
+            node: object = _in_blob(blob, entry.key, offsets, place.offset)
         else:
             node = _node(descriptor, file, entry.key, place, kinds)
         if not isinstance(node, Tensor):
             raise UnsupportedError(
-                f"{entry.key} is no dense tensor", path=file.path, found=getattr(node, "qualified", type(node).__name__)
+                f"{entry.key} is no dense tensor", found=getattr(node, "qualified", type(node).__name__)
             )
         if (tuple(node.shape), node.dtype) != (sizes, entry.dtype):
             raise LayoutError(
                 f"the chunk of {entry.key} at {offsets} is another than `.metadata` says",
-                path=file.path,
                 expected=f"{entry.dtype} {sizes}",
                 found=f"{node.dtype} {tuple(node.shape)}",
             )
@@ -320,12 +318,11 @@ def _node(descriptor: int, file: ItemFile, key: str, place: Place, kinds: Kinds)
     return moved(found.root, -place.offset) if isinstance(found.root, Tensor) else found.root
 
 
-def _in_blob(blob: Mapping[str, Blob], key: str, offsets: Offsets, begin: int, file: ItemFile) -> Tensor:
+def _in_blob(blob: Mapping[str, Blob], key: str, offsets: Offsets, begin: int) -> Tensor:
     found = blob.get(key)
     if found is None or found.offsets != offsets:
         raise ShardError(
             f"the chunk of {key} at {offsets} is not in it",
-            path=file.path,
             expected=f"offsets {offsets}",
             found="none" if found is None else found.offsets,
         )

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import Chunks, TensorEntry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.state.boxes import Box
@@ -97,94 +97,95 @@ def read_metadata(directory: Path) -> Metadata:
     """
     path = str(directory / NAME)
     file = read_pickle(path)
-    root = _object(file.root, "Metadata", path)
-    entries = _mapping(root.get("state_dict_metadata"), "state_dict_metadata", path)
-    chunks = Chunks()
-    tensors: dict[str, TensorEntry] = {}
-    needed: list[str] = []
-    numbers: dict[str, dict[Offsets, int]] = {}
-    for key, entry in entries.items():
-        if not isinstance(key, str) or not isinstance(entry, Object):
-            raise _unexpected(path, "a tensor or an object by its key", key)
-        if entry.qualified.endswith(".BytesStorageMetadata"):
-            needed.append(key)
-        else:
-            tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata", path), chunks, path)
-            numbers[key] = firsts = {}
-            for number in tensors[key].numbers:
-                offsets, _ = chunks.box(number)
-                if offsets in firsts:
-                    raise LayoutError(f"two chunks of {key} begin at {offsets}", path=path)
-                firsts[offsets] = number
-    places, others = _places(_mapping(root.get("storage_data"), "storage_data", path), chunks, numbers, path)
-    missing = next((key for key in needed if key not in places), None)
-    if missing is not None:
-        raise DamagedFileError(f"it does not say where {missing} is", path=path)
-    objects = {key: places[key] for key in needed}
-    paths, unsaved = _paths(root.get("planner_data"), [str(key) for key in entries], path)
-    version = root.get("version")
-    said = version if isinstance(version, str) else None
-    return Metadata(path, tensors, objects, chunks, others, paths, unsaved, said, file.globals)
+    with about(path):
+        root = _object(file.root, "Metadata")
+        entries = _mapping(root.get("state_dict_metadata"), "state_dict_metadata")
+        chunks = Chunks()
+        tensors: dict[str, TensorEntry] = {}
+        needed: list[str] = []
+        numbers: dict[str, dict[Offsets, int]] = {}
+        for key, entry in entries.items():
+            if not isinstance(key, str) or not isinstance(entry, Object):
+                raise _unexpected("a tensor or an object by its key", key)
+            if entry.qualified.endswith(".BytesStorageMetadata"):
+                needed.append(key)
+            else:
+                tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata"), chunks)
+                numbers[key] = firsts = {}
+                for number in tensors[key].numbers:
+                    offsets, _ = chunks.box(number)
+                    if offsets in firsts:
+                        raise LayoutError(f"two chunks of {key} begin at {offsets}")
+                    firsts[offsets] = number
+        places, others = _places(_mapping(root.get("storage_data"), "storage_data"), chunks, numbers)
+        missing = next((key for key in needed if key not in places), None)
+        if missing is not None:
+            raise DamagedFileError(f"it does not say where {missing} is")
+        objects = {key: places[key] for key in needed}
+        paths, unsaved = _paths(root.get("planner_data"), [str(key) for key in entries])
+        version = root.get("version")
+        said = version if isinstance(version, str) else None
+        return Metadata(path, tensors, objects, chunks, others, paths, unsaved, said, file.globals)
 
 
-def _unexpected(path: str, expected: str, found: object) -> DamagedFileError:
-    return DamagedFileError("unexpected content", path=path, expected=expected, found=brief(found))
+def _unexpected(expected: str, found: object) -> DamagedFileError:
+    return DamagedFileError("unexpected content", expected=expected, found=brief(found))
 
 
-def _object(node: object, name: str, path: str) -> Object:
+def _object(node: object, name: str) -> Object:
     if not isinstance(node, Object) or not node.qualified.startswith(("torch.distributed.", MEGATRON)):
-        raise _unexpected(path, f"torch.distributed.checkpoint's {name}", node)
+        raise _unexpected(f"torch.distributed.checkpoint's {name}", node)
     if not node.qualified.endswith((f".{name}", f".MCore{name}")):
-        raise _unexpected(path, name, node)
+        raise _unexpected(name, node)
     return node
 
 
-def _mapping(node: object, name: str, path: str) -> Mapping[object, object]:
+def _mapping(node: object, name: str) -> Mapping[object, object]:
     if not isinstance(node, dict):
-        raise _unexpected(path, f"a dict in {name}", node)
+        raise _unexpected(f"a dict in {name}", node)
     return node
 
 
-def _integers(node: object, what: str, path: str) -> tuple[int, ...]:
+def _integers(node: object, what: str) -> tuple[int, ...]:
     if not isinstance(node, (tuple, list)) or not all(type(n) is int and 0 <= n <= MAXIMUM_NUMEL for n in node):
-        raise _unexpected(path, f"the {what}, non-negative numbers", node)
+        raise _unexpected(f"the {what}, non-negative numbers", node)
     return tuple(node)
 
 
-def _tensor(key: str, node: Object, chunks: Chunks, path: str) -> TensorEntry:
-    properties = _object(node.get("properties"), "TensorProperties", path)
+def _tensor(key: str, node: Object, chunks: Chunks) -> TensorEntry:
+    properties = _object(node.get("properties"), "TensorProperties")
     values = properties.state if isinstance(properties.state, (tuple, list)) else ()
     dtype, layout = (
         values[:2] if len(values) > 1 else (properties.get("dtype"), properties.get("layout", Layout("torch.strided")))
     )
     if not isinstance(dtype, DType) or dtype.name not in DTYPES:
-        raise UnsupportedError(f"{key} has an unknown element type", path=path, found=brief(dtype))
+        raise UnsupportedError(f"{key} has an unknown element type", found=brief(dtype))
     if isinstance(layout, Layout) and layout.name != "torch.strided":
-        raise UnsupportedError(f"{key} is no dense tensor", path=path, found=layout.name)
-    shape = _integers(node.get("size"), f"size of {key}", path)
+        raise UnsupportedError(f"{key} is no dense tensor", found=layout.name)
+    shape = _integers(node.get("size"), f"size of {key}")
     listed = node.get("chunks")
     if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(listed, list):
-        raise _unexpected(path, f"a tensor's size and chunks of {key}", (shape, listed))
-    found = {_box(key, one, shape, path) for one in listed}  # replicas may be there twice
+        raise _unexpected(f"a tensor's size and chunks of {key}", (shape, listed))
+    found = {_box(key, one, shape) for one in listed}  # replicas may be there twice
     return chunks.add(key, dtype.name, shape, sorted(box for box in found if math.prod(box[1])))
 
 
-def _box(key: str, node: object, shape: tuple[int, ...], path: str) -> Box:
-    one = _object(node, "ChunkStorageMetadata", path)
-    offsets = _integers(one.get("offsets"), f"offsets of {key}", path)
-    sizes = _integers(one.get("sizes"), f"sizes of {key}", path)
+def _box(key: str, node: object, shape: tuple[int, ...]) -> Box:
+    one = _object(node, "ChunkStorageMetadata")
+    offsets = _integers(one.get("offsets"), f"offsets of {key}")
+    sizes = _integers(one.get("sizes"), f"sizes of {key}")
     inside = len(offsets) == len(sizes) == len(shape) and all(
         o + n <= whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
     )
     if not inside:
         raise DamagedFileError(
-            f"a chunk of {key} lies outside of it", path=path, expected=f"within {shape}", found=f"{sizes} at {offsets}"
+            f"a chunk of {key} lies outside of it", expected=f"within {shape}", found=f"{sizes} at {offsets}"
         )
     return offsets, sizes
 
 
 def _places(
-    storage_data: Mapping[object, object], chunks: Chunks, numbers: Mapping[str, Mapping[Offsets, int]], path: str
+    storage_data: Mapping[object, object], chunks: Chunks, numbers: Mapping[str, Mapping[Offsets, int]]
 ) -> tuple[dict[str, Place], list[Place]]:
     """Say where chunks are, of which `numbers` has those of each tensor by first index.
 
@@ -193,15 +194,15 @@ def _places(
     objects: dict[str, Place] = {}
     others: dict[tuple[str, Offsets], Place] = {}
     for index, info in storage_data.items():
-        which = _object(index, "MetadataIndex", path)
+        which = _object(index, "MetadataIndex")
         key, offset = which.get("fqn"), which.get("offset")
         if not isinstance(key, str):
-            raise _unexpected(path, "a key", key)
-        place = _place(key, _object(info, "_StorageInfo", path), path)
+            raise _unexpected("a key", key)
+        place = _place(key, _object(info, "_StorageInfo"))
         if offset is None:
             objects[key] = place
             continue
-        offsets = _integers(offset, f"offsets of {key}", path)
+        offsets = _integers(offset, f"offsets of {key}")
         number = numbers.get(key, {}).get(offsets)
         if number is None:
             others[key, offsets] = place
@@ -210,20 +211,19 @@ def _places(
     return objects, list(others.values())
 
 
-def _place(key: str, info: Object, path: str) -> Place:
+def _place(key: str, info: Object) -> Place:
     transforms = info.get("transform_descriptors")
     if transforms:
         raise UnsupportedError(
             f"{key} was transformed when it was written, such as compressed",
-            path=path,
             expected="bytes as they are",
             found=brief(transforms),
             advice="save it again without extensions",
         )
     file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(file, str) or not _stays_inside(file):
-        raise DamagedFileError(f"{key} lies outside of the directory", path=path, found=brief(file))
-    start, length = _integers((offset, nbytes), f"offset and length of {key}", path)
+        raise DamagedFileError(f"{key} lies outside of the directory", found=brief(file))
+    start, length = _integers((offset, nbytes), f"offset and length of {key}")
     return Place(file, start, length)
 
 
@@ -232,7 +232,7 @@ def _stays_inside(name: str) -> bool:
     return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in name and ":" not in parts[0]
 
 
-def _paths(planner_data: object, keys: list[str], path: str) -> tuple[dict[str, Keys], tuple[str, ...]]:
+def _paths(planner_data: object, keys: list[str]) -> tuple[dict[str, Keys], tuple[str, ...]]:
     """Return the path of every key, in the order of the saved dict, and the keys of which nothing was saved.
 
     `planner_data` has the whole dict in its order, while entries come rank by rank. A planner that does not flatten
@@ -248,7 +248,7 @@ def _paths(planner_data: object, keys: list[str], path: str) -> tuple[dict[str, 
         elif _is_path(value):
             found[key] = value
         else:
-            raise _unexpected(path, f"the path of {key}, keys and indices", value)
+            raise _unexpected(f"the path of {key}, keys and indices", value)
     for key in keys:
         found.setdefault(key, (key,))
     return found, tuple(unsaved)

@@ -94,10 +94,10 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     root: dict[str, object] = {"model": model} if keys == NESTED else {str(n): v for n, v in model.items()}
     if checkpoint.param_groups:
         if "optimizer" in root:
-            raise UnsupportedError("a tensor of the model has the optimizer's key", path=checkpoint.source)
+            raise UnsupportedError("a tensor of the model has the optimizer's key")
         optimizer = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
-        root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer, checkpoint.source)
-    found = {item.key: item for item in items_of(root, checkpoint.source)}
+        root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer)
+    found = {item.key: item for item in items_of(root)}
     others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
     for key, value in others.items():
         if key not in root and _is_readable(value) and (keys == NESTED or not _is_tensor(value)):
@@ -109,12 +109,12 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     return list(found.values())
 
 
-def items_of(root: dict[str, object], source: str) -> list[Item]:
+def items_of(root: dict[str, object]) -> list[Item]:
     """Return all leaves of a state dict, in its order. Raises UnsupportedError: names make one key of two leaves."""
     found: dict[str, Item] = {}
     for item in _opened((), root, None):
         if item.key in found:
-            raise UnsupportedError(f"two tensors or values have the key {item.key}", path=source)
+            raise UnsupportedError(f"two tensors or values have the key {item.key}")
         found[item.key] = item
     return list(found.values())
 
@@ -130,11 +130,11 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
         {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}
         for numbered, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True)
     ]
-    _check_size([*tree["state"].values(), *tree["param_groups"]], checkpoint.source)
+    _check_size([*tree["state"].values(), *tree["param_groups"]])
     return {"state": {names[number]: values for number, values in tree["state"].items()}, "param_groups": groups}
 
 
-def _flattened(optimizer: Mapping[str, Any], source: str) -> dict[str, object]:
+def _flattened(optimizer: Mapping[str, Any]) -> dict[str, object]:
     """Return an optimizer's state dict with a key for each value of each parameter."""
     found: dict[str, object] = {}
     for name, values in optimizer["state"].items():
@@ -143,7 +143,7 @@ def _flattened(optimizer: Mapping[str, Any], source: str) -> dict[str, object]:
         nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
         if nested or not group["params"]:
             what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
-            raise UnsupportedError(f"flat keys have no place for {what}", path=source, advice="write nested ones")
+            raise UnsupportedError(f"flat keys have no place for {what}", advice="write nested ones")
         for name in group["params"]:
             found.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
     return found
@@ -154,7 +154,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(node_of(value), TENSORS)
 
 
-def _check_size(dicts: list[dict[object, object]], source: str) -> None:
+def _check_size(dicts: list[dict[object, object]]) -> None:
     """Refuse values besides the optimizer's tensors that torch would store leaf by leaf and that have no end."""
     budget = 2 * MAXIMUM_NODES
     waiting = [value for one in dicts for value in one.values() if isinstance(value, MAPPINGS) or type(value) is list]
@@ -165,7 +165,6 @@ def _check_size(dicts: list[dict[object, object]], source: str) -> None:
         if budget < 0:
             raise UnsupportedError(
                 "the values of the optimizer besides its tensors are too many",
-                path=source,
                 expected=f"at most {2 * MAXIMUM_NODES}",
             )
         waiting += [one for one in below if isinstance(one, MAPPINGS) or type(one) is list]
