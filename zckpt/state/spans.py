@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
+Shape = tuple[int, ...]
+
 ZEROS = ""
 """The path of a span whose elements are zero and lie in no file; its strides are zero, too."""
 
@@ -43,18 +45,18 @@ class Extent:
         The range of the box's row-major flattening, [start, start + numel).
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     start: int
     numel: int
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Extent:
+    def whole(cls, shape: Shape) -> Extent:
         """Return the extent of all elements of a tensor of `shape`."""
         return cls((0,) * len(shape), shape, 0, math.prod(shape))
 
     @classmethod
-    def flat(cls, shape: tuple[int, ...], start: int, numel: int) -> Extent:
+    def flat(cls, shape: Shape, start: int, numel: int) -> Extent:
         """Return elements [start, start + numel) of the flattened tensor of `shape`."""
         return cls((0,) * len(shape), shape, start, numel)
 
@@ -84,7 +86,7 @@ class Span:
     path: str
     offset: int
     dtype: str
-    strides: tuple[int, ...] | None = None
+    strides: Shape | None = None
     byteorder: str = "little"
     unresolved: tuple[str, ...] = ()
 
@@ -164,7 +166,7 @@ class CutFiles:
     """
 
     paths: tuple[str, ...]
-    offsets: tuple[int, ...]
+    offsets: Shape
     dtype: str
     byteorder: str = "little"
     _indexes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
@@ -203,7 +205,7 @@ class CutSpans(Spans):
     """
 
     files: CutFiles
-    shape: tuple[int, ...]
+    shape: Shape
     origin: int
     width: int
     at: int = 0
@@ -313,10 +315,10 @@ class Slot:
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     spans: Sequence[Span]
     replicas: tuple[Sequence[Span], ...] = ()
-    factors: tuple[int, ...] | None = None
+    factors: Shape | None = None
 
     @property
     def numel(self) -> int:

@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage_bounds import Layer
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
-from zckpt.state import Parameter
+from zckpt.state import Parameter, Shape
 from zckpt.state.names import is_number
 from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
@@ -113,7 +113,7 @@ def completed(
 def known_rules(
     content: Mapping[str, object],
     info: Mapping[str, object] | None,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     path: str,
     *,
     sliced: bool = False,
@@ -173,7 +173,7 @@ def _has_fewer_keys(arguments: Mapping[object, object]) -> bool:
     return arguments.get("num_key_value_heads", heads) not in (None, heads)
 
 
-def _is_gated(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_gated(shapes: Mapping[str, Shape]) -> bool:
     """Tell by the shapes whether feed-forward layers have a gate, which is the first half of a rank's rows."""
     found = set()
     for name, shape in shapes.items():

@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import FlatGroup
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, section
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, Shape, Slot, Span
 from zckpt.state.partition import flat_partition_numel, flat_shares, round_robin_order
 from zckpt.torchfile import Tensor
 
@@ -31,7 +31,7 @@ from zckpt.torchfile import Tensor
 def flat_groups(
     model: ModelShard,
     members: Sequence[OptimizerShard],
-    known: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, Shape],
     spread: Spread[OptimizerShard] | None = None,
 ) -> list[FlatGroup]:
     """Return the groups as their flat buffers hold them.
@@ -89,7 +89,7 @@ def optimizer_order(names: Sequence[str], model: ModelShard, world_size: int) ->
 def _shapes_from_mappings(
     members: Sequence[OptimizerShard],
     index: int,
-    known: Mapping[str, tuple[int, ...]],
+    known: Mapping[str, Shape],
     spread: Spread[OptimizerShard],
 ) -> Shapes:
     """Rebuild a group's order from the shares of the ranks that share it."""
@@ -121,7 +121,7 @@ def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
     world = len(members)
     largest = [max(m.masters[g].numel for m in members) for g in range(len(members[0].masters))]
     numels = [math.prod(shape) for shape in shapes.values()]
-    ways: list[tuple[int, ...]] = [()]
+    ways: list[Shape] = [()]
     for partition in largest:
         ways = [(*way, end) for way in ways for end in _ends(numels, way[-1] if way else 0, partition, world)]
     ways = [way for way in ways if way[-1] == len(numels)]
@@ -213,7 +213,7 @@ def is_whole(tensors: Sequence[Tensor | None], numels: Sequence[int], starts: Se
 
 
 def whole_slots(
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     members: Sequence[OptimizerShard],
     group: int,
     starts: Sequence[int],

@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.deepspeed.zenflow import DETAIL
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import as_filed
 from zckpt.state.partition import shard_numel
@@ -390,7 +390,7 @@ class Pipeline:
         Which stage this rank is of.
     """
 
-    bounds: tuple[int, ...]
+    bounds: Shape
     tied: Sequence[str | None]
     stage: int
 
@@ -454,7 +454,7 @@ class Training:
     sub_group_size: int
     dtype: str
     groups: Sequence[Sequence[str]]
-    stored: Sequence[Mapping[str, tuple[int, ...]]]
+    stored: Sequence[Mapping[str, Shape]]
     partitions: Sequence[int]
     names: Sequence[Sequence[str]]
     unpartitioned: Unpartitioned | None = None

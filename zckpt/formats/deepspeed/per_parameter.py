@@ -14,7 +14,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
+from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Shape, Slot, Span
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 from zckpt.torchfile import Tensor
 
@@ -76,7 +76,7 @@ class _Files:
         """Element type of the first tensor."""
         return self._tensors[0][2].dtype
 
-    def spans(self, shape: tuple[int, ...], at: int, world: int) -> Sequence[Span] | None:
+    def spans(self, shape: Shape, at: int, world: int) -> Sequence[Span] | None:
         """Return where a parameter lies whose shards begin at element `at`; None if no rank has any of it."""
         numel = math.prod(shape)
         if self._cut is not None:
@@ -264,7 +264,7 @@ def _check_partition_groups(members: Sequence[OptimizerShard]) -> None:
             )
 
 
-def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard]) -> Slot | None:
+def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot | None:
     """Return the weight of a frozen parameter from the shards in each rank's model file; None if there are none.
 
     Raises

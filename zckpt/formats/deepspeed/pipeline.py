@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.formats.deepspeed.wrapped import ATTRIBUTE, unwrapped
-from zckpt.state import ParamGroup
+from zckpt.state import ParamGroup, Shape
 from zckpt.torchfile import Digests, Tensor, TorchFile
 
 TIED = "tied_modules."
@@ -193,7 +193,7 @@ def _shapes(members: Sequence[OptimizerShard], files: Sequence[tuple[Shard, Torc
     return found
 
 
-def _shape_of(name: str, numel: int, weights: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _shape_of(name: str, numel: int, weights: Mapping[str, Shape]) -> Shape:
     if name in weights:
         return weights[name]
     key = within(name)
@@ -220,7 +220,7 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     UnsupportedError
         The weights could be those of several tied layers.
     """
-    known: dict[str, tuple[int, ...] | None] = {}
+    known: dict[str, Shape | None] = {}
     for model in models:
         known.update(_names(model))
     content = file.root if isinstance(file.root, dict) else {}
@@ -231,14 +231,14 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     }
 
 
-def _names(model: ModelShard) -> dict[str, tuple[int, ...] | None]:
-    names: dict[str, tuple[int, ...] | None] = dict.fromkeys(model.buffer_names)
+def _names(model: ModelShard) -> dict[str, Shape | None]:
+    names: dict[str, Shape | None] = dict.fromkeys(model.buffer_names)
     for group in model.param_shapes or []:
         names.update(group)
     return names
 
 
-def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple[int, ...] | None]) -> str:
+def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, Shape | None]) -> str:
     """Return the model's name for a key of a layer file."""
     name = f"{shard.layer}.{key}"
     if name in known:

@@ -45,12 +45,12 @@ from zckpt.formats.deepspeed.values import (
 )
 from zckpt.formats.deepspeed.zenflow import are_transposed, flipped, transposed, transposed_slot, uses_zenflow
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Shape, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.state.views import concat
 from zckpt.torchfile import Tensor
 
-Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]
+Trained = dict[str, tuple[Shape, dict[str, Slot], int]]
 """Shape, slots and group of each trained parameter."""
 
 
@@ -192,7 +192,7 @@ def _apart(group: FlatGroup, ranks: Sequence[OptimizerShard], model: ModelShard)
     return [quantised_keys(member.tensors[group.index]) | whole for member in ranks]
 
 
-def _claim(trained: Trained, name: str, shape: tuple[int, ...], slots: dict[str, Slot], group: int) -> None:
+def _claim(trained: Trained, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
     if name in trained:
         raise LayoutError(f"{name} is in two param groups", found=f"groups {trained[name][2]} and {group}")
     trained[name] = (shape, slots, group)

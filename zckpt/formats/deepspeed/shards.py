@@ -22,10 +22,10 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import flattened
 from zckpt.formats.deepspeed.wrapped import as_listed, filed_names
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
-from zckpt.state import MASTER, Scalar
+from zckpt.state import MASTER, Scalar, Shape
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 """Shapes by name, as `param_shapes` and its kin have them."""
 
 MODEL_KEYS = frozenset({
@@ -163,7 +163,7 @@ class OptimizerShard(_OfRank):
     mappings: list[dict[str, tuple[int, int]]] | None = None
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
-    order: tuple[int, ...] | None = None
+    order: Shape | None = None
 
     def element_tensors(self, index: int, keys: Set[str]) -> dict[str, Tensor]:
         """Return the master of a group and those of its tensors that have one of the keys, by slot."""

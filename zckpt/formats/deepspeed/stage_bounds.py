@@ -15,6 +15,8 @@ from itertools import accumulate, pairwise
 
 from zckpt.errors import UsageError
 
+Numbers = tuple[int, ...]
+"""Of layers: bounds of stages, or those that use a tied one."""
 UNIFORM = "uniform"
 PARAMETERS = "parameters"
 TYPE = "type:"
@@ -41,7 +43,7 @@ class Layer:
     tied: str | None = None
 
 
-def uniform(layers: int, stages: int) -> tuple[int, ...]:
+def uniform(layers: int, stages: int) -> Numbers:
     """Return the bounds of stages that have the same number of layers, the first ones one more where it must be."""
     if layers <= stages:
         return tuple(min(stage, layers) for stage in range(stages + 1))
@@ -49,7 +51,7 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 
 
-def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
+def balanced(weights: Sequence[int], stages: int) -> Numbers:
     """Return the bounds of stages of which the heaviest is least heavier than the lightest.
 
     Of equal ones that with the latest bounds, from the last stage on: the first stages get the layers of no weight.
@@ -84,7 +86,7 @@ def balanced(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def of_type(layers: Sequence[Layer], pattern: str, stages: int) -> tuple[int, ...]:
+def of_type(layers: Sequence[Layer], pattern: str, stages: int) -> Numbers:
     """Return the bounds of stages that have the same number of layers of some type.
 
     Raises
@@ -130,7 +132,7 @@ def parse_layers(text: str) -> list[Layer]:
     return found
 
 
-def parse_bounds(text: str) -> tuple[int, ...]:
+def parse_bounds(text: str) -> Numbers:
     """Return the bounds that a text lists: `0,3,6`.
 
     Raises

@@ -23,6 +23,7 @@ from zckpt.formats.deepspeed.stage_bounds import (
     TYPE,
     UNIFORM,
     Layer,
+    Numbers,
     balanced,
     of_type,
     parse_bounds,
@@ -53,8 +54,8 @@ class Stages:
         What is to be said of param groups whose order no stage of the source shows.
     """
 
-    bounds: tuple[int, ...]
-    uses: Mapping[str, tuple[int, ...]]
+    bounds: Numbers
+    uses: Mapping[str, Numbers]
     untold: tuple[str, ...] = ()
 
     def of(self, name: str) -> list[int]:
@@ -140,7 +141,7 @@ class _Evidence:
                 found.append([layer for layer in range(low, high) if layer not in self.filed])
         return found
 
-    def cases(self, layers: int) -> Iterator[dict[str, tuple[int, ...]]]:
+    def cases(self, layers: int) -> Iterator[dict[str, Numbers]]:
         """Yield the ways in which that many layers may use the tied ones."""
         keys = list(self.tied)
         choices = [choice for key in keys for choice in self.free(key, layers)]
@@ -321,8 +322,8 @@ def _hold_against(layers: Sequence[Layer], seen: _Evidence) -> None:
                          expected=problem[0], found=problem[1])  # fmt: skip
 
 
-def _uses(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
+def _uses(layers: Sequence[Layer]) -> dict[str, Numbers]:
+    found: dict[str, Numbers] = {}
     for number, layer in enumerate(layers):
         if layer.tied is not None:
             found[layer.tied] = (*found.get(layer.tied, ()), number)
@@ -332,9 +333,9 @@ def _uses(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
 def _dealt(
     seen: _Evidence,
     number: int,
-    uses: dict[str, tuple[int, ...]],
+    uses: dict[str, Numbers],
     layers: Sequence[Layer] | None,
-    bounds: tuple[int, ...] | None,
+    bounds: Numbers | None,
     method: str | None,
     count: int,
     after: tuple[dict[int, int], dict[str, int]],
@@ -354,11 +355,11 @@ def _dealt(
 def _by_method(
     method: str,
     number: int,
-    uses: Mapping[str, tuple[int, ...]],
+    uses: Mapping[str, Numbers],
     layers: Sequence[Layer] | None,
     count: int,
     weights: tuple[dict[int, int], dict[str, int]],
-) -> tuple[int, ...]:
+) -> Numbers:
     if method.lower() == UNIFORM:
         return uniform(number, count)
     if method.lower() == PARAMETERS:

@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Shape, Slot
 from zckpt.state.ranges import merge as merge_ranges
 from zckpt.state.ranges import without
 from zckpt.state.views import concat, narrow, placed
@@ -247,7 +247,7 @@ def _cut_slot(slot: Slot, dim: int, shares: Sequence[Share]) -> Slot:
     return concat(parts or [narrow(slot, dim, 0, 0)], dim)
 
 
-def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+def _with(values: Shape, dim: int, value: int) -> Shape:
     return (*values[:dim], value, *values[dim + 1 :])
 
 

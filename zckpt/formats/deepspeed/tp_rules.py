@@ -28,6 +28,7 @@ from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.affine import AffineMaps, shares_of
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
+from zckpt.state import Shape
 from zckpt.storage.files import read_whole
 from zckpt.torchfile import brief
 
@@ -80,7 +81,7 @@ class Rules:
         size = info.get("original_vocab_size")
         self.vocabulary_size = size if type(size) is int else None
 
-    def rule(self, name: str, shapes: Sequence[tuple[int, ...]], *, padded: bool = False) -> Rule:
+    def rule(self, name: str, shapes: Sequence[Shape], *, padded: bool = False) -> Rule:
         """Return how the slices of a parameter, of these shapes by rank, make it up.
 
         Parameters
@@ -120,7 +121,7 @@ class Rules:
         sliced = self._sliced(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
         return sliced if padded else self._without_vocabulary_padding(name, sliced)
 
-    def cut(self, name: str, shape: tuple[int, ...], ranks: int) -> Rule:
+    def cut(self, name: str, shape: Shape, ranks: int) -> Rule:
         """Return how a whole parameter is cut: every rank gets an equal share of each sub-parameter.
 
         Raises
@@ -148,7 +149,7 @@ class Rules:
         local = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
         return self._sliced(name, [local] * ranks, dim, [[width // ranks] * ranks for width in subs])
 
-    def _whole_subs(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
+    def _whole_subs(self, name: str, shape: Shape) -> tuple[int, list[int]]:
         """Return along which dimension a whole parameter is sliced, and the widths of its sub-parameters there."""
         if self._matches("two", name):
             return 0, [shape[0] // 2] * 2 if shape else []
@@ -184,7 +185,7 @@ class Rules:
         """Return the affine map of these parameters for another tensor-parallel degree."""
         return self.maps.node(names, degree, lambda name, rule: self.cut(name, rule.shape, degree))
 
-    def _fitting(self, name: str, mapped: Rule, shapes: Sequence[tuple[int, ...]]) -> Rule:
+    def _fitting(self, name: str, mapped: Rule, shapes: Sequence[Shape]) -> Rule:
         """Return the rule of a map, if it is one for slices of these shapes."""
         sizes = [sum(share.size for share in shares) for shares in mapped.shares]
         local = [(*mapped.shape[: mapped.dim], size, *mapped.shape[mapped.dim + 1 :]) for size in sizes]
@@ -237,9 +238,7 @@ class Rules:
             found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
         return found
 
-    def _sub_widths(
-        self, name: str, pattern: str, shapes: Sequence[tuple[int, ...]], dim: int, sizes: object
-    ) -> list[list[int]]:
+    def _sub_widths(self, name: str, pattern: str, shapes: Sequence[Shape], dim: int, sizes: object) -> list[list[int]]:
         """Return for each sub-parameter its width on each rank."""
         recorded = self._recorded(name, pattern)
         if recorded is not None:
@@ -275,7 +274,7 @@ class Rules:
             raise self._unusable(f"unreadable widths of the sub-parameters of {name}", brief(found))
         return [list(sub) for sub in found]
 
-    def _sliced(self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
+    def _sliced(self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
         """Return the rule for slices that hold, along `dim`, one share of each sub-parameter."""
         fits = widths and all(len(sub) == len(shapes) for sub in widths)
         local = [sum(sub[rank] for sub in widths) if fits else -1 for rank in range(len(shapes))]

@@ -38,7 +38,7 @@ from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, SourceFile
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Global, Object, Tensor, TorchFile, node_of, plain, read_torchfile
@@ -67,7 +67,7 @@ class Stored:
     padding_stripped: bool
     experts: int | None = None
 
-    def slot(self, name: str, shape: tuple[int, ...]) -> Slot:
+    def slot(self, name: str, shape: Shape) -> Slot:
         """Return the tensor as a slot of a parameter.
 
         State that is not per element keeps its own shape.
@@ -349,7 +349,7 @@ class Slices:
     def _matches(self, kind: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self.rules.patterns[kind])
 
-    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: tuple[int, ...]) -> Object:
+    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: Shape) -> Object:
         """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""
         rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
         shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]

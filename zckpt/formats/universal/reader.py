@@ -35,7 +35,19 @@ from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, des
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, ParamGroup, Slot, Topology, as_float
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Extent,
+    Parameter,
+    ParamGroup,
+    Shape,
+    Slot,
+    Topology,
+    as_float,
+)
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Digests, Object, Tensor, TorchFile, alike, plain, read_torchfile
@@ -209,7 +221,7 @@ def _mark_filled(stored: StoredFolder, key: str) -> None:
             file.rules = (*rules, *file.rules)
 
 
-def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: tuple[int, ...]) -> Parameter:
+def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: Shape) -> Parameter:
     """Return a trained parameter. Its shape is that of the model's file, unless that has a slice, or padding.
 
     Of AutoEP's experts that has a rank's.
@@ -397,7 +409,7 @@ class ModelFiles:
         found = next((model.module[name].dtype for model in self.firsts if name in model.module), None)
         return self.first.dtype if found is None else found
 
-    def weight(self, name: str, shape: tuple[int, ...], *, padded: bool) -> Slot | None:
+    def weight(self, name: str, shape: Shape, *, padded: bool) -> Slot | None:
         """Return the weight of a trained parameter, where a file has it whole.
 
         Parameters
