@@ -40,7 +40,7 @@ MAXIMUM_SUBS = 4096
 MAXIMUM_QUANTIFIERS = 4
 """Patterns come from the file. With more wildcards than this, matching could take for ever."""
 
-SUB, MAPPED = "sub", "map"
+TWO, SUB, MAPPED = "two", "sub", "map"
 
 UNKNOWN_KEY = "autotp_unsupported_parameter_patterns"
 """What AutoTP has no rule for: a pattern, and why."""
@@ -49,7 +49,7 @@ _KEYS = {
     REPLICATED: "tp_replicated_parameter_patterns",
     AVERAGED: "parameter_to_average_patterns",
     "row": "parameter_with_row_parallelism_patterns",
-    "two": "parameter_with_2_sub_params_cat_dim_0",
+    TWO: "parameter_with_2_sub_params_cat_dim_0",
     "vocabulary": "vocabulary_parameter_patterns",
 }
 
@@ -99,27 +99,38 @@ class Rules:
         mapped = self.maps.rule(name)
         if mapped is not None:
             return self._fitting(name, mapped, shapes)
-        for pattern, reason in self.unknown:
-            if pattern.match(name):
+        for unknown, reason in self.unknown:
+            if unknown.match(name):
                 raise self._unusable(f"AutoTP does not say how {name} is sliced", reason)
-        for kind in (REPLICATED, AVERAGED):
-            if self._matches(kind, name):
-                if len(set(shapes)) > 1:
-                    raise LayoutError(
-                        f"{name} is {kind} over tensor-parallel ranks, but its shapes differ",
-                        path=self.path,
-                        found=list(shapes),
-                    )
-                whole = Rule(kind, shapes[0])
-                return whole if padded else self._without_vocabulary_padding(name, whole)
-        if self._matches("two", name):
+        kind, dim, pattern, sizes = self.named(name)
+        if kind == TWO:
             return self._sliced(name, shapes, 0, [[s[0] // 2 if s else -1 for s in shapes]] * 2)
+        if kind == SUB:
+            return self._sliced(name, shapes, dim, self._sub_widths(name, pattern, shapes, dim, sizes))
+        if kind == SLICED:
+            found = self._sliced(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
+        elif len(set(shapes)) > 1:
+            raise LayoutError(
+                f"{name} is {kind} over tensor-parallel ranks, but its shapes differ",
+                path=self.path,
+                found=list(shapes),
+            )
+        else:
+            found = Rule(kind, shapes[0])
+        return found if padded else self._without_vocabulary_padding(name, found)
+
+    def named(self, name: str) -> tuple[str, int, str, object]:
+        """Return the kind of a parameter's rule, but for maps, and the dimension that is sliced.
+
+        Of sub-parameters also the pattern that names them, and how many they are or how large.
+        """
+        for kind in (REPLICATED, AVERAGED, TWO):
+            if self._matches(kind, name):
+                return kind, 0, "", 2
         for pattern, dim, sizes in self.sub_params:
             if pattern.match(name):
-                return self._sliced(name, shapes, dim, self._sub_widths(name, pattern.pattern, shapes, dim, sizes))
-        dim = 1 if self._matches("row", name) else 0
-        sliced = self._sliced(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
-        return sliced if padded else self._without_vocabulary_padding(name, sliced)
+                return SUB, dim, pattern.pattern, sizes
+        return SLICED, int(self._matches("row", name)), "", 1
 
     def cut(self, name: str, shape: Shape, ranks: int) -> Rule:
         """Return how a whole parameter is cut: every rank gets an equal share of each sub-parameter.
@@ -133,12 +144,12 @@ class Rules:
         """
         mapped = self.maps.rule(name)
         if mapped is not None:
-            subs = self._whole_subs(name, shape)[1] if self.matching(name) == SUB else []
+            subs = self._whole_subs(name, shape) if self.matching(name) == SUB else []
             return self.maps.cut(name, mapped, ranks, subs)
-        for kind in (REPLICATED, AVERAGED):
-            if self._matches(kind, name):
-                return Rule(kind, shape)
-        dim, subs = self._whole_subs(name, shape)
+        kind, dim, _, _ = self.named(name)
+        if kind in (REPLICATED, AVERAGED):
+            return Rule(kind, shape)
+        subs = self._whole_subs(name, shape)
         if dim >= len(shape) or sum(subs) != shape[dim] or any(width % ranks for width in subs):
             raise LayoutError(
                 f"{name} cannot be cut for {ranks} tensor-parallel ranks",
@@ -149,21 +160,16 @@ class Rules:
         local = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
         return self._sliced(name, [local] * ranks, dim, [[width // ranks] * ranks for width in subs])
 
-    def _whole_subs(self, name: str, shape: Shape) -> tuple[int, list[int]]:
-        """Return along which dimension a whole parameter is sliced, and the widths of its sub-parameters there."""
-        if self._matches("two", name):
-            return 0, [shape[0] // 2] * 2 if shape else []
-        for pattern, dim, sizes in self.sub_params:
-            if pattern.match(name):
-                recorded = self._recorded(name, pattern.pattern)
-                if recorded is not None:
-                    return dim, [sum(widths) for widths in recorded]
-                width = shape[dim] if dim < len(shape) else 0
-                if isinstance(sizes, int):
-                    return dim, [width // sizes] * sizes if 0 < sizes <= width else []
-                return dim, [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
-        dim = 1 if self._matches("row", name) else 0
-        return dim, [shape[dim]] if dim < len(shape) else []
+    def _whole_subs(self, name: str, shape: Shape) -> list[int]:
+        """Return the widths of a whole parameter's sub-parameters along the dimension that is sliced."""
+        kind, dim, pattern, sizes = self.named(name)
+        if dim >= len(shape):
+            return []
+        if kind == SUB and (recorded := self._recorded(name, pattern)) is not None:
+            return [sum(widths) for widths in recorded]
+        if isinstance(sizes, int):
+            return [shape[dim] // sizes] * sizes if kind != SUB or 0 < sizes <= shape[dim] else []
+        return [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
 
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether a parameter has a row for each word of a vocabulary."""
@@ -173,13 +179,12 @@ class Rules:
 
     def matching(self, name: str) -> str | None:
         """Return the kind of the rule that names a parameter; None if it is sliced for want of a rule."""
-        kinds = [kind for kind in _KEYS if self._matches(kind, name)]
-        if any(pattern.match(name) for pattern, _, _ in self.sub_params):
-            kinds.append(SUB)
-        mapped = self.maps.rule(name)
+        mapped, (kind, dim, _, _) = self.maps.rule(name), self.named(name)
         if mapped is not None and mapped.kind == REPLICATED:
             return REPLICATED
-        return next(iter(kinds), None if mapped is None else MAPPED)
+        if kind != SLICED or dim or self._matches("vocabulary", name):
+            return kind
+        return None if mapped is None else MAPPED
 
     def maps_for(self, names: Sequence[str], degree: int) -> dict[str, object]:
         """Return the affine map of these parameters for another tensor-parallel degree."""

@@ -33,8 +33,8 @@ from zckpt.errors import DamagedFileError, LayoutError, SourceError, Unsupported
 from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
 from zckpt.formats.deepspeed.gpt_model import known_rules
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules
-from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, SUB, TWO, Rules
+from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
@@ -334,20 +334,14 @@ class Slices:
         return keys
 
     def _cut(self, parameter: Parameter) -> dict[str, object]:
-        name = parameter.name
-        if self.rules.maps.rule(name) is not None:  # the training cuts by its own map
-            return {}
-        if self._matches(REPLICATED, name) or self._matches(AVERAGED, name):
-            return {}
-        if self._matches("two", name):
+        kind, dim, pattern, sizes = self.rules.named(parameter.name)
+        if self.rules.maps.rule(parameter.name) is not None or kind in (REPLICATED, AVERAGED):
+            return {}  # the training cuts by its own map
+        if kind == TWO:
             return {"cat_dim": 0, "param_n_sub_params": 2}
-        for pattern, dim, sizes in self.rules.sub_params:
-            if pattern.match(name) and dim < len(parameter.shape):
-                return {"sub_param_shape": self._sub_params(pattern.pattern, dim, sizes, parameter.shape)}
-        return {"cat_dim": 1 if self._matches("row", name) else 0}
-
-    def _matches(self, kind: str, name: str) -> bool:
-        return any(pattern.match(name) for pattern in self.rules.patterns[kind])
+        if kind == SUB and dim < len(parameter.shape):
+            return {"sub_param_shape": self._sub_params(pattern, dim, sizes, parameter.shape)}
+        return {"cat_dim": dim if kind == SLICED else 0}
 
     def _sub_params(self, pattern: str, dim: int, sizes: object, whole: Shape) -> Object:
         """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""
