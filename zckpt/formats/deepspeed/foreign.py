@@ -30,12 +30,6 @@ from zckpt.torchfile import OrderedMapping, TorchFile, node_of
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
 
-_FLAT_KEYS = (
-    "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage", "group_paddings",
-    "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
-)  # fmt: skip
-_PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_groups")
-
 NONE_IF_ABSENT = ("lr_scheduler", "data_sampler", "random_ltd")
 """Keys of metadata that DeepSpeed's files always have: a None there is the same as nothing."""
 
@@ -81,10 +75,8 @@ def as_bf16_optimizer(members: Sequence[OptimizerShard]) -> list[OptimizerShard]
     """Return optimizer files as BF16_Optimizer has them, of those that ZeRO-1 has."""
     made = []
     for one in members:
-        content = {**one.content, "ds_version": VERSION}
-        if content.get("clip_grad") is None:  # DeepSpeed takes what is there for a number
-            content.pop("clip_grad", None)
-        made.append(replace(one, bf16_optimizer=True, content=content))
+        content = {key: value for key, value in one.content.items() if key != "clip_grad" or value is not None}
+        made.append(replace(one, bf16_optimizer=True, content={**content, "ds_version": VERSION}))
     return made
 
 
@@ -255,14 +247,9 @@ def _dtype(checkpoint: Checkpoint) -> str:
 
 def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
     """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer."""
-    carried, config = checkpoint.optimizer_metadata, _config(checkpoint)
-    common = scaling(checkpoint, config, stage=stage, dtype=_dtype(checkpoint)).keys
-    if stage == 3:
-        content = {"zero_stage": stage, **common, **dict.fromkeys(_PARAMETERWISE_KEYS)}
-    else:
-        known = carried.get("clip_grad") is not None or "gradient_clipping" in config
-        clipping = {"clip_grad": carried.get("clip_grad")} if known else {}
-        content = {**common, **clipping, **dict.fromkeys(_FLAT_KEYS)}
+    content = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint)).keys
+    if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
+        content = {**content, "clip_grad": clipping}
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
     shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
     root: dict[str, object] = {"optimizer_state_dict": content, "ds_config": None, "ds_version": VERSION}

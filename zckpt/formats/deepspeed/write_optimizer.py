@@ -68,7 +68,8 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     old = source.content
     cut = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
     same = (source.stage == 3) == (target.stage == 3)
-    keys = list(old) if same else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
+    as_it_was = same and target.origin.ranks
+    keys = list(old) if as_it_was else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
     keys += [key for key in (GROUPS_KEY,) if key in cut and key not in keys]
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
