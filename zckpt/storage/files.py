@@ -21,7 +21,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import TRUNCATED
-from zckpt.errors import DamagedFileError, SourceError
+from zckpt.errors import DamagedFileError, SourceError, UsageError
 from zckpt.storage import distant
 from zckpt.storage.stand_ins import FLAGS as STAND_IN_FLAGS
 
@@ -92,6 +92,16 @@ def read_json(path: str | os.PathLike[str], *, most: int = 1 << 24) -> dict[str,
     except (SourceError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def given_json(path: str | os.PathLike[str], *, most: int = 1 << 20) -> object:
+    """Return what is in a file of JSON that a user gives; UsageError: it cannot be read, or is none."""
+    try:
+        return json.loads(read_whole(os.fspath(path), most=most))
+    except SourceError as error:
+        raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError("is no JSON document", path=path, found=str(error)[:80]) from error
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:

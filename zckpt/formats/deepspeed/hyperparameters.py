@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import SourceError, UsageError
+from zckpt.errors import UsageError
 from zckpt.state import ParamGroup
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import given_json
 from zckpt.torchfile.plain import brief
-
-MAXIMUM_NBYTES = 1 << 20
-"""A few numbers for each group; a larger file is something else."""
 
 TUPLES = frozenset({"betas", "etas", "step_sizes"})
 """What torch's optimizers have as tuples, and JSON as lists."""
@@ -29,12 +25,7 @@ def read_hyperparameters(path: Path, count: int) -> list[Group]:
     UsageError
         The file cannot be read, or holds something else.
     """
-    try:
-        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
-    except SourceError as error:
-        raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError("is no JSON document", path=path, found=str(error)[:80]) from error
+    found = given_json(path)
     if not isinstance(found, list) or len(found) != count or not all(isinstance(one, dict) and one for one in found):
         raise UsageError(
             "does not hold the hyperparameters of each param group",

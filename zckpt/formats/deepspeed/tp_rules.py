@@ -19,7 +19,6 @@ A user gives such rules, and checkpoints get them, as JSON:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.affine import AffineMaps, shares_of
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
 from zckpt.state import Shape
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
 
 OTHER_RULES = "give other rules with --tp-rules FILE"
@@ -312,9 +311,6 @@ REPLICATED_KEY = "tp_replicated_parameter_patterns"
 VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
 """The rules that also matter where nothing is sliced."""
 
-MAXIMUM_NBYTES = 1 << 20
-"""Rules are a page of patterns; a larger file is something else."""
-
 RULE_KEYS = frozenset({
     *VOCABULARY_KEYS, "padded_vocab_size", REPLICATED_KEY,
     "parameter_to_average_patterns", "parameter_with_row_parallelism_patterns",
@@ -337,14 +333,7 @@ def read_rules(path: Path) -> dict[str, object]:
     UsageError
         It cannot be read, has a key that is none of `universal_checkpoint_info`, or a rule that cannot be used.
     """
-    try:
-        data = read_whole(str(path), most=MAXIMUM_NBYTES)
-    except SourceError as error:
-        raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
-    try:
-        info = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UsageError("is no JSON document", path=path, found=str(error)[:80]) from error
+    info = given_json(path)
     if not isinstance(info, dict):
         raise UsageError(
             "holds no tensor-parallel rules", path=path, expected="a JSON object", found=type(info).__name__
