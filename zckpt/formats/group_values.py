@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from zckpt.compare.logical import number_in
+from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.state import Checkpoint, ParamGroup, Scalar, number_of
 from zckpt.torchfile import Digests, node_of
 
 STEP = "step"
+
+
+def refuse_several(checkpoint: Checkpoint, what: str) -> None:
+    """Raise UnsupportedError where a checkpoint has several optimizers, and what is to be written has one."""
+    names = checkpoint.optimizers()
+    if names:
+        raise UnsupportedError(
+            f"holds several optimizers, and {what} one",
+            path=checkpoint.source,
+            found=", ".join(names),
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
+        )
 
 
 def numbers_in_slots(checkpoint: Checkpoint) -> set[str]:

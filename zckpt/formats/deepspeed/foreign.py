@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
-from zckpt.formats.group_values import group_values, numbers_in_slots, same
+from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology
@@ -118,12 +118,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             "holds no optimizer, which a checkpoint of ZeRO is about",
             advice="`zckpt consolidate` writes the model by itself",
         )
-    if checkpoint.optimizers():
-        raise UnsupportedError(
-            "holds several optimizers, and a checkpoint of ZeRO has one",
-            found=", ".join(checkpoint.optimizers()),
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
-        )
+    refuse_several(checkpoint, "a checkpoint of ZeRO has")
     refuse_unnamed(checkpoint, "by which a checkpoint of ZeRO has them")
     if not any(group.hyperparameters for group in checkpoint.param_groups):
         raise UnsupportedError(

@@ -39,6 +39,7 @@ from zckpt.formats.fsdp_rank_files.groups import ONE, one_group
 from zckpt.formats.fsdp_rank_files.own import own_tree
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
+from zckpt.formats.group_values import refuse_several
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor
@@ -85,12 +86,7 @@ def lay_out(job: Job) -> TargetFiles:
 def _refuse(checkpoint: Checkpoint) -> None:
     refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
     refuse_unnamed(checkpoint, "by which ranks number them as the model does")
-    if checkpoint.optimizers():
-        raise UnsupportedError(
-            "holds several optimizers, and these files have one",
-            found=listed(checkpoint.optimizers()),
-            advice="convert to zckpt or dcp",
-        )
+    refuse_several(checkpoint, "these files have")
 
 
 def _target(job: Job) -> Target:

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.auto_ep import expert_counts
 from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.gpt_model import shared_keys
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.group_values import group_values, same
+from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor, new_storage, value_node, view
@@ -164,12 +164,7 @@ def without_a_share(checkpoint: Checkpoint) -> list[int]:
 
 def _refuse(checkpoint: Checkpoint) -> None:
     refuse_unnamed(checkpoint, "by which a universal checkpoint has a folder for each")
-    if checkpoint.optimizers():
-        raise UnsupportedError(
-            "holds several optimizers, and a universal checkpoint has one",
-            found=", ".join(checkpoint.optimizers()),
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
-        )
+    refuse_several(checkpoint, "a universal checkpoint has")
     if not checkpoint.param_groups:
         raise UnsupportedError(
             "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
