@@ -21,6 +21,7 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, 
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.shards import section
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.write_model import layer_files, model_tree
@@ -264,8 +265,7 @@ def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
         raise UnsupportedError("holds no files of DeepSpeed")
     known = origin.model.configuration
     config = known if isinstance(known, dict) else {}
-    zero = config.get("zero_optimization")
-    changed = {**(zero if isinstance(zero, dict) else {}), "sub_group_size": training.sub_group_size}
+    changed = {**section(config, "zero_optimization"), "sub_group_size": training.sub_group_size}
     members = origin.members
     if training.bf16_optimizer and not members[0].bf16_optimizer:
         members = foreign.as_bf16_optimizer(members)

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.groups import complete_aliases, optimizer_order, ti
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
 from zckpt.formats.deepspeed.reader import keep_extra
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model, section
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of, keep_others, weight_in
 from zckpt.formats.remainder import KEY, remainder_rules, restore
@@ -302,8 +302,7 @@ def _describe(checkpoint: Checkpoint, models: ModelFiles, content: Mapping[objec
     checkpoint.format_version = version if isinstance(version, str) else None
     step = model.content.get("global_steps")
     checkpoint.step = step if type(step) is int else None
-    zero = model.config.get("zero_optimization")
-    stage = plain(content.get("zero_stage", zero.get("stage") if isinstance(zero, dict) else None))
+    stage = plain(content.get("zero_stage", section(model.config, "zero_optimization").get("stage")))
     checkpoint.zero_stage = stage if isinstance(stage, int) else None
     scaler = content.get("loss_scaler")
     scale = scaler.get("cur_scale") if isinstance(scaler, Object) else None

@@ -25,6 +25,7 @@ from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep import expert_counts
 from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.gpt_model import shared_keys
+from zckpt.formats.deepspeed.shards import section
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.remainder import KEY, remainder
@@ -133,10 +134,9 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     if of_auto_ep(checkpoint) and not expert_counts(checkpoint):
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
                      "rank its own: their layers are not listed under these names")  # fmt: skip
-    config = checkpoint.metadata.get("ds_config")
-    zero = plain(node_of(config))
-    zero = zero.get("zero_optimization") if isinstance(zero, dict) else None
-    if isinstance(zero, dict) and zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
+    config = plain(node_of(checkpoint.metadata.get("ds_config")))
+    zero = section(config if isinstance(config, dict) else {}, "zero_optimization")
+    if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
                      "switch it off, or parameter_alignment on")  # fmt: skip
     return tuple(found)
