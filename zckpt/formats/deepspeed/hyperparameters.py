@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UsageError
-from zckpt.formats.deepspeed.shards import section
 from zckpt.state import ParamGroup
 from zckpt.storage.files import given_json
 from zckpt.torchfile.plain import brief
@@ -47,10 +46,10 @@ def configured(config: Mapping[str, object]) -> str | None:
     It is told and not taken: an optimizer that is handed to DeepSpeed goes before it, and param groups have values of
     their own (`_configure_optimizer` of DeepSpeed 0.19); a scheduler has set others since.
     """
-    params = section(config, "optimizer").get("params")
-    if not isinstance(params, dict):
+    found = config.get("optimizer")
+    if not isinstance(found, dict) or not isinstance(found.get("params"), dict):
         return None
-    return f"only ds_config's, from which param groups and a scheduler may differ: {brief(params, 200)}"
+    return f"only ds_config's, from which param groups and a scheduler may differ: {brief(found['params'], 200)}"
 
 
 def with_hyperparameters(groups: Sequence[ParamGroup], given: Sequence[Group] | None) -> list[ParamGroup]:
