@@ -21,10 +21,10 @@ experts; so many of its parameters are in the groups of that degree, and nothing
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from math import prod
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
@@ -387,31 +387,20 @@ def degrees_of_layers(
     alike: dict[object, list[str]] = {}
     for layer, own in shapes.items():
         alike.setdefault((totals[layer], tuple(sorted(own.items()))), []).append(layer)
-    ways = [list(_ways(layers, totals[layers[0]], held)) for layers in alike.values()]
+    ways = []  # in which layers that are alike can be dealt to degrees, by how many each gets
+    for layers in alike.values():
+        possible = [UNTRAINED, *(degree for degree in held if totals[layers[0]] % degree == 0)]
+        ways.append(
+            [dict(zip(layers, its, strict=True)) for its in combinations_with_replacement(possible, len(layers))]
+        )
     if prod(map(len, ways)) > _MOST_TRIED:
         return None
-    found = [way for way in _products(ways) if _is_so(way, shapes, held)]
+    found = [way for chosen in product(*ways) if _is_so(way := dict(ChainMap(*chosen)), shapes, held)]
     if len(found) != 1:
         return None
     # Layers that are alike are told apart by nothing: all of them have to be of one degree.
     certain = all(len({found[0][layer] for layer in layers}) == 1 for layers in alike.values())
     return {layer: degree for layer, degree in found[0].items() if degree != UNTRAINED} if certain else None
-
-
-def _ways(layers: Sequence[str], total: int, degrees: Mapping[int, object]) -> Iterator[dict[str, int]]:
-    """Yield how layers that are alike can be dealt to degrees, by how many each gets."""
-    possible = [UNTRAINED, *(degree for degree in degrees if total % degree == 0)]
-    for chosen in combinations_with_replacement(possible, len(layers)):
-        yield dict(zip(layers, chosen, strict=True))
-
-
-def _products(ways: Sequence[Sequence[Mapping[str, int]]]) -> Iterator[dict[str, int]]:
-    if not ways:
-        yield {}
-        return
-    for rest in _products(ways[1:]):
-        for one in ways[0]:
-            yield {**one, **rest}
 
 
 def _is_so(way: Mapping[str, int], shapes: Mapping[str, Counter[Shape]], held: Mapping[int, Held]) -> bool:
