@@ -45,9 +45,11 @@ class SlotsProof(Proof):
     @property
     def companions(self) -> Sequence[Path]:
         """The fingerprint of a target that is one file, if it is recorded."""
+        if not (self.fingerprint and self.laid.is_file):
+            return []
         from zckpt.compare.digests import digests_path_of_file
 
-        return [digests_path_of_file(self.target)] if self.fingerprint and self.laid.is_file else []
+        return [digests_path_of_file(self.target)]
 
     def of(self, written: Path, more: Sequence[Path]) -> None:
         """Open what was written; raise LayoutError unless all is there."""
