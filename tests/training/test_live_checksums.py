@@ -169,6 +169,8 @@ def load_of_another_rank(rank: int, world_size: int, path: Path, source: str) ->
     for load in (lambda: zckpt.load(path, model=model, optimizer=optimizer), lambda: files.load(optimizer, path)):
         with pytest.raises(ShardError) as told:
             load()
+    with pytest.raises(CheckpointException, match=Path(str(told.value.path)).name):
+        dcp.load({"model": model.state_dict()}, storage_reader=zckpt.dcp.Reader(path))
     assert same(before, everything(model, optimizer))
     zckpt.load(path, model=model, optimizer=optimizer, verify=False)
     return str(told.value)

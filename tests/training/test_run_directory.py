@@ -14,6 +14,7 @@ import torch
 
 import zckpt
 from zckpt.errors import DamagedFileError, TargetError, TargetExistsError, UsageError
+from zckpt.training.run_place import RunPlace
 
 RECORD = "checkpointer.json"
 
@@ -242,13 +243,11 @@ def test_a_save_that_was_killed_before_it_could_say_so_is_resumed_from_and_prune
 ) -> None:
     run = saved(tmp_path, 1, 2, keep=2)
 
-    def killed(directory: Path, name: str) -> None:
+    def killed(place: RunPlace, name: str) -> None:
         raise KeyboardInterrupt
 
-    from zckpt.training import run_record
-
     with monkeypatch.context() as patch:
-        patch.setattr(run_record, "write_latest", killed)
+        patch.setattr(RunPlace, "write_latest", killed)
         with pytest.raises(KeyboardInterrupt):
             run.save(3, model=model_of(3))
     assert (tmp_path / "latest").read_text() == name_of(2)

@@ -15,20 +15,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from zckpt.engine.tensors import dtype_name, memory_of
+from zckpt.engine.tensors import dtype_name
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
-from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
+from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.optim.values import Values
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, Span, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Span, most_steps
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.other_state import IN_MEMORY
-from zckpt.training.pieces import key_of
+from zckpt.training.pieces import Piece, entries
 
 Found = Mapping[str, "Held | object"]
 """The leaves of a state dict by key: a tensor as `Held`, anything else as an inert node."""
@@ -121,16 +121,6 @@ def may_be_tied(held: Held) -> bool:
     return len(held.shape) > 1 and is_floating(held.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements of a tensor that a rank has written, and what they are called in its file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    extent: Extent
-    key: str
-
-
 @dataclass(slots=True)
 class Part:
     """What a rank has written, or gives to the coordinator to write.
@@ -167,7 +157,7 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
     """
     local = _Local(planner, source)
     part = Part(tied=local.tied)
-    entries: list[Entry] = []
+    held: list[tuple[Piece, torch.Tensor]] = []
     for item in plan.items:
         key = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
@@ -175,13 +165,15 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
         elif key in local.numbers:
             part.values[key] = local.numbers[key]
         elif key in local.found.slots:
-            _add(part, entries, item, planner, key_of(*local.found.slots[key]))
+            _add(part, held, item, planner, *local.found.slots[key])
         else:
             part.tensors[key] = _beside(item, planner)
-    return part, entries
+    return part, entries(held, None)
 
 
-def _add(part: Part, entries: list[Entry], item: WriteItem, planner: SavePlanner, name: str) -> None:
+def _add(
+    part: Part, held: list[tuple[Piece, torch.Tensor]], item: WriteItem, planner: SavePlanner, slot: str, name: str
+) -> None:
     """Add a piece; one of a tensor that is written under another name is only described."""
     about, key = item.tensor_data, item.index.fqn
     if about is None or key in part.tied:
@@ -193,10 +185,8 @@ def _add(part: Part, entries: list[Entry], item: WriteItem, planner: SavePlanner
         return
     if key in part.pieces:
         raise UnsupportedError(f"{key} has several parts on one rank")
-    piece = Piece(dtype_name(tensor.dtype), shape, extent, name)
-    slot = Slot(name, piece.dtype, shape, ())
-    entries.append(slot_entry(name, slot, extent, memory_of(tensor.detach().cpu().contiguous())))
-    part.pieces[key] = piece
+    part.pieces[key] = Piece(name, slot, dtype_name(tensor.dtype), shape, extent)
+    held.append((part.pieces[key], tensor.detach().contiguous()))
 
 
 def _beside(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,9 @@ from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
 from zckpt.formats.low_bit import refuse_casts
-from zckpt.formats.survey import checksums_by_path
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.optim.ranks import ALONE, Ranks, check_together
-from zckpt.optim.values import value_of
+from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
+from zckpt.optim.values import inside, value_of
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each
@@ -171,12 +169,13 @@ class Reader(StorageReader):
         ranks = _ranks(plan.storage_data if self._verify else None)
 
         def read() -> None:
-            checks.find = checksums_by_path([self._opened().checkpoint]) if self._verify else None
             with torch.no_grad(), watching(checks):
                 self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
                 self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
             check_unchanged()
 
+        if self._verify:
+            ranks.do(lambda: find_checksums(checks, self._opened().checkpoint, ranks))
         ranks.do(read)
         check_together(checks, ranks, str(self.path))
         done: Future[None] = Future()
@@ -282,10 +281,4 @@ def _give(planner: LoadPlanner, item: ReadItem, current: object, node: object) -
 def _is_plain(value: object) -> bool:
     """Tell whether a value is of kinds that anything can be made of without running code of others."""
     containers = (Mapping, list, tuple, set, frozenset)
-    return all(isinstance(one, (*containers, *PLAIN)) for one in each(value, _below))
-
-
-def _below(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return chain(value.keys(), value.values())
-    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
+    return all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside))

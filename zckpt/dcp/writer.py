@@ -8,7 +8,6 @@ coordinator     writes the first file, which has tensors beside the model and th
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -18,20 +17,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zckpt.dcp.contents import Contents, Held, Part, Piece, contents, part_of, tie
-from zckpt.engine.plan import plan as plan_files
+from zckpt.dcp.contents import Contents, Held, Part, contents, part_of, tie
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
-from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.formats.native.writer import Placed, describe, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
-from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values
 from zckpt.state import Topology
-from zckpt.training.directory import check_pieces, entries_of, write_rank
-from zckpt.training.pieces import key_of
+from zckpt.training.directory import check_pieces, entries_of, new_identity, write_laid_out, write_rank
+from zckpt.training.pieces import Piece, key_of
 from zckpt.version import __version__
 
 _WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
@@ -129,7 +126,7 @@ class Writer(StorageWriter):
         if before is not None:
             before._abandon()
         made = shared_target(target, last=[DOCUMENT_NAME])
-        identity = secrets.token_hex(IDENTITY_NBYTES)
+        identity = new_identity()
         try:  # it is noted there: planners that keep their plans give ranks the `storage_data` of an earlier save
             made.begin(overwrite=self._overwrite, owned=OWNED, note=identity.encode())
         except BaseException as error:
@@ -213,9 +210,7 @@ class Writer(StorageWriter):
         about = describe(checkpoint)
         stored = entries_of(about.storages, values)
         files = [write_rank(directory, 0, len(parts) + 1, stored, identity), *(part.file for part in parts)]
-        members = members_of(checkpoint, about, _placed(found, parts))
-        document = lay_out_document(members, identity, files)
-        write_target(plan_files([document]), directory / document.name)
+        write_laid_out(members_of(checkpoint, about, _placed(found, parts)), identity, files, directory)
 
 
 def _end(shared: SharedTarget, error: BaseException | None = None) -> None:

@@ -11,7 +11,7 @@ What the reader has to look at besides, such as tensors in client states, it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +102,7 @@ def write(ranks: Ranks, path: Path, files: Sequence[TargetFile], others: Sequenc
         laid = _laid_out(ranks, held, files, path, names)
         mine: list[Entry] = ranks.scatter([] if laid is None else laid.entries)
         identity = ranks.from_first(new_identity())
-        here = [replace(one, slot=_moved(one.slot, held.directory)) for one in mine]
+        here = [replace(one, slot=_with_paths(one.slot, lambda path: held.directory / path)) for one in mine]
         every = ranks.gather(ranks.do(lambda: write_rank(target, ranks.rank, ranks.world_size, here, identity)))
         ranks.do(lambda: None if laid is None else write_laid_out(laid.members, identity, every, target))
 
@@ -194,7 +194,10 @@ class _Reading:
             return None
         self._check_loads(checkpoint)
         for entries in laid.entries:
-            entries[:] = [replace(one, slot=_named(one.slot, directory)) for one in entries]
+            entries[:] = [
+                replace(one, slot=_with_paths(one.slot, lambda path: Path(path).relative_to(directory)))
+                for one in entries
+            ]
         return laid
 
     def _check_loads(self, checkpoint: Checkpoint) -> None:
@@ -245,14 +248,6 @@ class _Reading:
         return found.relative_to(directory).as_posix() if found.is_relative_to(directory) else found.name
 
 
-def _named(slot: Slot, directory: Path) -> Slot:
-    """Return a slot whose files are named from a directory."""
-    spans = (one if one.path == ZEROS else replace(one, path=str(Path(one.path).relative_to(directory)))
-             for one in slot.spans)  # fmt: skip
-    return replace(slot, spans=tuple(spans))
-
-
-def _moved(slot: Slot, directory: Path) -> Slot:
-    """Return a slot whose files are in a directory."""
-    spans = (one if one.path == ZEROS else replace(one, path=str(directory / one.path)) for one in slot.spans)
+def _with_paths(slot: Slot, path_of: Callable[[str], object]) -> Slot:
+    spans = (one if one.path == ZEROS else replace(one, path=str(path_of(one.path))) for one in slot.spans)
     return replace(slot, spans=tuple(spans))

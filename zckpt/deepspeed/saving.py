@@ -26,6 +26,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.directory import is_own
 from zckpt.formats.latest import LATEST
 from zckpt.formats.native.files import OWNED as OWNED_NATIVE
+from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
 from zckpt.storage.durable import written_files
@@ -261,7 +262,7 @@ def write(
         ranks.agree(found.error)
         native.write(ranks, directory / tag, ranks.do(found.laid_out), list(found.others), names)
     if save_latest:
-        ranks.of_first(lambda: _write_latest(directory, tag))
+        ranks.of_first(lambda: write_text(directory / LATEST, tag))
 
 
 def _remove_leftovers(directory: Path, tag: object) -> None:
@@ -289,8 +290,3 @@ def _write_others(directory: Path, others: dict[str, tuple[bytes, int]]) -> None
         with written_files([path], overwrite=True) as [partial]:
             partial.write_bytes(data)
             partial.chmod(mode)
-
-
-def _write_latest(directory: Path, tag: str) -> None:
-    with written_files([directory / LATEST], overwrite=True) as [partial]:
-        partial.write_text(tag)

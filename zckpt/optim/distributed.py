@@ -22,7 +22,7 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from zckpt.errors import ZckptError
-from zckpt.optim.param_groups import Group, as_groups, check_shapes, selected, sync, with_names
+from zckpt.optim.param_groups import Group, as_groups, check_shapes, matched, selected, sync, with_names
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
 from zckpt.optim.tensors import copied_like
 
@@ -153,7 +153,7 @@ class DistributedOptimizer(Optimizer):
         ValueError
             It is that of another optimizer; nothing has changed on any worker.
         """
-        numbers = _check(state_dict, self.param_groups)
+        numbers = {number: at for at, number in enumerate(matched(state_dict, self.param_groups, by_name=False))}
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
         held = [self._numbers(one.owner()) for one in self.remote_optimizers]
         shares = [{n: state[n] for n in mine if n in state} for mine in held]
@@ -222,7 +222,10 @@ class LocalOptimizer:
         """Return this worker's state on the CPU."""
         with self.lock:
             return {
-                number: {key: _on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
+                number: {
+                    key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                    for key, value in self.optimizer.state[parameter].items()
+                }
                 for number, parameter in self.by_number().items()
                 if parameter in self.optimizer.state
             }
@@ -271,31 +274,6 @@ def _on_worker(optimizer: Any, function: Callable[..., Any], *args: Any) -> Any:
         return function(optimizer.local_value(), *args)
     except ZckptError as error:
         return _Refused(error)
-
-
-def _on_cpu(value: object) -> object:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _check(state_dict: Mapping[str, Any], groups: list[Group]) -> dict[int, int]:
-    """Return the number that each number of the state dict is here. Raise ValueError where groups differ."""
-    saved = state_dict["param_groups"]
-    if len(saved) != len(groups):
-        raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
-    numbers: dict[int, int] = {}
-    first = 0
-    for index, (its, mine) in enumerate(zip(saved, groups, strict=True)):
-        if len(its["params"]) != len(mine["params"]):
-            raise ValueError(
-                f"param group {index} has {len(its['params'])} parameters in the state dict and "
-                f"{len(mine['params'])} here"
-            )
-        numbers.update(zip(its["params"], range(first, first + len(mine["params"])), strict=True))
-        first += len(mine["params"])
-    strange = [number for number in state_dict["state"] if number not in numbers]
-    if strange:
-        raise ValueError(f"the state dict has state of parameters that are in none of its groups: {strange[:4]}")
-    return numbers
 
 
 def _wait(futures: Sequence[Any]) -> list[Any]:

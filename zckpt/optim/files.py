@@ -25,16 +25,14 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, watching
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.formats.floats import with_floats
-from zckpt.formats.survey import checksums_by_path
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
-from zckpt.optim.ranks import ALONE, Ranks, check_together
+from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states import Restoring, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import bare
@@ -118,9 +116,8 @@ def load(
 
     def prepared() -> Restoring:
         checkpoint = open_for(path, () if of_model is None else of_model.parameters, optimizers.order, names=names)
-        checks.find = checksums_by_path([checkpoint]) if verify else None
-        if verify and ranks.rank == 0:
-            check_files_apart(checkpoint)
+        if verify:
+            find_checksums(checks, checkpoint, ranks)
         [restoring] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
         restoring.check()
         return restoring
@@ -175,15 +172,12 @@ def open_for(
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
     own = [name for group in order for name in group]
-    if names is not None or naming.changes:
-        found = open_checkpoint(path, tag=tag, names=names)
-        if dequantize:
-            [found] = with_floats(found)
+    renamed = names is not None or naming.changes
+    found = open_checkpoint(path, tag=tag, names=names) if renamed else _open(path, order, tag, strict=strict)
+    if dequantize:
+        [found] = with_floats(found)
+    if renamed:
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
-    else:
-        found = _open(path, order, tag, strict=strict)
-        if dequantize:
-            [found] = with_floats(found)
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(

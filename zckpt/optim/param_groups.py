@@ -149,6 +149,48 @@ def check_shapes(number: object, values: object, parameter: torch.Tensor) -> Non
         )
 
 
+def matched(state_dict: Mapping[str, Any], groups: Sequence[Group], *, by_name: bool) -> list[Any]:
+    """Return the number that a state dict has for each parameter of an optimizer, in order.
+
+    `by_name`: where both have names, parameters of a group are matched by them. Raises ValueError: the dict is another
+    optimizer's; the message names what differs.
+    """
+    saved, state = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(state, Mapping) or not isinstance(saved, (list, tuple)):
+        raise ValueError("not the state dict of an optimizer: it has no 'state' and 'param_groups'")  # noqa: TRY004
+    if len(saved) != len(groups):
+        raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
+    numbers = []
+    for index, (its, mine) in enumerate(zip(saved, groups, strict=True)):
+        numbers += _matched(index, its, mine, by_name=by_name)
+    known = set(numbers)
+    if len(known) != len(numbers):
+        raise ValueError("the state dict has a parameter in its param groups twice")
+    for number in state:
+        if number not in known:
+            raise ValueError(f"the state dict has state of parameter {number!r}, which is in none of its param groups")
+    return numbers
+
+
+def _matched(index: int, saved: object, group: Group, *, by_name: bool) -> list[Any]:
+    """Return what a saved group calls each of a group's parameters."""
+    listed = saved.get("params") if isinstance(saved, Mapping) else None
+    if not isinstance(saved, Mapping) or not isinstance(listed, (list, tuple)):
+        raise ValueError(f"param group {index} of the state dict has no list 'params'")  # noqa: TRY004
+    if len(listed) != len(group["params"]):
+        raise ValueError(
+            f"param group {index} has {len(listed)} parameters in the state dict and {len(group['params'])} here"
+        )
+    theirs, ours = saved.get("param_names"), group.get("param_names")
+    if not by_name or not theirs or not ours or list(theirs) == list(ours):
+        return list(listed)
+    if sorted(theirs) != sorted(ours):
+        only = sorted(set(theirs) ^ set(ours)) or sorted(theirs)
+        raise ValueError(f"param group {index} has other parameters in the state dict: {', '.join(only[:SHOWN])}")
+    numbers = dict(zip(theirs, listed, strict=True))
+    return [numbers[name] for name in ours]
+
+
 # --- names
 
 Names = list[list[str]]

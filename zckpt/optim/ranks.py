@@ -15,9 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
+from zckpt.formats.survey import checksums_by_path
 from zckpt.operations.shared_target import SHARED, SharedTarget, shared_target
+from zckpt.state import Checkpoint
 from zckpt.storage.ownership import Owned
 
 T = TypeVar("T")
@@ -221,6 +224,13 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
     if issubclass(kind, ZckptError):
         raise kind(f"on rank {rank}, {message}", **fields)
     raise RuntimeError(f"rank {rank} failed: {message}")
+
+
+def find_checksums(checks: Checks, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Let checks find what a checkpoint's files say of themselves, which the first rank holds against each other."""
+    checks.find = checksums_by_path([checkpoint])
+    if ranks.rank == 0:
+        check_files_apart(checkpoint)
 
 
 def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | None = None) -> None:

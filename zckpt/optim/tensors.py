@@ -34,14 +34,22 @@ class Bare:
     """A model's own tensors, not copies: what `state_dict` has, and parameters under all of their names."""
 
     state: dict[str, Any]
-    parameters: dict[str, torch.nn.Parameter]
+    parameters: dict[str, Any]
 
     def names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
-        found: dict[torch.Tensor, str] = {}
+        return {parameter: name for name, parameter in self.roles({})[1].items()}
+
+    def roles(self, trained: Mapping[torch.Tensor, str]) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+        """Return further names of parameters, with the first of each; what is not trained; and names of buffers."""
+        owners, tied, frozen = dict(trained), dict[str, str](), dict[str, Any]()
         for name, parameter in self.parameters.items():
-            found.setdefault(parameter, name)
-        return found
+            owner = owners.setdefault(parameter, name)
+            if owner != name:
+                tied[name] = owner
+            elif parameter not in trained:
+                frozen[name] = parameter
+        return tied, frozen, [name for name in self.state if name not in self.parameters]
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -159,8 +167,7 @@ def model_state(model: Model) -> ModelState:
     [model] = given
     if is_flat(model):
         return _of_flat(model)
-    its = bare(model)
-    return _model_state(its.parameters, its.state)
+    return _model_state(bare(model))
 
 
 def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
@@ -197,28 +204,21 @@ def _of_flat(model: torch.nn.Module) -> ModelState:
     its = flat_model(model)
     names = bare_names([*its.parameters, *its.state], front=False)
     parameters = {names[key]: one for key, one in its.parameters.items()}
-    found = _model_state(parameters, {names[key]: value for key, value in its.state.items()})
+    found = _model_state(Bare({names[key]: value for key, value in its.state.items()}, parameters))
     called = {id(one): name for name, one in found.tensors.items()}
     held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
     found.members = Members(held, tuple(found.tensors))
     return found
 
 
-def _model_state(parameters: Mapping[str, Any], state: Mapping[str, Any]) -> ModelState:
-    """Return a model's tensors, given its parameters by all of their names, and what a state dict has."""
-    found = ModelState()
-    owners: dict[Any, str] = {}
-    for name, parameter in parameters.items():
-        owner = owners.setdefault(parameter, name)
-        if owner == name:
-            found.tensors[name] = parameter
-            found.parameters.add(name)
-        else:
-            found.tied[name] = owner
-    for key, value in state.items():
-        if key in found.parameters or key in found.tied:
+def _model_state(its: Bare) -> ModelState:
+    """Return a model's tensors under their first names, and what else a state dict has."""
+    tied, first, _ = its.roles({})
+    found = ModelState(dict(first), set(first), tied)
+    for key, value in its.state.items():
+        if key in its.parameters:
             continue
-        if isinstance(value, torch.Tensor) and not _is_extra(key):
+        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE:
             found.tensors[key] = value
         else:
             found.extra[key] = value
@@ -231,10 +231,6 @@ def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
         bare_name = plain_name(name)
         if key == (f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE):
             module.set_extra_state(value)
-
-
-def _is_extra(key: str) -> bool:
-    return key.rpartition(".")[2] == EXTRA_STATE
 
 
 # --- what this rank has

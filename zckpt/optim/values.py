@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,13 @@ _LEAVES: dict[type, Callable[[Any], object]] = {
     torch.device: lambda value: Device(value.type, value.index),
     np.generic: lambda value: NumpyScalar(_little(value.dtype).str, value.astype(_little(value.dtype)).tobytes()),
 }
+
+
+def inside(value: object) -> Iterable[object]:
+    """Return what a container holds, keys included."""
+    if isinstance(value, Mapping):
+        return chain(value.keys(), value.values())
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
 def value_of(node: Node, file: FromFile | None = None) -> Value:

@@ -16,18 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.native.reader import headers_shared
-from zckpt.formats.survey import checksums_by_path
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
-from zckpt.optim.ranks import ALONE, Ranks, check_together
+from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, model_state, share_of
@@ -176,13 +174,17 @@ def load(
         return Live(model, tensors.renamed(optimizers.renamed), optimizers, slices)
 
     def prepared() -> _Loading:
+        known = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied)
         with headers_shared(ranks.rank, ranks.world_size):
-            loading = _Loading(
-                path, live, everywhere, strict=strict, tag=tag, names=names, naming=naming, dequantize=dequantize,
-                checks=checks if verify else None,
+            checkpoint = open_for(
+                path, known, live.optimizers.order, tag=tag, names=names, strict=strict, naming=naming,
+                dequantize=dequantize,
             )  # fmt: skip
-        if verify and ranks.rank == 0:
-            check_files_apart(loading.checkpoint)
+            if verify:
+                find_checksums(checks, checkpoint, ranks)
+            loading = _Loading(
+                os.fspath(path), checkpoint, live, known, everywhere, strict=strict, tag=tag, names=names
+            )
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
@@ -214,37 +216,21 @@ class _Loading:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str,
+        checkpoint: OpenedCheckpoint,
         live: Live,
+        known: Sequence[str],
         everywhere: Everywhere,
         *,
         strict: bool,
         tag: str | None,
         names: Sequence[str] | None,
-        naming: Naming,
-        dequantize: bool,
-        checks: Checks | None,
     ) -> None:
-        self.path = os.fspath(path)
+        self.path, self.checkpoint, self.known = path, checkpoint, known
         self.model, self.tensors, optimizers = live.model, live.tensors, live.optimizers
-        self.known = everywhere.tensors or (*self.tensors.tensors, *self.tensors.tied)
-        self.checkpoint: OpenedCheckpoint = open_for(
-            path,
-            self.known,
-            optimizers.order,
-            tag=tag,
-            names=names,
-            strict=strict,
-            naming=naming,
-            dequantize=dequantize,
-        )
-        if checks is not None:
-            checks.find = checksums_by_path([self.checkpoint])
         if live.slices is not None:
-            live.slices.cut(self.checkpoint, [*self.known, *(name for names in optimizers.order for name in names)])
-        self.report = Restored(
-            self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
-        )
+            live.slices.cut(checkpoint, [*known, *(name for names in optimizers.order for name in names)])
+        self.report = Restored(path, checkpoint.format, checkpoint.step, world_size=checkpoint.world_size)
         self.found = self._match()
         if strict:
             self._be_strict()
@@ -252,7 +238,7 @@ class _Loading:
         self.sharded: list[TensorRead] = []
         self.other = OtherState()
         self.restoring: list[Restoring] = optimizers.restore(
-            self.checkpoint, self.path, tag=tag, listed=names, strict=strict,
+            checkpoint, path, tag=tag, listed=names, strict=strict,
             everywhere=everywhere.parameters, called=everywhere.optimizers,
         )  # fmt: skip
         self.report.notes += [*optimizers.notes, *(note for one in self.restoring for note in one.notes)]
@@ -264,7 +250,8 @@ class _Loading:
             return {}
         found: dict[str, Parameter] = {}
         for name, tensor in self.tensors.tensors.items():
-            its = _tensor_called(checkpoint, name)
+            there = name in checkpoint.parameters or name in checkpoint.buffers
+            its = checkpoint.owner(name) if there else None
             if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
                 report.missing.append(name)
             elif its.shape != tuple(tensor.shape):
@@ -344,12 +331,6 @@ class _Loading:
     def restore_rest(self) -> None:
         """Restore what goes with the model and the optimizer."""
         self.other.restore(self.model)
-
-
-def _tensor_called(checkpoint: OpenedCheckpoint, name: str) -> Parameter | None:
-    if name not in checkpoint.parameters and name not in checkpoint.buffers:
-        return None
-    return checkpoint.owner(name)
 
 
 def _weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:

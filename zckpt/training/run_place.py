@@ -45,11 +45,11 @@ class RunPlace:
 
     def write_record(self, record: Record) -> None:
         """Write the record, whole or not at all; errors are TargetErrors."""
-        run_record.write_record(self.directory, record)
+        write_text(self.checkpoint(RECORD), run_record.text_of(record))
 
     def write_latest(self, name: str) -> None:
         """Write which checkpoint is the latest; errors are TargetErrors."""
-        run_record.write_latest(self.directory, name)
+        write_text(self.checkpoint(LATEST), name)
 
     def latest(self) -> str:
         """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
@@ -117,14 +117,6 @@ class StoredRun(RunPlace):
 
     def make(self) -> None:
         """Do nothing: what is written has a directory."""
-
-    def write_record(self, record: Record) -> None:
-        """Write the record, whole or not at all."""
-        write_text(f"{self._url}/{RECORD}", run_record.text_of(record))
-
-    def write_latest(self, name: str) -> None:
-        """Write which checkpoint is the latest."""
-        write_text(f"{self._url}/{LATEST}", name)
 
     def settle(self, saving: Saved) -> None:
         """Abort uploads, and remove objects among which no document has come."""

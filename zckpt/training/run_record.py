@@ -21,7 +21,6 @@ from typing import Any
 from zckpt.errors import DamagedFileError, SourceError, TargetExistsError
 from zckpt.formats.latest import latest_name
 from zckpt.formats.native.files import identity_of, is_native
-from zckpt.storage.durable import written_files
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import check_replaceable
 
@@ -137,12 +136,6 @@ def _saved(name: object, identity: object) -> Saved:
     return Saved(name, identity)
 
 
-def write_record(directory: Path, record: Record) -> None:
-    """Write the record of a directory, whole or not at all. Raises TargetError: it cannot be written."""
-    with written_files([directory / RECORD], overwrite=True) as [partial]:
-        partial.write_text(text_of(record), "utf-8")
-
-
 def text_of(record: Record) -> str:
     """Return what the file of a record holds."""
     saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
@@ -153,12 +146,6 @@ def text_of(record: Record) -> str:
         "saving": saving,
     }
     return json.dumps(document, indent=1) + "\n"
-
-
-def write_latest(directory: Path, name: str) -> None:
-    """Write which checkpoint is the latest. Raises TargetError: it cannot be written."""
-    with written_files([directory / LATEST], overwrite=True) as [partial]:
-        partial.write_text(name)
 
 
 def latest_of(directory: Path) -> str | None:

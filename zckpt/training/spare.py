@@ -34,15 +34,15 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engine.plan import plan
-from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import SourceError, UsageError, WorkerError, ZckptError
+from zckpt.formats.companions import copy_of
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
 from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model
-from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_document, write_rank
 from zckpt.training.run_place import RunPlace
@@ -236,7 +236,7 @@ class Spare:
 
         def written(partial: Path) -> None:
             for name in mine:
-                write_target(plan([_copied(directory / name)]), partial / name)
+                write_target(plan([copy_of(directory / name, name)]), partial / name)
 
         def finished(partial: Path) -> None:
             [data] = [one for one in documents if one is not None]
@@ -354,11 +354,3 @@ def _write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared 
     except OSError as error:
         raise unwritten(directory, error) from error
     return prepared
-
-
-def _copied(path: Path) -> TargetFile:
-    """Return a file with the bytes of another."""
-    nbytes = path.stat().st_size
-    whole = Extent.whole((nbytes,))
-    slot = Slot("bytes", "uint8", (nbytes,), (Span(whole, str(path), 0, "uint8"),))
-    return TargetFile(path.name, nbytes, [], [Hole(0, path.name, slot, whole, "uint8")])

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Source:
     is_sliced: bool = False
 
 
-class OptimizerState(Protocol):
+class OptimizerState(ABC):
     """The state of a live optimizer on this rank, by parameter and slot; and the way back into it.
 
     `state_of` makes one of an optimizer on each rank that saves or loads. Nothing is copied: tensors are the
@@ -126,20 +126,21 @@ class OptimizerState(Protocol):
         Whether who asks puts tensor-parallel slices together. Without that, an optimizer of slices refuses.
     """
 
-    optimizer: Optimizer
-    process_group: dist.ProcessGroup | None
-    is_remote: bool
-    writes: str | None
-    renamed: Callable[[str], str] | None
-    is_sliced: bool
+    optimizer: Any
+    process_group: dist.ProcessGroup | None = None
+    is_remote = False
+    writes: str | None = None
+    renamed: Callable[[str], str] | None = None
+    is_sliced = False
 
+    @abstractmethod
     def names(self) -> Names:
         """Return the names of all parameters of each param group, in the optimizer's order."""
-        ...
 
     def members(self) -> Iterator[tuple[str, Any]]:
         """Yield each parameter's name, with what the optimizer has of it in its param groups."""
-        ...
+        for its, group in zip(self.names(), self.optimizer.param_groups, strict=True):
+            yield from zip(its, group["params"], strict=True)
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups as a checkpoint has them, with the names of the parameters that may have state.
@@ -149,20 +150,23 @@ class OptimizerState(Protocol):
         UnsupportedError
             State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
         """
-        ...
+        return stored_groups(self.optimizer, self.names())
 
-    def slots(self, name: str) -> Mapping[str, Share]:
+    def slots(self, name: str) -> Mapping[str, Share]:  # noqa: ARG002  # workers have theirs
         """Return what this rank has of each slot of a parameter."""
-        ...
+        return {}
 
     def shares(self) -> Iterator[NamedShare]:
         """Yield every parameter's slots; those that several ranks have, in the same order on all of them."""
-        ...
+        for name, _ in self.members():
+            for slot, share in self.slots(name).items():
+                yield name, slot, share
 
     def values(self) -> Values:
         """Return the state that is no tensor of elements."""
-        ...
+        return Values()
 
+    @abstractmethod
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint; nothing is read or changed yet.
 
@@ -173,11 +177,14 @@ class OptimizerState(Protocol):
         UnsupportedError
             State that the optimizer has no way to keep.
         """
-        ...
 
     def write(self, target: Target) -> None:
         """Write another program's format; errors are those of `zckpt.optim.files.save`."""
-        ...
+        raise UsageError(
+            f"{type(self.optimizer).__name__} is not written in another program's format",
+            path=target.path,
+            advice="save as zckpt, and use zckpt convert",
+        )
 
 
 @dataclass(slots=True)
@@ -303,12 +310,6 @@ def stored_groups(
         ParamGroup({key: as_stored(v, key) for key, v in hyperparameters(group).items() if key not in left}, list(its))
         for group, its, left in zip(optimizer.param_groups, names, apart or [()] * len(names), strict=True)
     ]
-
-
-def members_of(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter of an optimizer with its name, given the names of each param group's."""
-    for its, group in zip(names, optimizer.param_groups, strict=True):
-        yield from zip(its, group["params"], strict=True)
 
 
 STATES = {

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.remainder import BESIDE
 from zckpt.optim.param_groups import Group, Names, hyperparameters
-from zckpt.optim.values import PLAIN, value_of
+from zckpt.optim.values import PLAIN, inside, value_of
+from zckpt.torchfile import each
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -73,8 +74,8 @@ class Declared:
         if not (self.beside.rest or self.odd or any(self.beside.groups)):
             return None
         sharded = any(isinstance(one, DTensor) for one in called)
-        found = [self.beside.rest, *self.odd.values(), *self.beside.groups]
-        if sharded and _has_elements(found):
+        found = each([self.beside.rest, *self.odd.values(), *self.beside.groups], inside)
+        if sharded and any(isinstance(one, torch.Tensor) and one.dim() for one in found):
             self.refuse("of parameters that are sharded, each rank would have its own")
         return {
             "class": type(self.optimizer).__name__,
@@ -151,7 +152,9 @@ def declared(optimizer: Optimizer) -> Declared:
         for group, members in zip(its[GROUPS], groups, strict=True)
         for number, parameter in zip(group["params"], members, strict=True)
     }
-    found = Declared(optimizer, _holder(optimizer, len(at)))
+    found = Declared(optimizer, optimizer)
+    for _ in at:
+        found.holder = next(iter(_held(found.holder).values()), found.holder)
     others = {}
     for number, values in its[STATE].items():
         if number not in numbers:
@@ -171,24 +174,15 @@ def _is_number(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))  # type: ignore[call-overload]
-    if type(value) is dict:
-        return all(type(key) in PLAIN and _is_plain(one) for key, one in value.items())
-    return type(value) in PLAIN
+    every = list(each(value, inside))
+    keys = [key for one in every if isinstance(one, Mapping) for key in one]
+    return all(type(one) in (*PLAIN, list, tuple, dict) for one in every) and all(type(key) in PLAIN for key in keys)
 
 
 def _with_new_containers(value: Any) -> Any:  # whatever a state dict has
     if type(value) is dict:
         return {key: _with_new_containers(one) for key, one in value.items()}
     return [_with_new_containers(one) for one in value] if type(value) is list else value
-
-
-def _has_elements(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dim() > 0
-    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
-    return any(map(_has_elements, inside))
 
 
 def _innermost(tree: object, sizes: Sequence[int]) -> tuple[str, ...] | None:
@@ -205,11 +199,6 @@ def _innermost(tree: object, sizes: Sequence[int]) -> tuple[str, ...] | None:
         return None
     found = [len(group["params"]) for group in groups if isinstance(group, Mapping) and "params" in group]
     return () if found == list(sizes) else None
-
-
-def _holder(optimizer: Optimizer, levels: int) -> Optimizer:
-    held = _held(optimizer)
-    return _holder(next(iter(held.values())), levels - 1) if levels and held else optimizer
 
 
 def _held(optimizer: Optimizer) -> dict[str, Optimizer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.remainder import BESIDE
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
-from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, is_trained, members_of, stored_groups
+from zckpt.optim.states import OptimizerState, Restoring, Source, Values, is_trained, stored_groups
 from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.states.values import as_stored, as_torch
@@ -26,13 +26,10 @@ from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, ParamGroup, Slot
 
 
-class ByParameter:
+class ByParameter(OptimizerState):
     """The state of an optimizer that keeps it by parameter."""
 
-    is_remote = False
-    writes: str | None = None
-    renamed: Callable[[str], str] | None = None
-    is_sliced = False
+    optimizer: Optimizer
 
     def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
         if not isinstance(getattr(optimizer, "state", None), Mapping):  # torchao's CPUOffloadOptimizer has none
@@ -66,10 +63,6 @@ class ByParameter:
         """Return the names of all parameters."""
         return self._names
 
-    def members(self) -> Iterator[tuple[str, Any]]:
-        """Yield each parameter with its name."""
-        return members_of(self.optimizer, self._names)
-
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of all parameters."""
         if type(self) is not ByParameter:
@@ -88,23 +81,22 @@ class ByParameter:
 
     def slots(self, name: str) -> dict[str, Share]:
         """Return what this rank has of each slot of a parameter."""
-        parameter = self._parameters[name]
-        found = {}
+        parameter, found = self._tensor_of(name), dict[str, Share]()
         for key, value in self._state().get(parameter, {}).items():
-            if not self._is_slot(parameter, key, value):
-                continue
-            if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-                raise UnsupportedError(f"{key} of {name} is a plain tensor, and the parameter is sharded")
-            share = share_of(value, f"{key} of {name}")
-            if share is not None:
-                found[key] = share
+            if self._is_slot(parameter, key, value):
+                found |= self._shares_of(key, value, name)
         return found
 
-    def shares(self) -> Iterator[NamedShare]:
-        """Yield every parameter's slots."""
-        for name in self._parameters:
-            for slot, share in self.slots(name).items():
-                yield name, slot, share
+    def _tensor_of(self, name: str) -> torch.Tensor:
+        """Return what has the state of a parameter."""
+        return self._parameters[name]
+
+    def _shares_of(self, key: str, value: torch.Tensor, name: str) -> dict[str, Share]:
+        """Return what this rank has of a slot, or of what that consists of."""
+        if isinstance(self._parameters[name], DTensor) and not isinstance(value, DTensor):
+            raise UnsupportedError(f"{key} of {name} is a plain tensor, and the parameter is sharded")
+        share = share_of(value, f"{key} of {name}")
+        return {} if share is None else {key: share}
 
     def values(self) -> Values:
         """Return the state that is no tensor of elements."""
@@ -112,22 +104,18 @@ class ByParameter:
         for parameter, state in self._state().items():
             single = {key: as_stored(v) for key, v in state.items() if not self._is_slot(parameter, key, v)}
             if single:
-                found.parameters[self._called[parameter]] = single
+                found.parameters |= {name: dict(single) for name in self._with_state(parameter)}
         tree = self._declared.tree(self._called)
         found.metadata = {} if tree is None else {BESIDE: tree}
         return found
 
+    def _with_state(self, parameter: torch.Tensor) -> list[str]:
+        """Return the names of what has a parameter's state on this rank."""
+        return [self._called[parameter]]
+
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint."""
         return ByParameterRestoring(source, self.optimizer, self._called, is_here=self._is_here, local=self._local())
-
-    def write(self, target: Target) -> None:
-        """Raise UsageError: no other program's format is written of it."""
-        raise UsageError(
-            f"{type(self.optimizer).__name__} is not written in another program's format",
-            path=target.path,
-            advice="save as zckpt, and use zckpt convert",
-        )
 
 
 @dataclass(slots=True)

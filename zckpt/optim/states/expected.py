@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +173,13 @@ def rehearse(
         for group, its in zip(optimizer.param_groups, map(hyperparameters, settings), strict=True)
     ]
     try:
-        copy = _with_torchs_parts(optimizer) if of_torch else _whole_copy(optimizer, _copies_of(numbers))
+        if of_torch:  # which changes nothing that it shares with this copy
+            copy = object.__new__(cls)
+            vars(copy).update(vars(optimizer), **{hook: {} for hook in HOOKS}, state=defaultdict(dict))
+            copy.param_groups = [dict(group) for group in optimizer.param_groups]
+        else:
+            memo = {id(one): torch.nn.Parameter(one.detach().clone(), one.requires_grad) for one in numbers}
+            copy = _whole_copy(optimizer, memo)
     except Exception:  # noqa: BLE001  # whatever an object of a user's says that is not to be copied
         return
     given = {numbers[one]: dict(its) for one, its in state.items() if one in numbers}
@@ -183,18 +189,6 @@ def rehearse(
         keys = list(dict.fromkeys(key for its in given.values() for key in its))
         why = f"its load_state_dict raises {type(error).__name__}: {error}"
         raise _another(optimizer, (*called, "its parameters")[0], keys, path, expected=why) from error
-
-
-def _with_torchs_parts(optimizer: Optimizer) -> Optimizer:
-    """Return a copy of which torch's `load_state_dict` changes nothing that it shares."""
-    made = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer), **{hook: {} for hook in HOOKS}, state=defaultdict(dict))
-    made.param_groups = [dict(group) for group in optimizer.param_groups]
-    return made
-
-
-def _copies_of(parameters: Iterable[torch.Tensor]) -> dict[int, Any]:
-    return {id(one): torch.nn.Parameter(one.detach().clone(), one.requires_grad) for one in parameters}
 
 
 def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

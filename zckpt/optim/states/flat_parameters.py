@@ -13,16 +13,14 @@ import torch
 from torch.optim import Optimizer
 
 from zckpt.compare.logical import parameter_values
-from zckpt.engine.tensors import TensorRead
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, about
 from zckpt.optim.flat_parameters import Member, Members
 from zckpt.optim.param_groups import Group, Names
-from zckpt.optim.states import NamedShare, Restoring, Source, Values, is_trained
+from zckpt.optim.states import Restoring, Source, is_trained
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.states.expected import check_keys
-from zckpt.optim.states.values import as_stored, as_torch, read_numbers
+from zckpt.optim.states.values import flat_state, read_numbers
 from zckpt.optim.tensors import Share
-from zckpt.state import Parameter, Slot, number_of
 
 Held = Mapping[torch.Tensor, list[tuple[str, Member]]]
 """What each tensor of an optimizer has the elements of."""
@@ -56,37 +54,24 @@ class FlatState(ByParameter):
             for tensor in group["params"]:
                 yield from ((name, tensor) for name in self._names_of(tensor))
 
-    def slots(self, name: str) -> dict[str, Share]:
-        """Return what this rank has of each slot of a parameter."""
+    def _tensor_of(self, name: str) -> torch.Tensor:
+        return self._of[name][0] if name in self._of else self._parameters[name]
+
+    def _shares_of(self, key: str, value: torch.Tensor, name: str) -> dict[str, Share]:
         if name not in self._of:
-            return super().slots(name)
+            return super()._shares_of(key, value, name)
         tensor, member = self._of[name]
-        found = {}
-        for key, value in self._state().get(tensor, {}).items():
-            if not isinstance(value, torch.Tensor) or not value.dim():
-                continue
-            if value.numel() != tensor.numel():
-                raise UnsupportedError(f"{key} of {name} is not one value for each element")
-            if member.extent is not None:
-                its = value.detach().reshape(-1)[member.offset : member.offset + member.extent.numel]
-                found[key] = Share(tuple(member.shape), member.extent, its, member.ranks)
-        return found
+        if value.numel() != tensor.numel():
+            raise UnsupportedError(f"{key} of {name} is not one value for each element")
+        if member.extent is None:
+            return {}
+        its = value.detach().reshape(-1)[member.offset : member.offset + member.extent.numel]
+        return {key: Share(tuple(member.shape), member.extent, its, member.ranks)}
 
-    def shares(self) -> Iterator[NamedShare]:
-        """Yield every parameter's slots."""
-        for name, _ in self.members():
-            for slot, share in self.slots(name).items():
-                yield name, slot, share
-
-    def values(self) -> Values:
-        """Return the state that is no tensor of elements; a rank without elements of a parameter has none of it."""
-        found = Values()
-        for tensor, state in self._state().items():
-            single = {key: as_stored(v) for key, v in state.items() if not isinstance(v, torch.Tensor) or not v.dim()}
-            here = tensor.numel() or all(not one.shape.numel() for _, one in self._members.get(tensor, ()))
-            if single and here:
-                found.parameters.update((name, dict(single)) for name in self._names_of(tensor))
-        return found
+    def _with_state(self, parameter: torch.Tensor) -> list[str]:
+        """Return the names of what has a tensor's state here: a rank without elements of a parameter has none of it."""
+        here = parameter.numel() or all(not one.shape.numel() for _, one in self._members.get(parameter, ()))
+        return self._names_of(parameter) if here else []
 
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint."""
@@ -125,47 +110,15 @@ class FlatRestoring(ByParameterRestoring):
         for (name, _), held in zip(its, values, strict=True):
             check_keys(self.holder, group, name, parameter.dim(), held, path=self.source.path)
         self.notes += [f"no state of {name}" for (name, _), held in zip(its, values, strict=True) if not held]
-        keys = dict.fromkeys(key for held in values for key in held)
-        if keys:
-            self.state[number] = {key: self._joined(key, parameter, owners, values) for key in keys}
+        parts = [
+            (number, one.extent, one.offset) for number, (_, one) in enumerate(its) if one.extent and one.extent.numel
+        ]
 
-    def _joined(
-        self,
-        key: str,
-        parameter: torch.Tensor,
-        owners: Sequence[Parameter | None],
-        values: Sequence[Mapping[str, object]],
-    ) -> object:
-        """Return state for a tensor of many parameters; zeros where one has none, and as padding."""
-        found = [held[key] for held in values if key in held]
-        slots = [value for value in found if isinstance(value, Slot)]
-        if not slots:
-            return self._single(key, found)
-        if len({value.dtype for value in slots}) > 1 or len(slots) < len(found):
-            raise self._differ(key, [getattr(value, "dtype", value) for value in found])
-        into = torch.zeros(parameter.numel(), dtype=getattr(torch, slots[0].dtype), device=parameter.device)
-        for (name, member), owner, held in zip(self.members[parameter], owners, values, strict=True):
-            slot = held.get(key)
-            if owner is None or not isinstance(slot, Slot):
-                continue
-            if slot.shape != owner.shape:
-                raise UnsupportedError(f"{key} of {name} is not one value for each element", path=self.source.path)
-            if member.extent is not None and member.extent.numel:
-                here = into[member.offset : member.offset + member.extent.numel]
-                self.reads.append(TensorRead(slot, member.extent, here))
-        return into.view(parameter.shape)
+        def room(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
-    def _single(self, key: str, found: Sequence[object]) -> object:
-        """Return a value that all parameters of a tensor have in common."""
-        plain = [number_of(value) for value in found]
-        if any(value != plain[0] for value in plain):
-            raise self._differ(key, plain)
-        return as_torch(found[0])
-
-    def _differ(self, key: str, found: Sequence[object]) -> UsageError:
-        return UsageError(
-            f"{key} is not the same for all parameters of a unit, whose flat parameter has only one",
-            path=self.source.path,
-            found=", ".join(sorted({str(one) for one in found})),
-            advice="wrap with use_orig_params=True",
-        )
+        with about(self.source.path):
+            state, reads = flat_state(values, owners, parts, room, "wrap with use_orig_params=True")
+        self.reads += reads
+        if state:
+            self.state[number] = state

@@ -197,7 +197,9 @@ class Optimizers:
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
         if self.is_one:
             self._check_names([name or ALONE for name in theirs], ours, path)
-        if theirs.keys() <= {None} and not _had_one(checkpoint):
+        origin = checkpoint.details.get("origin")
+        had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
+        if theirs.keys() <= {None} and not had_one:
             return {name: (groups, checkpoint.optimizer_metadata) for name, groups in self._in_turn(checkpoint, path)}
         if strict:
             self._check_names([name or ALONE for name in theirs], ours, path)
@@ -359,12 +361,6 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
                     found=_listed([other, name]),
                     advice="give the model that has both, or names of their own",
                 )
-
-
-def _had_one(checkpoint: OpenedCheckpoint) -> bool:
-    """Tell whether `save` has written the checkpoint, of one optimizer without a name."""
-    origin = checkpoint.details.get("origin")
-    return isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)
 
 
 def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:

@@ -43,21 +43,9 @@ ADVICE = "dequantize=True takes the floats that they stand for, of which torchao
 class TorchaoState(ByParameter):
     """The state of one of torchao's optimizers."""
 
-    def slots(self, name: str) -> dict[str, Share]:
-        """Return what this rank has of each slot: of a quantised one, of its pieces."""
-        parameter = self._parameters[name]
-        found: dict[str, Share] = {}
-        for key, value in self._state().get(parameter, {}).items():
-            if not isinstance(value, torch.Tensor) or not value.dim():
-                continue
-            cut = self._cut(key, name)
-            if cut is None:
-                share = share_of(value, f"{key} of {name}")
-                if share is not None:
-                    found[key] = share
-            else:
-                found |= _pieces(key, cut, parameter, value)
-        return found
+    def _shares_of(self, key: str, value: torch.Tensor, name: str) -> dict[str, Share]:
+        cut = self._cut(key, name)
+        return super()._shares_of(key, value, name) if cut is None else _pieces(key, cut, self._parameters[name], value)
 
     def values(self) -> Values:
         """Return the state that is no tensor of elements, and what quantised slots are."""
@@ -130,7 +118,8 @@ def _pieces(key: str, cut: _Cut, parameter: torch.Tensor, value: torch.Tensor) -
     found: dict[str, Share] = {}
     if cut.qmap is not None:
         whole = Extent.whole(tuple(cut.qmap.shape))
-        found[f"{key}.qmap"] = Share(whole.sizes, whole, cut.qmap, _first_of(parameter))
+        first = int(parameter.device_mesh.mesh.flatten()[0]) if isinstance(parameter, DTensor) else None
+        found[f"{key}.qmap"] = Share(whole.sizes, whole, cut.qmap, None if first is None else (first,))
     if share is None:
         return found
     start, numel = _flat(share)
@@ -214,11 +203,6 @@ def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
         yield before
 
 
-def _first_of(parameter: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the first rank that has some of a parameter; None: all have it whole."""
-    return (int(parameter.device_mesh.mesh.flatten()[0]),) if isinstance(parameter, DTensor) else None
-
-
 def _not_cut(what: str, block: int) -> UnsupportedError:
     return UnsupportedError(
         f"{what} is quantised in blocks that are not those of the whole parameter",
@@ -263,9 +247,7 @@ class TorchaoRestoring(ByParameterRestoring):
         if not is_codes and (not isinstance(value, Slot) or not value.shape or value.shape != owner.shape):
             return ByParameterRestoring._value(self, key, value, parameter, owner)
         its = quantised(key, owner, self.source.path) if is_codes else None
-        floats = value if isinstance(value, Slot) else its.as_floats(key) if its is not None else None
-        if floats is None:  # neither, which the two lines above leave no room for
-            raise UnsupportedError(f"{key} of {owner.name} is not known", path=self.source.path)
+        floats: Any = value if its is None else its.as_floats(key)
         optimizer: Any = self.optimizer
         found = optimizer._new_buffer(parameter.detach(), key == SIGNED)
         local, share = _local(found), share_of(parameter, owner.name)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.state import Extent, Parameter, Scalar, Slot
+from zckpt.state import Extent, Parameter, Scalar, Slot, number_of
 
 
 def like(value: object, current: object) -> Any:
@@ -70,3 +70,40 @@ def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter 
     read_tensors(TensorRead(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
     for values, key, slot, tensor in found:
         values[key] = Scalar(tensor.item(), slot.dtype)
+
+
+def flat_state(
+    every: Sequence[Mapping[str, object]],
+    owners: Sequence[Parameter | None],
+    parts: Sequence[tuple[int, Extent, int]],
+    room: Callable[[torch.dtype], torch.Tensor],
+    advice: str | None = None,
+) -> tuple[dict[str, Any], list[TensorRead]]:
+    """Return the state of a flat tensor that has elements of many parameters, given theirs, and what is to be read.
+
+    A slot is zeros where a parameter has none, and as padding; what is no slot is one value for all. `parts` say which
+    extent of which parameter begins at which element, and `room` makes zeros. Raises UsageError: it cannot be one's.
+    """
+    state: dict[str, Any] = {}
+    reads: list[TensorRead] = []
+    for key in dict.fromkeys(key for values in every for key in values):
+        found = [values[key] for values in every if key in values]
+        slots = [one for one in found if isinstance(one, Slot)]
+        kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
+        if len(slots) not in (0, len(found)) or any(kind != kinds[0] for kind in kinds):
+            raise UsageError(
+                f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
+                found=", ".join(sorted({str(one) for one in kinds})),
+                advice=advice,
+            )
+        if not slots:
+            state[key] = as_torch(found[0])
+            continue
+        into = state[key] = room(getattr(torch, slots[0].dtype))
+        for number, extent, start in parts:
+            slot, owner = every[number].get(key), owners[number]
+            if owner is not None and isinstance(slot, Slot):
+                if slot.shape != owner.shape:
+                    raise UsageError(f"{key} of {owner.name} is not one value for each element")
+                reads.append(TensorRead(slot, extent, into.view(-1)[start : start + extent.numel]))
+    return state, reads

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead
-from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.loss_scaling import of_stage0
 from zckpt.optim.param_groups import Group, by_tensor
@@ -20,7 +19,7 @@ from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, st
 from zckpt.optim.states.beside import Beside, declared
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
-from zckpt.optim.states.values import as_stored, as_torch, read_numbers
+from zckpt.optim.states.values import as_stored, flat_state, read_numbers
 from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object, settings
@@ -28,7 +27,7 @@ from zckpt.optim.zero.files import experts_of
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import DynamicLossScaler, Scaler, scaler_like
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Slot, number_of
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup
 from zckpt.state.partition import FlatShare
 from zckpt.torchfile import Object, node_of, plain
 
@@ -106,13 +105,8 @@ class ZeroState(ByParameter):
             and torch.equal(flat.master.detach().view(torch.uint8), flat.weights.view(torch.uint8))
             for flat in groups
         )
-        agreed = torch.tensor([same], dtype=torch.int32, device=groups[0].flat.device)
         with answering():
-            dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
-            if self.optimizer.model_parallel is not None and self.optimizer.is_model_parallel:
-                of_slices = self.optimizer.model_parallel.get_model_parallel_group()
-                dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=of_slices)
-        return bool(agreed.item())
+            return not self.optimizer.is_any(not same)
 
     def values(self) -> Values:
         """Return the loss scaler and what else DeepSpeed keeps besides the state."""
@@ -175,7 +169,11 @@ class ZeroRestoring(Restoring):
         for index, group in enumerate(optimizer.groups):
             owners = [self.owner(parameter) for parameter in group.parameters]
             self.masters.append(group.master.detach().clone())
-            self.reads += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
+            for own in group.own:
+                owner, into = owners[own.index], self.masters[-1][own.position : own.position + own.numel]
+                slot = None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
+                if slot is not None:
+                    self.reads.append(TensorRead(slot, Extent.flat(slot.shape, own.start, own.numel), into))
             values = self._state(group, owners, self.groups[index])
             if values:
                 self.state[index] = values
@@ -216,44 +214,20 @@ class ZeroRestoring(Restoring):
             raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
 
     def _state(self, group: FlatGroup, owners: Sequence[Parameter | None], settings: Group) -> dict[str, Any]:
-        """Return the state of a flat master: room for this rank's share of each slot, and what is one value for all.
-
-        Raises UsageError: a value is not the same for all parameters, or a tensor not one value for each element.
-        """
+        """Return the state of a flat master: room for this rank's share of each slot, and what is one value for all."""
         every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         read_numbers(every, owners)
         for parameter, values in zip(group.parameters, every, strict=True):
             check_keys(self.optimizer.optim, settings, self.names[parameter], 1, values, path=self.source.path)
-        having = [values for values in every if values]
-        made: dict[str, Any] = {}
-        for key in dict.fromkeys(key for values in having for key in values):
-            found = [values[key] for values in having if key in values]
-            if isinstance(found[0], Slot):
-                slots = [self._elementwise(key, owner, values) for owner, values in zip(owners, every, strict=True)]
-                dtype = getattr(torch, found[0].dtype)
-                made[key] = torch.zeros(group.partition, dtype=dtype, device=group.master.device)
-                self.reads += _partition(group, slots, made[key])
-            else:
-                made[key] = self._common(key, found)
+
+        def room(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(group.partition, dtype=dtype, device=group.master.device)
+
+        parts = [(f.index, Extent.flat(tuple(group.shapes[f.index]), f.start, f.numel), f.position) for f in group.own]
+        with about(self.source.path):
+            made, reads = flat_state(every, owners, parts, room)
+        self.reads += reads
         return made
-
-    def _elementwise(self, key: str, owner: Parameter | None, values: Mapping[str, object]) -> Slot | None:
-        slot = values.get(key)
-        if owner is None or not isinstance(slot, Slot):
-            return None
-        if slot.shape != owner.shape:
-            raise UsageError(f"{key} of {owner.name} is not one value for each element", path=self.source.path)
-        return slot
-
-    def _common(self, key: str, found: Sequence[object]) -> object:
-        numbers = {number_of(value) for value in found}
-        if len(numbers) > 1:
-            raise UsageError(
-                f"{key} is not the same for all parameters of a group, which a flat group has only one for",
-                path=self.source.path,
-                found=", ".join(map(str, sorted(numbers, key=str))),
-            )
-        return as_torch(found[0])
 
     def read(self) -> None:
         """Read masters and state, and find out whether the local optimizer takes it."""
@@ -284,16 +258,3 @@ class ZeroRestoring(Restoring):
     def share(self) -> None:
         """Give all ranks the weights that the masters stand for."""
         self.optimizer.publish_masters()
-
-
-def _master(owner: Parameter | None) -> Slot | None:
-    """Return what masters are read from: masters, or weights where there are none."""
-    return None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
-
-
-def _partition(group: FlatGroup, slots: Sequence[Slot | None], into: torch.Tensor) -> Iterator[TensorRead]:
-    """Yield this rank's share of a slot of each parameter; padding, and what has no such slot, stays as it is."""
-    for f in group.own:
-        slot = slots[f.index]
-        if slot is not None:
-            yield TensorRead(slot, Extent.flat(slot.shape, f.start, f.numel), into[f.position : f.position + f.numel])

@@ -7,7 +7,7 @@ metadata.pt                  what these do not say: the order of names, and whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names, sync
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, members_of, stored_groups
+from zckpt.optim.states import OptimizerState, Restoring, Source, Target
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.states.expected import check_keys
@@ -32,7 +32,7 @@ from zckpt.optim.states.values import as_torch
 from zckpt.optim.tensors import Share, bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.state import ParamGroup, Slot
+from zckpt.state import Slot
 from zckpt.storage.durable import written_directory
 from zckpt.version import __version__
 
@@ -98,16 +98,8 @@ def _model(
         return {name: p.detach() for name, p in trained.items()}, {}
     its = bare(model)
     tensors = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in its.state.items()}
-    owners = {parameter: name for name, parameter in trained.items()}
-    tied: dict[str, str] = {}
-    frozen: list[str] = []
-    for name, parameter in its.parameters.items():
-        owner = owners.setdefault(parameter, name)
-        if owner != name:
-            tied[name] = owner
-        elif name not in trained:
-            frozen.append(name)
-    return tensors, {"tied": tied, "frozen": frozen, "buffers": [n for n in tensors if n not in its.parameters]}
+    tied, frozen, buffers = its.roles({parameter: name for name, parameter in trained.items()})
+    return tensors, {"tied": tied, "frozen": list(frozen), "buffers": buffers}
 
 
 def _metadata(
@@ -141,14 +133,11 @@ def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 # --- RPC workers
 
 
-class WorkersState:
+class WorkersState(OptimizerState):
     """The state of a DistributedOptimizer, whose workers have it all."""
 
     is_remote = True
-    process_group = None
-    writes: str | None = "zero-redundancy"
-    renamed: Callable[[str], str] | None = None
-    is_sliced = False
+    writes = "zero-redundancy"
 
     def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
         del known  # of tensors of this process
@@ -157,27 +146,6 @@ class WorkersState:
     def names(self) -> Names:
         """Return the names that the optimizer was given, which its workers know."""
         return remote_names(self.optimizer.param_groups)
-
-    def members(self) -> Iterator[tuple[str, Any]]:
-        """Yield each parameter with its name."""
-        return members_of(self.optimizer, self.names())
-
-    def groups(self) -> list[ParamGroup]:
-        """Return the param groups with the names of all parameters."""
-        return stored_groups(self.optimizer, self.names())
-
-    def slots(self, name: str) -> dict[str, Share]:
-        """Return nothing: a worker has it."""
-        del name
-        return {}
-
-    def shares(self) -> Iterator[NamedShare]:
-        """Yield nothing: workers have them."""
-        return iter(())
-
-    def values(self) -> Values:
-        """Return nothing: workers have them."""
-        return Values()
 
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint."""

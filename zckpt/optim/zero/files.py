@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engine.plan import plan
+from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
@@ -32,13 +33,14 @@ from zckpt.operations.small_file import beside_it, check_text, name_of, write_te
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import Target
-from zckpt.optim.tensors import bare
+from zckpt.optim.tensors import Bare, bare
+from zckpt.optim.values import Values
 from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
 from zckpt.storage.ownership import Owned
-from zckpt.torchfile import DType, Object, OrderedMapping, Size
+from zckpt.torchfile import Tensor
 
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""
@@ -141,22 +143,13 @@ def _model(
         for group in optimizer.param_groups
     ]
     slices = model_rank(optimizer.model_parallel)[1]
-    tied: dict[str, str] = {}
-    frozen = {name: p for p, name in names.items() if p not in optimizer._place and not is_expert(name)}
-    buffers: list[str] = []
-    if model is not None:
-        parameters = bare(model).parameters
-        owners = {p: name for p, name in names.items() if p in optimizer._place}
-        for name, parameter in parameters.items():
-            owner = owners.setdefault(parameter, name)
-            if owner != name:
-                tied[name] = owner
-            elif parameter not in optimizer._place and not is_expert(name):
-                frozen[name] = parameter
-        buffers = [name for name in tensors if name not in parameters]
+    trained = {p: name for p, name in names.items() if p in optimizer._place}
+    tied, rest, buffers = Bare({}, {}).roles(trained) if model is None else bare(model).roles(trained)
+    every = {name: p for p, name in names.items() if p not in trained} | rest
+    frozen = {name: p for name, p in every.items() if not is_expert(name)}
     return {
         "module": tensors,
-        "buffer_names": buffers,
+        "buffer_names": [name for name in buffers if name in tensors],
         "optimizer": None,
         "param_shapes": shapes,
         "frozen_param_shapes": OrderedDict((name, p.shape) for name, p in frozen.items()) or None,
@@ -178,8 +171,6 @@ def _model(
 
 # --- one file
 
-PLAIN = (str, int, float, bool, complex, bytes, type(None))
-
 
 def write_torch_file(root: object, path: Path) -> None:
     """Write a tree of plain data, tensors and inert nodes; it appears whole or not at all.
@@ -188,56 +179,28 @@ def write_torch_file(root: object, path: Path) -> None:
     `zckpt.torchfile`. Tensors share memory in the file as they do here, and bring all of it along. Raises
     UnsupportedError: something else, which only a pickle could hold; TargetError: it cannot be written.
     """
-    write_target(plan([lay_out(path.name, _Tree().of(root))]), path)
+    write_target(plan([lay_out(path.name, _Sharing().node(root, path.name))]), path)
 
 
-class _Tree:
-    """Puts nodes that can be written in the place of what is in memory."""
+class _Sharing(Values):
+    """Turns values into nodes of which tensors share memory as they do here, and bring all of it along."""
 
     def __init__(self) -> None:
-        self.storages: dict[int, NewStorage] = {}
-        self.kept: list[torch.Tensor] = []
+        super().__init__()
+        self._storages: dict[int, NewStorage] = {}
 
-    def of(self, found: object) -> object:
-        if type(found) in PLAIN or isinstance(found, (Object, DType)):
-            return found
-        if isinstance(found, torch.Tensor):
-            return self._tensor(found)
-        if isinstance(found, torch.dtype):
-            return DType(str(found).removeprefix("torch."))
-        return self._container(found)
-
-    def _container(self, found: object) -> object:
-        if isinstance(found, torch.Size):
-            return Size(found)
-        if isinstance(found, dict) and type(found) in (dict, OrderedDict):
-            made: dict[object, object] = {} if type(found) is dict else OrderedMapping()
-            made.update((self.of(key), self.of(value)) for key, value in found.items())
-            return made
-        if isinstance(found, (list, tuple, set)) and type(found) in (list, tuple, set):
-            return type(found)(self.of(one) for one in found)
-        name = f"{type(found).__module__}.{type(found).__qualname__}"
-        raise UnsupportedError(f"{name} cannot be written without a pickle")
-
-    def _tensor(self, tensor: torch.Tensor) -> object:
-        here = tensor.detach().cpu()
+    def tensor(self, value: torch.Tensor, where: str) -> Tensor:
+        """Return a tensor as a node. Raises UnsupportedError: it is sparse."""
+        here = value.detach().cpu()
         if here.layout != torch.strided:
-            raise UnsupportedError(f"a tensor that is {here.layout} cannot be written")
-        storage = here.untyped_storage()
-        known = self.storages.get(storage.data_ptr()) if storage.nbytes() else None
-        if known is None or known.dtype != str(here.dtype).removeprefix("torch."):
-            self.kept.append(here)
-            known = self._storage(here)
+            raise UnsupportedError(f"{where}: a tensor that is {here.layout} cannot be written")
+        storage, dtype = here.untyped_storage(), dtype_name(here.dtype)
+        known = self._storages.get(storage.data_ptr()) if storage.nbytes() else None
+        if known is None or known.dtype != dtype:
+            values = [ValueContent(0, memory_of(torch.empty(0, dtype=torch.uint8).set_(storage)))]
+            known = new_storage(dtype, storage.nbytes() // here.element_size(), values if storage.nbytes() else ())
+            self._storages[storage.data_ptr()] = known
         return view(known, tuple(here.shape), start=int(here.storage_offset()), strides=tuple(here.stride()))
-
-    def _storage(self, tensor: torch.Tensor) -> NewStorage:
-        storage = tensor.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        values = [ValueContent(0, memory.numpy().data)] if storage.nbytes() else []
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        made = new_storage(dtype, storage.nbytes() // tensor.element_size(), values)
-        self.storages[storage.data_ptr()] = made
-        return made
 
 
 # --- experts

@@ -250,12 +250,16 @@ class ZeroOptimizer(StatefulOptimizer):
 
     def _refuse_failure(self) -> None:
         """Raise RuntimeError on all ranks if the norm is infinite because one has failed."""
-        flag = torch.tensor([self._failed], dtype=torch.int32, device=self.groups[0].flat.device)
+        if self.is_any(self._failed):
+            raise WindowFailedError("backward failed on another rank: no rank has stepped")
+
+    def is_any(self, mine: bool) -> bool:
+        """Tell whether it is so on any rank, of those of other slices of the model, too. All call it together."""
+        flag = torch.tensor([mine], dtype=torch.int32, device=self.groups[0].flat.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
         if self.model_parallel is not None and self.is_model_parallel:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.model_parallel.get_model_parallel_group())
-        if flag.item():
-            raise WindowFailedError("backward failed on another rank: no rank has stepped")
+        return bool(flag.item())
 
     def _step_groups(self, divisor: float) -> None:
         param_groups.sync(self.param_groups, self.optim.param_groups)

@@ -56,15 +56,7 @@ def hook_with_zero_step(
     ValueError
         The optimizer was not made for it.
     """
-    steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
-
-    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
-        future = steps.reduce(state, bucket)
-        if steps.ready and bucket.is_last():
-            steps.finish()
-        return future
-
-    return hook_with_step
+    return _stepping(_Steps(hook, ddp, zero, shard_buckets, from_first_iteration), interleaved=False)
 
 
 def hook_with_zero_step_interleaved(
@@ -80,17 +72,19 @@ def hook_with_zero_step_interleaved(
     Parameters and errors are those of `hook_with_zero_step`. To be preferred where reducing is fast compared to
     backward.
     """
-    steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
+    return _stepping(_Steps(hook, ddp, zero, shard_buckets, from_first_iteration), interleaved=True)
 
-    def hook_with_interleaved_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
+
+def _stepping(steps: _Steps, *, interleaved: bool) -> Hook:
+    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
         future = steps.reduce(state, bucket)
-        if steps.ready:
+        if steps.ready and interleaved:
             steps.step_before(bucket.index())
-            if bucket.is_last():
-                steps.finish()
+        if steps.ready and bucket.is_last():
+            steps.finish()
         return future
 
-    return hook_with_interleaved_step
+    return hook_with_step
 
 
 class _Steps:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.errors import UnsupportedError
-from zckpt.optim.param_groups import SHOWN, Group, check_shapes, copied, hyperparameters
+from zckpt.optim.param_groups import SHOWN, Group, check_shapes, copied, hyperparameters, matched
 from zckpt.optim.tensors import copied_like
 from zckpt.optim.zero_redundancy.partitioned import packed
 
@@ -47,46 +47,13 @@ class GroupOfPart(Group):
 
 
 def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.Tensor, int]:
-    """Return the number that a dict has for each parameter of an optimizer.
-
-    Where both have names, parameters of a group are matched by them. Raises ValueError: the dict is another
-    optimizer's; the message names what differs.
-    """
-    saved, state = state_dict.get("param_groups"), state_dict.get("state")
-    if not isinstance(state, Mapping) or not isinstance(saved, (list, tuple)):
-        raise ValueError("not the state dict of an optimizer: it has no 'state' and 'param_groups'")  # noqa: TRY004
-    if len(saved) != len(groups):
-        raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
-    numbers: dict[torch.Tensor, int] = {}
-    for index, (its, mine) in enumerate(zip(saved, groups, strict=True)):
-        numbers.update(zip(mine["params"], _numbers(index, its, mine), strict=True))
-    parameters = {number: parameter for parameter, number in numbers.items()}
-    if len(parameters) != len(numbers):
-        raise ValueError("the state dict has a parameter in its param groups twice")
-    for number, values in state.items():
-        if number not in parameters:
-            raise ValueError(f"the state dict has state of parameter {number!r}, which is in none of its param groups")
-        check_shapes(number, values, parameters[number])
-    return numbers
-
-
-def _numbers(index: int, saved: object, group: Group) -> list[int]:
-    """Return what a saved group calls each of a group's parameters."""
-    listed = saved.get("params") if isinstance(saved, Mapping) else None
-    if not isinstance(saved, Mapping) or not isinstance(listed, (list, tuple)):
-        raise ValueError(f"param group {index} of the state dict has no list 'params'")  # noqa: TRY004
-    if len(listed) != len(group["params"]):
-        raise ValueError(
-            f"param group {index} has {len(listed)} parameters in the state dict and {len(group['params'])} here"
-        )
-    theirs, ours = saved.get("param_names"), group.get("param_names")
-    if not theirs or not ours or list(theirs) == list(ours):
-        return list(listed)
-    if sorted(theirs) != sorted(ours):
-        only = sorted(set(theirs) ^ set(ours)) or sorted(theirs)
-        raise ValueError(f"param group {index} has other parameters in the state dict: {', '.join(only[:SHOWN])}")
-    by_name = dict(zip(theirs, listed, strict=True))
-    return [by_name[name] for name in ours]
+    """Return the number that a dict has for each parameter of an optimizer. Raises ValueError: it is another's."""
+    numbers = matched(state_dict, groups, by_name=True)
+    found = dict(zip((parameter for group in groups for parameter in group["params"]), numbers, strict=True))
+    for parameter, number in found.items():
+        if number in state_dict["state"]:
+            check_shapes(number, state_dict["state"][number], parameter)
+    return found
 
 
 def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, object]:
