@@ -110,12 +110,31 @@ class Spans(Sequence[Span]):
     __slots__ = ()
 
     @abstractmethod
+    def numbered(self, index: int) -> Span:
+        """Return one of them, counted from the first."""
+
+    @abstractmethod
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that have some of elements [low, high) of the flattened tensor."""
 
     @abstractmethod
     def within(self, paths: Collection[str]) -> tuple[Span, ...]:
         """Return those that lie in some files."""
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        """Return a span, or some, in their order."""
+        every = range(len(self))
+        return tuple(map(self.numbered, every[index])) if isinstance(index, slice) else self.numbered(every[index])
+
+    def __iter__(self) -> Iterator[Span]:
+        """Yield the spans in their order."""
+        return map(self.numbered, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         """Tell whether another sequence has the same spans."""
@@ -126,30 +145,6 @@ class Spans(Sequence[Span]):
     def __hash__(self) -> int:
         """Return the hash of a tuple of the same spans."""
         return hash(tuple(self))
-
-
-class ListedSpans(Spans):
-    """Spans of which nothing is known but how to list them: their number, and each by itself, take a walk."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Span]:
-        """Yield all of them."""
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return sum(1 for _ in self)
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some."""
-        return tuple(self)[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,23 +234,9 @@ class CutSpans(Spans):
         """Return the number of files that have some of it."""
         return self._end - self._first
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some, in the order of the files."""
-        if isinstance(index, slice):
-            return tuple(self._span(self._first + i) for i in range(*index.indices(len(self))))
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self._span(self._first + index % len(self))
-
-    def __iter__(self) -> Iterator[Span]:
-        """Yield the spans in the order of the files."""
-        return map(self._span, range(self._first, self._end))
+    def numbered(self, index: int) -> Span:
+        """Return one of them, in the order of the files."""
+        return self._span(self._first + index)
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that have some of elements [low, high) of the flattened tensor."""

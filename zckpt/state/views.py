@@ -16,13 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from operator import add, mul
 
 from zckpt.errors import LayoutError
 from zckpt.state.boxes import Box, SpanIndex, boxes_of, factored, factors_by_axis, intersection, locate, row_major
 from zckpt.state.dtypes import itemsize
-from zckpt.state.spans import ZEROS, CutSpans, Extent, ListedSpans, Slot, Span, Spans
+from zckpt.state.spans import ZEROS, CutSpans, Extent, Slot, Span, Spans
 
 Shape = tuple[int, ...]
 
@@ -98,7 +98,7 @@ def _strided(span: Span, offsets: Shape, sizes: Shape, first: int, strides: Shap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ViewSpans(ListedSpans):
+class ViewSpans(Spans):
     """The spans of a view of slots, some of whose spans are a rule.
 
     Parameters
@@ -114,6 +114,14 @@ class ViewSpans(ListedSpans):
     def __iter__(self) -> Iterator[Span]:
         """Yield all of them."""
         return (made for move, spans in self.parts for span in spans for made in move.spans(span))
+
+    def __len__(self) -> int:
+        """Return how many there are, which takes a walk."""
+        return sum(1 for _ in self)
+
+    def numbered(self, index: int) -> Span:
+        """Return one of them, which takes a walk."""
+        return next(islice(self, index, None))
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that may have some of elements [low, high) of the flattened tensor."""

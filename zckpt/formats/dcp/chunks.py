@@ -171,20 +171,9 @@ class ChunkSpans(Spans):
         """Return the number of chunks."""
         return self._entry.count
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some, in the order of their first indices."""
-        found = self._entry.numbers[index]
-        return self._located.span(found) if isinstance(found, int) else tuple(map(self._located.span, found))
-
-    def __iter__(self) -> Iterator[Span]:
-        """Yield the spans in the order of their first indices."""
-        return map(self._located.span, self._entry.numbers)
+    def numbered(self, index: int) -> Span:
+        """Return one of them, in the order of their first indices."""
+        return self._located.span(self._entry.first + index)
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that may have some of elements [low, high) of the flattened tensor."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.buckets import default_bucket_numel
@@ -61,64 +62,39 @@ class Target:
     experts: str = APART
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a user has said of it; None: nothing."""
+def target_of(checkpoint: Checkpoint, options: object) -> Target:
+    """Return what the target is to be, by the options of `convert` or `reshard`. Raises UsageError: an odd size."""
 
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    ep: int | None = None
-    chunks: int | None = None
-    bounds: str | None = None
-    rows: int | None = None
-    implementation: str | None = None
-    bucket_numel: int | None = None
+    def said(name: str) -> Any:  # noqa: ANN401  # of any type that an option may have
+        return getattr(options, name, None)
 
-
-def wanted_of(options: object) -> Wanted:
-    """Return what the options of `convert` or `reshard` say."""
-    return Wanted(
-        dp=getattr(options, "world_size", None),
-        tp=getattr(options, "tensor_parallel_size", None),
-        pp=getattr(options, "pipeline_parallel_size", None),
-        ep=getattr(options, "expert_parallel_size", None),
-        chunks=getattr(options, "virtual_pipeline_parallel_size", None),
-        bounds=getattr(options, "stage_bounds", None),
-        rows=getattr(options, "padded_vocab_size", None),
-        implementation=getattr(options, "transformer_impl", None),
-        bucket_numel=getattr(options, "ddp_bucket_size", None),
-    )
-
-
-def target_of(checkpoint: Checkpoint, wanted: Wanted) -> Target:
-    """Return what the target is to be. Raises UsageError: a size that cannot be."""
     arguments, own = arguments_of(checkpoint.metadata.get("args")), checkpoint.topology
-    given = {"dp": wanted.dp, "tp": wanted.tp, "pp": wanted.pp, "ep": wanted.ep}
-    for value in (*given.values(), wanted.chunks):
+    given = {"dp": said("world_size"), "tp": said("tensor_parallel_size"), "pp": said("pipeline_parallel_size"),
+             "ep": said("expert_parallel_size")}  # fmt: skip
+    chunks, size = said("virtual_pipeline_parallel_size"), said("ddp_bucket_size")
+    for value in (*given.values(), chunks):
         if value is not None and value < 1:
             raise UsageError("unusable number of ranks", expected="at least 1", found=value)
-    if wanted.bucket_numel is not None and wanted.bucket_numel < 0:
-        raise UsageError("unusable size of buckets", expected="at least 0", found=wanted.bucket_numel)
+    if size is not None and size < 0:
+        raise UsageError("unusable size of buckets", expected="at least 0", found=size)
     topology = replace(own, **{key: value for key, value in given.items() if value is not None})
     known = checkpoint.details.get(CHUNKS, 1)
-    chunks = wanted.chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
+    chunks = chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
     if chunks > 1 and topology.pp == 1:
         raise UsageError("a virtual pipeline has several stages", expected="--pipeline-parallel-size P",
                          found=topology.pp)  # fmt: skip
-    bounds = wanted.bounds
+    bounds = said("stage_bounds")
     if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
         bounds = str(checkpoint.details[BOUNDS])
     names = [one.name for one in checkpoint.tensors()]
-    size = wanted.bucket_numel
     if size is None:
         size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
-    engine = _is_engine(checkpoint, wanted.implementation, arguments)
+    engine = _is_engine(checkpoint, said("transformer_impl"), arguments)
     return Target(
         topology=topology,
         chunks=chunks,
         bounds=bounds_of(bounds, layer_count(names), topology.pp * chunks),
-        rows=_rows(checkpoint, wanted.rows),
+        rows=_rows(checkpoint, said("padded_vocab_size")),
         engine=engine,
         bucket_numel=size or None,
         experts=_experts(checkpoint, names, arguments, engine=engine),

@@ -32,7 +32,6 @@ from zckpt.formats.megatron.legacy_target import (
     ORDER,
     Target,
     target_of,
-    wanted_of,
     with_sizes,
 )
 from zckpt.formats.megatron.norms import live_names
@@ -73,7 +72,7 @@ def lay_out(job: Job) -> TargetFiles:
     what these files have no known place for.
     """
     checkpoint, options = job.checkpoint, job.options
-    target = target_of(checkpoint, wanted_of(options))
+    target = target_of(checkpoint, options)
     notes: list[str] = []
     model = _model(checkpoint, options, target, notes)
     folder = folder_for(checkpoint, getattr(options, "iteration", None), trained=bool(model.trained))

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import overload
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Members, wrong
@@ -297,16 +296,8 @@ class PieceSpans(Spans):
         """Return the number of files that have some of it."""
         return len(self._held.pieces)
 
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some, in the order of the layout."""
-        if isinstance(index, slice):
-            return tuple(map(self._span, self._held.pieces[index]))
+    def numbered(self, index: int) -> Span:
+        """Return one of them, in the order of the layout."""
         return self._span(self._held.pieces[index])
 
     def __iter__(self) -> Iterator[Span]:
