@@ -23,13 +23,12 @@ from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError
-from zckpt.operations.shared_target import StoredTarget, shared_at
+from zckpt.operations.shared_target import StoredTarget, finished, shared_at
 from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
 from zckpt.storage.purpose import Purpose
-from zckpt.storage.remote.mount import check_sources, mount_of, mounted
+from zckpt.storage.remote.mount import check_sources, mount_of
 from zckpt.storage.remote.uploads import Sent, Uploads
-from zckpt.storage.stand_ins import InMemory
 
 SMALL_NBYTES = 1 << 28
 """A file of metadata is sent as a whole, and last, if it is at most this."""
@@ -110,11 +109,7 @@ def _proven(
     prove_files: Callable[[Sequence[Path]], None] | None,
 ) -> dict[str, bytes]:
     """Prove what has come, with the small files that have not; return further ones that the proof has written."""
-    with mounted(uploads.url(), missing=True) as there:
-        folder = there.path if uploads.is_folder else there.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
-        for one, data in small.items():
-            there.add(folder / one, InMemory(data), len(data))
+    with finished(uploads, small) as (there, folder):
         companions = [folder / one for one in more]
         for path in companions:
             there.remove(path)

@@ -11,7 +11,7 @@ To who writes a file it is a directory like any other: `write_target` sends what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,8 @@ from zckpt.storage.stand_ins import InMemory
 if TYPE_CHECKING:
     from zckpt.engine.checking import Checked, Checks
     from zckpt.engine.plan import Plan
-    from zckpt.storage.remote.uploads import Sent
+    from zckpt.storage.remote.mount import Mount
+    from zckpt.storage.remote.uploads import Sent, Uploads
 
 SHARED: dict[Path, SharedTarget] = {}
 """By their directories, those in stores, and those that this process writes with others that it knows."""
@@ -126,6 +127,19 @@ class SharedTarget:
         SHARED.pop(self.path, None)
 
 
+@contextmanager
+def finished(uploads: Uploads, small: Mapping[str, bytes]) -> Iterator[tuple[Mount, Path]]:
+    """Yield a directory in which what is finished in a store can be read, and small files that are in memory."""
+    from zckpt.storage.remote.mount import mounted
+
+    with mounted(uploads.url(), missing=True) as there:
+        folder = there.path if uploads.is_folder else there.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in small.items():
+            there.add(folder / name, InMemory(data), len(data))
+        yield there, folder
+
+
 class StoredTarget(SharedTarget):
     """What one process writes of a directory in a store."""
 
@@ -203,13 +217,8 @@ class StoredTarget(SharedTarget):
     @contextmanager
     def readable(self) -> Iterator[Path]:
         """Yield a directory in which this process reads what was finished, and what is in its memory."""
-        from zckpt.storage.remote.mount import mounted
-
-        with mounted(self._uploads.url(), missing=True) as there:
-            there.path.mkdir(exist_ok=True)
-            for name, data in self.in_memory.items():
-                there.add(there.path / name, InMemory(data), len(data))
-            yield there.path
+        with finished(self._uploads, self.in_memory) as (_, folder):
+            yield folder
 
     def add(self, name: str, data: bytes) -> None:
         """Let a small file come before those that come last."""
