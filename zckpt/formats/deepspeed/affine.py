@@ -144,7 +144,7 @@ class AffineMaps:
     def node(self, names: Sequence[str], degree: int, cut: Callable[[str, Rule], Rule]) -> dict[str, object]:
         """Return the map of these parameters as DeepSpeed writes it, cut for so many ranks."""
         known = {name: rule for name in names if (rule := self.rule(name)) is not None}
-        params = {f"^{re.escape(name)}$": _entry(cut(name, rule), degree) for name, rule in known.items()}
+        params = {f"^{re.escape(name)}$": map_entry(cut(name, rule), degree) for name, rule in known.items()}
         return {"version": VERSION, "params": params}
 
     def _rule(self, name: str, entry: object) -> Rule:
@@ -293,7 +293,7 @@ def _origin(node: object, sizes: _Shape, shape: _Shape) -> _Shape | None:
     return tuple(origin)
 
 
-def _entry(rule: Rule, degree: int) -> dict[str, object]:
+def map_entry(rule: Rule, degree: int) -> dict[str, object]:
     """Return the map of one parameter for so many ranks."""
     size = rule.shape[rule.dim] if rule.shape else 1
     shares = rule.shares if rule.kind == SLICED else ((Share(0, 0, size),),) * degree

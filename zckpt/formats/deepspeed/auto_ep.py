@@ -18,18 +18,18 @@ AutoEP's experts of a checkpoint of another format: one tensor for all of a laye
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
+from zckpt.formats.deepspeed.affine import map_entry, shares_of
 from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.tp_shares import SLICED, Rule
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.state.boxes import row_major
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, Tensor, node_of
 
@@ -291,17 +291,8 @@ def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, ob
     """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
     logical = known["logical_shape"]
     rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
-    shape = [experts // degree, *rest]
-    strides = list(row_major(tuple(shape)))
-    numel = math.prod(shape)
-    ranks = {
-        rank: {
-            "shard_shape": shape,
-            "pieces": [{"shape": shape, "source": [rank * numel, strides], "dest": [0, strides], "locations": [rank]}],
-        }
-        for rank in range(degree)
-    }
-    return {**known, "ranks": ranks}
+    rule = Rule(SLICED, (experts, *rest), 0, shares_of([[experts // degree] * degree], degree))
+    return {**known, "ranks": map_entry(rule, degree)["ranks"]}
 
 
 def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
