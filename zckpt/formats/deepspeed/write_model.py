@@ -12,7 +12,7 @@ A layer has the same number in any number of stages, so that its file stays what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import LayoutError, UnsupportedError
@@ -424,25 +424,17 @@ def _layers_made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
     return dict(sorted(found.items()))
 
 
-def _made_files(target: Target) -> Iterator[tuple[str, object]]:
-    buffers = {name for mp in target.ranks for name in mp.buffers}
-    layers = ((lane, *one) for lane in range(target.tp) for one in _layers_made(target, lane).items())
-    for rank, number, its in layers:
-        tree = OrderedMapping()
-        for key, one in its.items():
-            slot = one.slots.get(WEIGHT)
-            is_buffer = slot is not None and one.name in buffers
-            tree[key] = SlotTensor(slot, slot.dtype, one.name) if slot and is_buffer else single(target, one)
-        middle = f"-model_{rank:02d}" if target.tp > 1 else ""
-        yield f"layer_{number:02d}{middle}-model_states.pt", tree
-
-
 def layer_files(target: Target) -> Iterator[tuple[str, object]]:
     """Yield the name and the content of each layer's files."""
     tp = target.checkpoint.topology.tp
     layers = target.origin.layers
     if is_filed(target) and not layers:
-        yield from _made_files(target)
+        for rank in range(target.tp):
+            middle = f"-model_{rank:02d}" if target.tp > 1 else ""
+            for number, its in _layers_made(target, rank).items():
+                tree = OrderedMapping()
+                tree.update((key, single(target, one)) for key, one in its.items())
+                yield f"layer_{number:02d}{middle}-model_states.pt", tree
         return
     if target.tp == tp and target.rules is None:
         for shard, file in layers:
@@ -450,23 +442,17 @@ def layer_files(target: Target) -> Iterator[tuple[str, object]]:
         return
     sliced = any("-model_" in shard.name.partition("-model_states")[0] for shard, _ in layers)
     for rank in range(target.tp):
-        parameters: dict[str, Parameter] = {}
-        buffers: dict[str, Parameter] = {}
+        own: dict[str, Parameter] = {}
         for mp in target.ranks[rank :: target.tp]:
-            parameters, buffers = {**mp.parameters, **parameters}, {**mp.buffers, **buffers}
+            own = {**mp.buffers, **mp.parameters, **own}
         like = rank if target.tp == tp else 0
         for shard, file in layers:
             if (shard.mp_rank or 0) == like:
                 middle = f"-model_{rank:02d}" if sliced or target.tp > 1 else ""
-                yield (
-                    f"layer_{shard.layer:02d}{middle}-model_states.pt",
-                    _tree(target, shard, file, parameters, buffers),
-                )
+                yield f"layer_{shard.layer:02d}{middle}-model_states.pt", _tree(target, shard, file, own)
 
 
-def _tree(
-    target: Target, shard: Shard, file: TorchFile, parameters: dict[str, Parameter], buffers: dict[str, Parameter]
-) -> object:
+def _tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str, Parameter]) -> object:
     """Return a layer's content with the slices of one tensor-parallel rank."""
     if not isinstance(file.root, dict):
         return FromFile.of(file, file.root)
@@ -477,14 +463,8 @@ def _tree(
     if isinstance(file.root, OrderedMapping):
         tree.state = file.root.state
     for key, value in file.root.items():
-        name = names.get(key) if isinstance(key, str) else None
-        if name in parameters:
-            tree[key] = single(target, parameters[name])
-        elif name in buffers:
-            slot = buffers[name].slots[WEIGHT]
-            tree[key] = SlotTensor(slot, slot.dtype, name)
-        else:
-            tree[key] = FromFile.of(file, value)
+        name = names.get(str(key), "")
+        tree[key] = single(target, own[name]) if name in own else FromFile.of(file, value)
     return tree
 
 
