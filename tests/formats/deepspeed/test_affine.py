@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.affine import KEY
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.formats.deepspeed.tp_shares import Share
+from zckpt.formats.deepspeed.tp_shares import KEY, Share
 
 NAME = "model.mlp.up_proj.weight"
 

@@ -21,11 +21,11 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
+from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.formats.deepspeed.wrapped import ATTRIBUTE, unwrapped
 from zckpt.state import ParamGroup, Shape
 from zckpt.torchfile import Digests, Tensor, TorchFile
 

@@ -19,8 +19,7 @@ from typing import Any
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.nested import flattened
-from zckpt.formats.deepspeed.wrapped import as_listed, filed_names
+from zckpt.formats.deepspeed.nested import as_listed, filed_names, flattened
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
 from zckpt.state import MASTER, Scalar, Shape
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
@@ -85,7 +84,7 @@ class ModelShard(_OfRank):
     configuration : object
         DeepSpeed's, from this file or, where it has none, from an optimizer's.
     filed : dict of str to str
-        Names in the file's module by those that are listed, see `wrapped`; here `module` has the latter.
+        Names in the file's module by those that are listed, see `nested`; here `module` has the latter.
     """
 
     shard: Shard

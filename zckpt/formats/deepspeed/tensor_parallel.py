@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError, listed
-from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
 from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
@@ -30,6 +29,7 @@ from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
+from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Shape, Slot
 from zckpt.state.ranges import merge as merge_ranges
 from zckpt.state.ranges import without

@@ -6,7 +6,7 @@
     parameter_with_2_sub_params_cat_dim_0       two equal sub-parameters along dimension 0, each sliced (SwiGLU)
     parameter_with_sub_params                   sub-parameters of given sizes along a given dimension, each sliced (QKV)
     vocabulary_parameter_patterns               rows beyond original_vocab_size are padding
-    affine_map                                  where each slice's elements are in the whole, see `affine`; goes first
+    affine_map                                  where each slice's elements are in the whole, see `tp_shares`; goes first
     none of these                               slices along dimension 0
 
 Source: DeepSpeed 0.14 to 0.19, universal checkpoints.
@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
-from zckpt.formats.deepspeed.affine import AffineMaps, shares_of
-from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
+from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, AffineMaps, Rule, shares_of
+from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.state import Shape
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief

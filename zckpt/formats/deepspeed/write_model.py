@@ -21,14 +21,13 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of, numbers_of_experts
 from zckpt.formats.deepspeed.gpt_model import ARGUMENTS, SHARED, arguments_in, with_degrees
-from zckpt.formats.deepspeed.nested import is_nested, renested
+from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names, within
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stages import layer_of as layer_number
 from zckpt.formats.deepspeed.stages import tied_key
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.wrapped import unwrapped
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
 from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of

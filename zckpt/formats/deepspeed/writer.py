@@ -14,7 +14,6 @@ from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import foreign, loss_scaling, zenflow
-from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
@@ -28,6 +27,7 @@ from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, read_rules
+from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.values import is_same
 from zckpt.formats.deepspeed.write_model import (
     ExpertFile,
