@@ -263,10 +263,6 @@ def _short(text: str) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
-Unread = list[tuple[str, int, int]]
-"""Role, model- and data-parallel rank of files that are there and cannot be read."""
-
-
 def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
     from zckpt.formats.format import Survey
@@ -275,7 +271,7 @@ def survey(directory: TagDirectory) -> Survey:
     errors: list[SourceError] = []
     models: list[ModelShard] = []
     shards: list[OptimizerShard] = []
-    unread: Unread = []
+    unread: list[tuple[int, int]] = []  # optimizer files
     for shard in directory.shards:
         try:
             if shard.role == MODEL:
@@ -292,20 +288,16 @@ def survey(directory: TagDirectory) -> Survey:
         except SourceError as error:
             if not error.ranks and shard.dp_rank is not None:
                 error.ranks = (shard.dp_rank,)
-            unread.append((shard.role, shard.mp_rank or 0, shard.dp_rank or 0))
+            if shard.role == OPTIMIZER:
+                unread.append((shard.mp_rank or 0, shard.dp_rank or 0))
             errors.append(error)
-    return Survey(files, [*errors, *_disagreements(directory, models, shards, unread)])
-
-
-def _disagreements(
-    directory: TagDirectory, models: Sequence[ModelShard], shards: Sequence[OptimizerShard], unread: Unread
-) -> Iterator[SourceError]:
     for mp_rank in sorted({m.mp_rank for m in models} | {s.mp_rank for s in shards}):
         own = [m for m in models if m.mp_rank == mp_rank]
         its = [s for s in shards if s.mp_rank == mp_rank]
-        there = [rank for role, mp, rank in unread if role == OPTIMIZER and mp == mp_rank]
+        there = [rank for mp, rank in unread if mp == mp_rank]
         if own and (its or there):
-            yield from problems(directory.path, own, its, mp_rank, there)
+            errors += problems(directory.path, own, its, mp_rank, there)
+    return Survey(files, errors)
 
 
 def check_models_alike(firsts: Sequence[ModelShard]) -> None:

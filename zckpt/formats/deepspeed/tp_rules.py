@@ -6,7 +6,7 @@
     parameter_with_2_sub_params_cat_dim_0       two equal sub-parameters along dimension 0, each sliced (SwiGLU)
     parameter_with_sub_params                   sub-parameters of given sizes along a given dimension, each sliced (QKV)
     vocabulary_parameter_patterns               rows beyond original_vocab_size are padding
-    affine_map                                  where each slice's elements are in the whole, see `tp_shares`; goes first
+    affine_map                                  where elements of slices are in the whole, see `tp_shares`; goes first
     none of these                               slices along dimension 0
 
 Source: DeepSpeed 0.14 to 0.19, universal checkpoints.
