@@ -24,6 +24,7 @@ from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError, listed
 from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
 from zckpt.formats.deepspeed.gpt_model import check_degree
+from zckpt.formats.deepspeed.groups import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.ranks import check_slices_alike
@@ -178,13 +179,6 @@ def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -
         expected="universal_checkpoint_info in the model file",
         advice=f"give them with {option} FILE",
     )
-
-
-def complete_aliases(parameters: dict[str, Parameter]) -> None:
-    """Give tied parameters the shapes of their owners."""
-    for name, parameter in parameters.items():
-        if parameter.tied_to is not None:
-            parameters[name] = replace(parameter, shape=parameters[parameter.tied_to].shape)
 
 
 def _merge_parameter(slices: Sequence[Parameter], rules: Rules, *, padded: bool) -> Parameter:
