@@ -259,6 +259,7 @@ def test_one_model_from_a_pipeline_has_the_optimizer_that_it_had(made: Callable[
     source = pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True)
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "one", world_size=3, rename=UNSTAGED, verify=True)
+    assert zckpt.open(tmp_path / "one").details["bf16_optimizer"] is True
     truth = renamed_truth(folder, tmp_path / "truth")
     verdict = resume(tmp_path / "one", source.at(3, model="unstaged", pipeline_parallel=1), truth)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
