@@ -25,7 +25,6 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     if unknown:
         raise UnsupportedError(
             f"the names of some of the optimizer's parameters are not known, {why}",
-            path=checkpoint.source,
             found=listed(unknown, most=MOST_SHOWN),
             advice=NAMES_ADVICE,
         )

@@ -54,7 +54,6 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
 def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
     return UnsupportedError(
         "Accelerate pairs models and optimizers by their numbers, and these cannot be paired",
-        path=checkpoint.source,
         expected=expected,
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
         advice="`--to zckpt` holds all of them",

@@ -80,13 +80,12 @@ def lay_out(job: Job) -> TargetFiles:
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
         raise UnsupportedError(
             "is an adapter, and Accelerate loads the whole model that it was added to",
-            path=checkpoint.source,
             advice="`zckpt merge-adapter` makes one model of both",
         )
     notes: list[str] = []
     if job.options.groups == ONE and checkpoint.param_groups:
         if checkpoint.models() or checkpoint.optimizers():
-            raise UsageError("groups one is for one model", expected="--groups keep", path=checkpoint.source)
+            raise UsageError("groups one is for one model", expected="--groups keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
     if form is None:
@@ -118,7 +117,6 @@ def _check_order(checkpoint: Checkpoint) -> None:
             raise UnsupportedError(
                 "the optimizer lists its parameters in another order than the model, as FSDP1 does with flat ones, and "
                 "without FSDP they are told by their order",
-                path=checkpoint.source,
                 found=f"{listed(group.parameters, most=3)} in a param group",
                 advice=f"give --groups one, or --fsdp {SHARDED}",
             )

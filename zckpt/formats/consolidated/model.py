@@ -121,7 +121,6 @@ def lay_out(
     if not tensors:
         raise UnsupportedError(
             "holds no model, only optimizer state, and the directory is a model's with its optimizer",
-            path=checkpoint.source,
             advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
         )
     entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]

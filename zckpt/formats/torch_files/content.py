@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zckpt.errors import about
 from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
 from zckpt.formats.torch_files.state_dicts import (
     OptimizerState,
@@ -209,7 +210,8 @@ def _is_optimizer(node: object) -> bool:
 
 def _held(node: object, place: tuple[object, ...], path: Path, name: str = "") -> Held:
     flat = isinstance(node, dict) and looks_flattened(node)
-    state = parse(unflattened(node, str(path)) if flat and isinstance(node, dict) else node, str(path))
+    with about(path):
+        state = parse(unflattened(node, str(path)) if flat and isinstance(node, dict) else node, str(path))
     return Held(place, state, flat, name)
 
 

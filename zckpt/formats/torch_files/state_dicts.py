@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.evidence import shown_shape
 from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state import MASTER
@@ -132,14 +132,17 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     DamagedFileError: it is not the state dict of a torch optimizer; UnsupportedError: state under a text, which torch
     allows, where parameters have numbers.
     """
+    with about(path):
+        return _parsed(node, path, masters)
+
+
+def _parsed(node: object, path: str, masters: Sequence[Tensor]) -> OptimizerState:
     if not isinstance(node, dict) or not looks_like_optimizer(node):
-        raise DamagedFileError(
-            "unexpected content", path=path, expected="an optimizer's state dict", found=type(node).__name__
-        )
-    groups = [with_scalars(_group(group, path), path) for group in node[GROUPS_KEY]]
+        raise DamagedFileError("unexpected content", expected="an optimizer's state dict", found=type(node).__name__)
+    groups = [with_scalars(_group(group), path) for group in node[GROUPS_KEY]]
     labels = [label for group in groups for label in _listed(group)]
     if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
-        raise DamagedFileError("param groups have a parameter twice, or names and numbers", path=path)
+        raise DamagedFileError("param groups have a parameter twice, or names and numbers")
     names = dict(enumerate(label for label in labels if isinstance(label, str)))
     by_label: dict[object, int] = {label: number for number, label in names.items()}
     by_label = by_label or {label: label for label in labels}
@@ -152,22 +155,21 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         if isinstance(key, str) and not digits and not names:
             raise UnsupportedError(
                 f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for it",
-                path=path,
                 expected="state under the numbers of parameters; what all have belongs into their param group",
                 advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
             )
         if not isinstance(number, int) or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", path=path, found=brief(key))
+            raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
         state[number] = {str(slot): value for slot, value in slots.items()}
     if masters and len(masters) != len(labels):
         raise DamagedFileError(
-            "masters and param groups disagree", path=path, expected=f"{len(labels)} parameters", found=len(masters)
+            "masters and param groups disagree", expected=f"{len(labels)} parameters", found=len(masters)
         )
     found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
     return OptimizerState(state, groups, found, names)
 
 
-def _group(node: object, path: str) -> dict[object, object]:
+def _group(node: object) -> dict[object, object]:
     params = node.get("params") if isinstance(node, dict) else None
     if (
         not isinstance(node, dict)
@@ -175,7 +177,7 @@ def _group(node: object, path: str) -> dict[object, object]:
         or not all(type(one) in (int, str) for one in params)
     ):
         raise DamagedFileError(
-            "unreadable param group", path=path, expected="a list of numbers or names in `params`", found=brief(params)
+            "unreadable param group", expected="a list of numbers or names in `params`", found=brief(params)
         )
     return node
 
@@ -197,7 +199,7 @@ def unflattened(node: Mapping[str, object], path: str) -> dict[str, object]:
         (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
     strange = [name for name in state if name not in values]
     if strange:
-        raise DamagedFileError("state of a parameter that has no hyperparameters", path=path, found=brief(strange[0]))
+        raise DamagedFileError("state of a parameter that has no hyperparameters", found=brief(strange[0]))
     groups: dict[bytes, dict[str, Any]] = {}
     digests = Digests()
     for name, its in values.items():

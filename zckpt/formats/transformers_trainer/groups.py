@@ -30,7 +30,7 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         members = _parted(checkpoint, known)
         count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
         notes.append(f"{count} made the Trainer's two: decayed, and norms and biases")
-    _check_order(checkpoint, members, known)
+    _check_order(members, known)
     return _regrouped(checkpoint, members)
 
 
@@ -61,14 +61,13 @@ def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
     if unsure:
         raise UnsupportedError(
             "which parameters the Trainer decays depends on the classes of modules, which are not known",
-            path=checkpoint.source,
             expected="the Trainer's two param groups, or a config.json of a known model_type with the source",
             found=f"{len(groups)} param groups, and {unsure[0][:-7]}, which may be a LayerNorm",
         )
     return [[name for name in order if group_of(name, known) == at] for at in (DECAYED, UNDECAYED)]
 
 
-def _check_order(checkpoint: Checkpoint, members: Members, known: Architecture) -> None:
+def _check_order(members: Members, known: Architecture) -> None:
     """Raise unless a model may have its parameters in the order of these groups."""
     at = {(group, number): name for group, names in enumerate(members) for number, name in enumerate(names)}
     short = {name: shortened(name) for name in at.values()}
@@ -85,7 +84,6 @@ def _check_order(checkpoint: Checkpoint, members: Members, known: Architecture) 
         raise UnsupportedError(
             "the optimizer's parameters are in no order that the model can have, so the Trainer would take one's state "
             "for another's",
-            path=checkpoint.source,
             expected="the order of model.named_parameters()",
             found=f"{members[0][0] if members[0] else members[1][0]} first",
         )
@@ -96,7 +94,7 @@ def _regrouped(checkpoint: Checkpoint, members: Members) -> Checkpoint:
     made: list[ParamGroup] = []
     for names in members:
         sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
-        made.append(_joined(checkpoint, sources or checkpoint.param_groups[:1], names))
+        made.append(_joined(sources or checkpoint.param_groups[:1], names))
     number_of = {name: at for at, names in enumerate(members) for name in names}
     parameters = {
         name: replace(one, group=number_of[name]) if name in number_of else one
@@ -105,7 +103,7 @@ def _regrouped(checkpoint: Checkpoint, members: Members) -> Checkpoint:
     return replace(checkpoint, param_groups=made, parameters=parameters)
 
 
-def _joined(checkpoint: Checkpoint, sources: Sequence[ParamGroup], names: list[str]) -> ParamGroup:
+def _joined(sources: Sequence[ParamGroup], names: list[str]) -> ParamGroup:
     first = sources[0]
     for other in sources[1:]:
         keys = {**first.hyperparameters, **other.hyperparameters}
@@ -114,7 +112,6 @@ def _joined(checkpoint: Checkpoint, sources: Sequence[ParamGroup], names: list[s
         if unlike:
             raise UnsupportedError(
                 "param groups that the Trainer has as one differ",
-                path=checkpoint.source,
                 expected="the same hyperparameters for all decayed parameters, and for all others",
                 found=f"{unlike[0]} {first.hyperparameters.get(unlike[0])} and {other.hyperparameters.get(unlike[0])}",
             )

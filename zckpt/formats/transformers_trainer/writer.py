@@ -103,7 +103,6 @@ def _check(checkpoint: Checkpoint) -> None:
     if "models" in checkpoint.details or checkpoint.optimizers():
         raise UnsupportedError(
             "holds several models or optimizers, and the Trainer has one of each",
-            path=checkpoint.source,
             found=", ".join(map(str, checkpoint.optimizers())) or "several models",
             advice="`--to zckpt` holds all of them",
         )
@@ -111,7 +110,6 @@ def _check(checkpoint: Checkpoint) -> None:
     if checkpoint.step is None:
         raise UnsupportedError(
             "does not say after which step it was saved, where the Trainer is to go on",
-            path=checkpoint.source,
             advice="`zckpt consolidate` writes the model by itself",
         )
 
@@ -158,7 +156,6 @@ def _batch_size(checkpoint: Checkpoint) -> int:
     if not found:
         raise UsageError(
             "says nothing of the batch size, and the Trainer does not resume without",
-            path=checkpoint.source,
             expected="--train-batch-size N: samples of a device in each step",
         )
     return found[0]

@@ -75,7 +75,6 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     if parameter is None or shapes != {parameter.shape}:
         raise UnsupportedError(
             f"the size of the optimizer's parameter {name} is not known, and they are assigned to ranks by size",
-            path=checkpoint.source,
             advice=f"{NAMES_ADVICE}, or write the consolidated form",
         )
     return parameter.numel
