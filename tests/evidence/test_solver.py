@@ -222,13 +222,13 @@ def test_given_names_are_taken_as_they_are_or_refused(model: Model, kinds: list[
     assert said.recorded(names) == (dict(enumerate(owners)) if right else {})
     if not right:
         with pytest.raises(UsageError):
-            said.given(names, "run")
+            said.given(names)
 
 
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a"], "run: unusable parameter names: expected 2 different names, found 1 different ones of 1"),
+        (["a"], "unusable parameter names: expected 2 different names, found 1 different ones of 1"),
         (["a", "a"], "found 1 different ones of 2"),
         (["a", "c"], "the model has no parameter c"),
         (["b", "a"], r"parameter 0 of the optimizer is not b: expected shape \(2,\), found \(1,\)"),
@@ -237,9 +237,9 @@ def test_given_names_are_taken_as_they_are_or_refused(model: Model, kinds: list[
 )
 def test_given_names_that_cannot_be(names: list[str], message: str) -> None:
     said = replace(evidence({"a": 1, "b": 2}, [[1], [ANYTHING]]), tied={"alias": "a"})
-    assert said.given(["module.a", "module.b"], "run") == {0: "a", 1: "b"}
+    assert said.given(["module.a", "module.b"]) == {0: "a", 1: "b"}
     with pytest.raises(UsageError, match=message):
-        said.given(names, "run")
+        said.given(names)
 
 
 def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_said() -> None:

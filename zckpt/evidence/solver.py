@@ -76,7 +76,7 @@ class Evidence(Generic[Number]):
         own = aligned([*self.candidates, *self.tied], names)
         return [self.tied.get(name, name) for name in (own.get(name, name) for name in names)]
 
-    def given(self, names: Sequence[str], path: str | None) -> dict[Number, str]:
+    def given(self, names: Sequence[str]) -> dict[Number, str]:
         """Return the candidates that someone names in the order of the numbers.
 
         Raises
@@ -88,29 +88,27 @@ class Evidence(Generic[Number]):
         if len(names) != len(numbers) or len(set(names)) != len(names):
             raise UsageError(
                 "unusable parameter names",
-                path=path,
                 expected=f"{len(numbers)} different names",
                 found=f"{len(set(names))} different ones of {len(names)}",
             )
         found = dict(zip(numbers, self.known(names), strict=True))
         for (number, name), own in zip(found.items(), names, strict=True):
             if name not in self.candidates:
-                raise UsageError(f"the model has no parameter {own}", path=path)
+                raise UsageError(f"the model has no parameter {own}")
             if not self.fits(number, name):
                 raise UsageError(
                     f"parameter {number[-1] if isinstance(number, tuple) else number} of the optimizer is not {own}",
-                    path=path,
                     expected=f"shape {self.candidates[name]}",
                     found=self.shapes.get(number),
                 )
         if len(set(found.values())) < len(found):
-            raise UsageError("two of the names are of one tied parameter", path=path)
+            raise UsageError("two of the names are of one tied parameter")
         return found
 
     def recorded(self, names: Sequence[str]) -> dict[Number, str]:
         """Return the candidates that a program names in the order of the numbers; none where it cannot be these."""
         try:
-            return self.given(names, None)
+            return self.given(names)
         except UsageError:
             return {}
 

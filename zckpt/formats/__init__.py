@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import SourceError, UnknownFormatError, UsageError, listed
+from zckpt.errors import SourceError, UnknownFormatError, UsageError, about, listed
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import BrokenPluginError, formats
 from zckpt.storage.files import collector_paused
@@ -75,8 +75,10 @@ def open_checkpoint(
         raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
     misses: list[NearMiss] = []
     found_by, found = recognise(search, misses)
+    place = getattr(found.place, "path", found.place)
     try:
-        checkpoint = bare(found_by.read(found, search))
+        with about(place if isinstance(place, (str, Path)) else path):
+            checkpoint = bare(found_by.read(found, search))
     except SourceError as error:
         from zckpt.formats.near import explained
 

@@ -94,7 +94,7 @@ def _names_of_numbers(
     shapes = {(at, label): shape_of(slots) for at, one in numbered.items() for label, slots in one.state.items()}
     said = Evidence.of(checkpoint, [group for its in groups.values() for group in its], shapes, factored=True)
     if names is not None:
-        return said.given(names, checkpoint.source) if numbered else {}
+        return said.given(names) if numbered else {}
     found: dict[tuple[int, Label], str] = {}
     for at, one in numbered.items():
         free = {name: shape for name, shape in said.candidates.items() if name not in found.values()}

@@ -93,7 +93,7 @@ def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: S
     if not _abouts(file, "unnamed"):
         return False
     labels = [label for optimizer in optimizers for group in optimizer.groups for label in group.members]
-    given = Evidence([labels], dict.fromkeys(names, ())).given(names, file.path)
+    given = Evidence([labels], dict.fromkeys(names, ())).given(names)
     for optimizer in optimizers:
         optimizer.rename(given)
     return True

@@ -130,7 +130,6 @@ def readings(
     if names is not None:
         raise UsageError(
             "the names do not fit the optimizer's state",
-            path=checkpoint.source,
             expected=f"names of {len(sizes.keys)} parameters, or of those in {len(sizes.keys)} flat ones",
             found=f"{len(names)} names",
         )
@@ -138,7 +137,6 @@ def readings(
         "the files do not say whose state the optimizer's numbers are"
         if not found
         else "the sizes of the optimizer's state fit the model in several ways",
-        path=checkpoint.source,
         expected="state of the model's parameters in their order, or of units that are the model or its layers",
         found=f"{len(sizes.keys)} numbers for {len(_owners(checkpoint))} parameters",
         advice=ADVICE,
@@ -161,7 +159,6 @@ def _named(checkpoint: Checkpoint, sizes: Sizes) -> Reading:
         if one is not None and not sizes.fits_whole(key, one.shape) and not _factored(sizes, key):
             raise UnsupportedError(
                 f"the state of {name} has another shape than the parameter",
-                path=checkpoint.source,
                 expected=one.shape,
                 found=sizes.held(key)[0].shape,
             )

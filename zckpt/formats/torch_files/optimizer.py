@@ -134,7 +134,7 @@ def _names(
             raise UsageError("the file has names of its optimizer's parameters", path=path, advice="leave --names out")
         return _by_name(said, optimizer, path)
     if names is not None:
-        return said.given(names, path)
+        return said.given(names)
     if recorded := said.recorded(optimizer.recorded_names):
         return recorded
     checkpoint.is_numbered = True

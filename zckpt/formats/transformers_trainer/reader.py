@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, about
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.fsdp_rank_files.held import refuse_share
@@ -114,7 +114,8 @@ def _read_optimizers(
         if is_cut and names is not None:
             given = names[sum(counts[:number]) : sum(counts[: number + 1])]
         given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
-        found = read_names(state, model, given, path=str(path)) if model is not None else {}
+        with about(path):
+            found = read_names(state, model, given) if model is not None else {}
         if len(found) < counts[number] and len(states) > 1:
             raise UnsupportedError(
                 "does not fit the model that was prepared as the same one",

@@ -67,13 +67,11 @@ class Weights:
     known: Architecture = field(default_factory=Architecture)
 
 
-def read_names(
-    optimizer: OptimizerState, weights: Weights, names: Sequence[str] | None = None, *, path: str = ""
-) -> dict[int, str]:
+def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str] | None = None) -> dict[int, str]:
     """Return the names that are certain, by number.
 
-    `names`: from the user: in the optimizer's order, or those of all of the model in its order; `path`: of the
-    optimizer's file. Raises UsageError: `names` fit in neither way.
+    `names`: from the user: in the optimizer's order, or those of all of the model in its order. Raises UsageError: they
+    fit in neither way.
     """
     numbers = optimizer.every_number
     fewer = {n: shape for n, shape in weights.shapes.items() if n.rpartition(".")[2] not in UNTRAINED}
@@ -88,7 +86,6 @@ def read_names(
         if names is not None and len(found) < len(numbers):
             raise UsageError(
                 "the names do not fit the optimizer",
-                path=path,
                 expected=f"{len(numbers)} names in its order, or all of the model's in the model's order",
                 found=f"{len(names)} names, {len(set(names) & set(weights.shapes))} of the model's",
             )

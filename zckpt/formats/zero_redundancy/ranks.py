@@ -158,7 +158,7 @@ def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names
         raise LayoutError(error.message, path=path, expected=error.expected, found=error.found) from error
 
 
-def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Checkpoint, path: str) -> Order:
+def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Checkpoint) -> Order:
     """Return a list of names, group by group.
 
     Parameters
@@ -176,11 +176,11 @@ def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Che
         Too few or too many names, or one that the model has not.
     """
     groups = [[(group, at) for at in range(length)] for group, length in enumerate(lengths)]
-    found = Evidence.of(checkpoint, groups, {}).given(names, path)
+    found = Evidence.of(checkpoint, groups, {}).given(names)
     return [[found[number] for number in group] for group in groups]
 
 
-def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path: str) -> Order:
+def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> Order:
     """Return the only names that the shapes of the ranks' state leave, if each group is in the model's order.
 
     That order is the one of `model.parameters()`, which nothing in the files can prove: parameters of one size were
@@ -193,13 +193,13 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
     if all(len(state.groups) == 1 for state in ranks) and sum(len(s.numbers[0]) for s in ranks) == len(candidates):
         return [candidates]
     shapes = [
-        [[_shape(state, number, rank, path) for number in group] for group in state.numbers]
+        [[_shape(state, number, rank) for number in group] for group in state.numbers]
         for rank, state in enumerate(ranks)
     ]
     try:
         assigned = greedy_order([[[math.prod(s) for s in group] for group in rank] for rank in shapes])
     except LayoutError as error:
-        raise LayoutError(error.message, path=path, found=error.found, advice=NAMES_ADVICE) from error
+        raise LayoutError(error.message, found=error.found, advice=NAMES_ADVICE) from error
     of = {(group, at): shapes[rank][group][position]
           for group, order in enumerate(assigned) for at, (rank, position) in enumerate(order)}  # fmt: skip
     by_size: dict[int, tuple[list[list[tuple[int, int]]], dict[str, Shape]]] = {}  # of one size the order is kept
@@ -217,7 +217,6 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
             rank, position = assigned[group][at]
             raise UnsupportedError(
                 f"parameter {position} of group {group} of rank {rank}, of shape {shape}, has no name that is certain",
-                path=path,
                 advice=NAMES_ADVICE,
             )
     position_of = {name: at for at, name in enumerate(checkpoint.parameters)}
@@ -227,7 +226,7 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
     ]
 
 
-def _shape(state: OptimizerState, number: int, rank: int, path: str) -> Shape:
+def _shape(state: OptimizerState, number: int, rank: int) -> Shape:
     """Return the shape of a parameter, which all tensors of its state have."""
     tensors = {key: v.shape for key, v in state.state.get(number, {}).items() if isinstance(v, Tensor)}
     found = {shape for key, shape in tensors.items() if key != "step"}
@@ -235,7 +234,6 @@ def _shape(state: OptimizerState, number: int, rank: int, path: str) -> Shape:
         raise UnsupportedError(
             f"rank {rank}'s parameter {number} has no state that shows its shape, and without it the others' "
             f"names are not certain either",
-            path=path,
             advice=NAMES_ADVICE,
         )
     return found.pop()

@@ -74,7 +74,7 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
     with about(metadata.path):
         order, shapes, held, has_numbers = _numbering(metadata)
     if names is not None and has_numbers:
-        order = order_by_names(names, [len(group) for group in order], checkpoint, str(directory.path))
+        order = order_by_names(names, [len(group) for group in order], checkpoint)
     else:
         note_not_used(checkpoint, names)
     outside = [name for group in order for name in group if name not in checkpoint.parameters]
@@ -139,9 +139,9 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
     lengths = [sum(map(len, shares)) for shares in zip(*(state.numbers for state in states), strict=True)]
     listed = names if names is not None else _param_names(states[0], lengths)
     if listed is not None:
-        order = order_by_names(listed, lengths, checkpoint, path)
+        order = order_by_names(listed, lengths, checkpoint)
     else:
-        order = order_by_model(states, checkpoint, path)
+        order = order_by_model(states, checkpoint)
         checkpoint.is_numbered = True
         checkpoint.warnings.append(
             "the files do not say the order of the optimizer's parameters; within each group it is taken to be the "
@@ -166,7 +166,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
             checkpoint.warnings.append("the ranks' own files hold other state than the file of all of them")
             return
         named = all(label in known for group in labels for label in group)
-        order = labels if named else order_by_model([rank.state for rank in ranks], checkpoint, checkpoint.source)
+        order = labels if named else order_by_model([rank.state for rank in ranks], checkpoint)
         if [len(group) for group in order] != [len(group) for group in labels]:
             return
         attach_ranks(own, ranks, order)
