@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
-from zckpt.errors import DamagedFileError, UsageError, listed
+from zckpt.errors import DamagedFileError, UsageError, about, listed
 from zckpt.evidence import Evidence, keep_number, note_numbers
 from zckpt.formats.torch_files.gathered import lost_in_gathering
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, shared_values
@@ -64,7 +64,8 @@ def attach(
     labels = {} if checkpoint.parameters else _labels(optimizer, names)
     found = {} if labels else certain
     if found is None:
-        found = _names(checkpoint, optimizer, names, sample, path, sorted_too=sorted_too, last=last)
+        with about(path):
+            found = _names(checkpoint, optimizer, names, sample, sorted_too=sorted_too, last=last)
     labels |= {number: name for number, name in optimizer.names.items() if number not in found}
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
@@ -120,7 +121,6 @@ def _names(
     optimizer: OptimizerState,
     names: Sequence[str] | None,
     sample: Sample | None,
-    path: str,
     *,
     sorted_too: bool,
     last: Collection[str],
@@ -131,8 +131,8 @@ def _names(
     if len(optimizer.names) == len(numbers):
         own = list(optimizer.names.values())
         if names is not None and said.known(names) != said.known(own):
-            raise UsageError("the file has names of its optimizer's parameters", path=path, advice="leave --names out")
-        return _by_name(said, optimizer, path)
+            raise UsageError("the file has names of its optimizer's parameters", advice="leave --names out")
+        return _by_name(said, optimizer)
     if names is not None:
         return said.given(names)
     if recorded := said.recorded(optimizer.recorded_names):
@@ -151,7 +151,7 @@ def _names(
     return replace(said, factored=False, rules=(is_of, rounds)).certain(sorted_too=sorted_too, last=last)
 
 
-def _by_name(said: Evidence[int], optimizer: OptimizerState, path: str) -> dict[int, str]:
+def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     """Return the model's names of parameters that the file has by name; what the model has not is not among them."""
     own = said.known(list(optimizer.names.values()))
     found = {number: name for number, name in zip(optimizer.names, own, strict=True) if name in said.candidates}
@@ -160,7 +160,6 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState, path: str) -> dict[
         if uses[name] > 1 or not said.fits(number, name):
             raise DamagedFileError(
                 f"the optimizer's state of {name} is not that of the model's parameter",
-                path=path,
                 expected=f"shape {said.candidates[name]}, once",
                 found=said.shapes[number],
             )

@@ -214,7 +214,6 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
     if len(found) > 1:
         raise UnknownFormatError(
             "several files hold a model",
-            path=directory.path,
             expected="one next to the ranks' files",
             found=", ".join(Path(one.source).name for one in found),
         )
@@ -223,7 +222,6 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
         raise UnsupportedError(
             "ranks' files number their parameters by themselves, and only the sizes of all of the model's parameters "
             "tell which is which",
-            path=directory.path,
             advice="put the model's state dict next to them, as model.pt",
         )
     if not found:
