@@ -5,9 +5,10 @@ A failure of one is one of all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, show
 from zckpt.formats.survey import checksums_by_path
 from zckpt.operations.shared_target import SHARED, SharedTarget, shared_target
 from zckpt.state import Checkpoint
+from zckpt.storage.crc32 import crc32
 from zckpt.storage.ownership import Owned
 
 T = TypeVar("T")
@@ -115,6 +117,21 @@ class Ranks:
             given = list(of_first) if self.rank == 0 else None
             dist.scatter_object_list(received, given, src=self.members[0], group=self.group)
         return received[0]  # type: ignore[no-any-return]
+
+    def exchange(self, for_each: Sequence[T]) -> list[T]:
+        """Return what each rank has for this one, given what this one has for each: what JSON can say."""
+        if self.group is None:
+            return list(for_each)
+        given = [json.dumps(one).encode() for one in for_each]
+        sent = torch.tensor([len(one) for one in given])
+        sizes = torch.empty_like(sent)
+        with answering():
+            dist.all_to_all_single(sizes, sent, group=self.group)
+            received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(b"".join(given)), dtype=torch.uint8)
+            dist.all_to_all_single(received, data, sizes.tolist(), sent.tolist(), group=self.group)
+        parts = received.split(sizes.tolist())  # type: ignore[no-untyped-call]
+        return [json.loads(one.numpy().tobytes()) for one in parts]
 
     def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank."""
@@ -243,13 +260,14 @@ def check_together(checks: Checks, ranks: Ranks, root: str, *, spoiled: str | No
     if checks.find is None:
         return
     if ranks.world_size > 1:
-        together: dict[Sum, list[Seen]] = {}
-        mine = [(_moved(one, root, BELOW), seen) for one, seen in checks.hand_over()]
-        for one, seen in (each for some in ranks.gather(mine) for each in some):
-            together.setdefault(one, []).extend(seen)
-        every = list(together.items())
-        for one, seen in ranks.scatter([every[rank :: ranks.world_size] for rank in range(ranks.world_size)]):
-            checks.take_over(_moved(one, BELOW, root), seen)
+        for_each: list[list[Any]] = [[] for _ in range(ranks.world_size)]
+        for one, seen in checks.hand_over():
+            told = _moved(one, root, BELOW)
+            to = crc32(f"{told.path}:{told.offset}".encode("utf-8", "surrogateescape")) % ranks.world_size
+            for_each[to].append((astuple(told), [(each.offset, each.nbytes, each.crc32) for each in seen]))
+        for fields, parts in (each for some in ranks.exchange(for_each) for each in some):
+            one = _moved(Sum(*fields), BELOW, root)
+            checks.take_over(one, [Seen(one.path, *part) for part in parts])
     ranks.do(checks.finish, spoiled=spoiled)
 
 

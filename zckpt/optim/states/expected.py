@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,50 +37,41 @@ class Wanted:
     optional: frozenset[str] = frozenset()
 
 
-def _always(*keys: str) -> Callable[[Group, int], Wanted]:
-    return lambda _group, _dim: Wanted(frozenset(keys))
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a class wants: always, where a param group has a setting, of matrices, of all but matrices; and may have."""
+
+    always: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    matrices: str = ""
+    others: str = ""
+    optional: str = ""
 
 
-def _adam(group: Group, _dim: int) -> Wanted:
-    more = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
-    return Wanted(frozenset({"step", "exp_avg", "exp_avg_sq", *more}))
+MOMENTS = "step exp_avg exp_avg_sq"
 
-
-def _rmsprop(group: Group, _dim: int) -> Wanted:
-    more = {"momentum": "momentum_buffer", "centered": "grad_avg"}
-    return Wanted(frozenset({"step", "square_avg", *(key for setting, key in more.items() if group.get(setting))}))
-
-
-def _adafactor(_group: Group, dim: int) -> Wanted:
-    return Wanted(frozenset({"step", *(("row_var", "col_var") if dim > 1 else ("variance",))}))
-
-
-def _momentum(_group: Group, _dim: int) -> Wanted:
-    return Wanted(optional=frozenset({"momentum_buffer"}))
-
-
-WANTED: dict[str, Callable[[Group, int], Wanted]] = {
-    "Adam": _adam,
-    "AdamW": _adam,
-    "Adadelta": _always("step", "square_avg", "acc_delta"),
-    "Adafactor": _adafactor,
-    "Adagrad": _always("step", "sum"),
-    "Adamax": _always("step", "exp_avg", "exp_inf"),
-    "ASGD": _always("step", "eta", "mu", "ax"),
-    "Muon": _momentum,
-    "NAdam": _always("step", "mu_product", "exp_avg", "exp_avg_sq"),
-    "RAdam": _always("step", "exp_avg", "exp_avg_sq"),
-    "RMSprop": _rmsprop,
-    "Rprop": _always("step", "prev", "step_size"),
-    "SGD": _momentum,
-    "SparseAdam": _always("step", "exp_avg", "exp_avg_sq"),
-    "FusedAdam": _always("step", "exp_avg", "exp_avg_sq"),
-    "DeepSpeedCPUAdam": _always("step", "exp_avg", "exp_avg_sq"),
-    "DeepSpeedCPUAdagrad": _always("step", "exp_avg_sq"),
-    "FusedLion": _always("step", "exp_avg"),
-    "DeepSpeedCPULion": _always("step", "exp_avg"),
+WANTED = {
+    "Adam": Keys(MOMENTS, {"amsgrad": "max_exp_avg_sq"}),
+    "AdamW": Keys(MOMENTS, {"amsgrad": "max_exp_avg_sq"}),
+    "Adadelta": Keys("step square_avg acc_delta"),
+    "Adafactor": Keys("step", matrices="row_var col_var", others="variance"),
+    "Adagrad": Keys("step sum"),
+    "Adamax": Keys("step exp_avg exp_inf"),
+    "ASGD": Keys("step eta mu ax"),
+    "Muon": Keys(optional="momentum_buffer"),
+    "NAdam": Keys(f"{MOMENTS} mu_product"),
+    "RAdam": Keys(MOMENTS),
+    "RMSprop": Keys("step square_avg", {"momentum": "momentum_buffer", "centered": "grad_avg"}),
+    "Rprop": Keys("step prev step_size"),
+    "SGD": Keys(optional="momentum_buffer"),
+    "SparseAdam": Keys(MOMENTS),
+    "FusedAdam": Keys(MOMENTS),
+    "DeepSpeedCPUAdam": Keys(MOMENTS),
+    "DeepSpeedCPUAdagrad": Keys("step exp_avg_sq"),
+    "FusedLion": Keys("step exp_avg"),
+    "DeepSpeedCPULion": Keys("step exp_avg"),
 }
-"""By the class whose step it is: what a param group's settings, and a tensor's dimensions, make of it.
+"""By the class whose step it is.
 
 torch 2.5 to 2.13, where a test holds it against the classes, and DeepSpeed 0.19.
 """
@@ -95,7 +86,11 @@ def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
     if not step.__module__.startswith(("torch.optim.", "deepspeed.ops.")):
         return None
     rule = WANTED.get(step.__qualname__.partition(".")[0])
-    return None if rule is None else rule(group, dim)
+    if rule is None:
+        return None
+    more = [key for setting, key in rule.settings.items() if group.get(setting)]
+    required = [*rule.always.split(), *more, *(rule.matrices if dim > 1 else rule.others).split()]
+    return Wanted(frozenset(required), frozenset(rule.optional.split()))
 
 
 def check_keys(
