@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, refused, succeeded
-from zckpt.formats.format import Format
+from zckpt.errors import DamagedFileError
+from zckpt.formats.format import Format, Found, Search
 from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, find_format, formats, get
 
@@ -97,6 +98,23 @@ def test_keywords_of_convert_are_those_of_the_format(
 
 def test_what_is_not_given_is_none_or_nothing(tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to="universal", world_size=None, stage=None)
+
+
+@pytest.mark.parametrize(
+    ("place", "named"), [("shards", "run"), (None, "run"), (Path("run/step1"), "run/step1"), (Search(Path("x")), "x")]
+)
+def test_error_that_names_no_file_names_what_was_found(
+    place: object, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Format):
+        def read(self, found: Found, search: Search) -> NoReturn:
+            raise DamagedFileError("broken", found=found.place)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("zckpt.formats.recognise", lambda *_: (Broken(), Found(place)))
+    with pytest.raises(DamagedFileError, match=f"^{named}: broken"):
+        zckpt.formats.open_checkpoint("run")
 
 
 def test_every_format_states_what_a_stranger_needs() -> None:

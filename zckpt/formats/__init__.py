@@ -75,9 +75,9 @@ def open_checkpoint(
         raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
     misses: list[NearMiss] = []
     found_by, found = recognise(search, misses)
-    place = getattr(found.place, "path", found.place)
+    place = found.place if isinstance(found.place, Path) else getattr(found.place, "path", path)
     try:
-        with about(place if isinstance(place, (str, Path)) else path):
+        with about(place):
             checkpoint = bare(found_by.read(found, search))
     except SourceError as error:
         from zckpt.formats.near import explained
