@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
 from zckpt.operations.places import takes_urls
 from zckpt.operations.target import How, about
-from zckpt.state import Checkpoint, Slot
+from zckpt.state import Checkpoint
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -173,7 +172,7 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
         if not 0 <= ema <= 1:
             raise UsageError("unusable decay", expected="a number from 0 to 1", found=ema)
         shares = [ema ** (count - 1)] + [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
-        return partial(_decayed, ema), shares
+        return lambda slots, dtype: Decayed(slots, dtype, ema), shares
     used = [1.0] * count if weights is None else [float(one) for one in weights]
     if len(used) != count:
         raise UsageError("as many weights as checkpoints are needed", expected=count, found=len(used))
@@ -184,15 +183,7 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
     if abs(total) <= LEAST_SUM:
         raise UsageError("the weights add up to nothing, by which they are divided", found=", ".join(map(str, used)))
     shares = [one / most / total for one in used]
-    return partial(_mean, tuple(shares)), shares
-
-
-def _mean(weights: tuple[float, ...], slots: tuple[Slot, ...], dtype: str) -> Mean:
-    return Mean(slots, dtype, weights)
-
-
-def _decayed(decay: float, slots: tuple[Slot, ...], dtype: str) -> Decayed:
-    return Decayed(slots, dtype, decay)
+    return lambda slots, dtype: Mean(slots, dtype, tuple(shares)), shares
 
 
 def _check_adapters(sources: Sequence[Checkpoint]) -> None:

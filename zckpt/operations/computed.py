@@ -14,8 +14,9 @@ from zckpt.engine.scan import SlotSet
 from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.consolidate import OWNED, Chosen, lay_out
+from zckpt.operations.partial import Proof
 from zckpt.operations.proof import check_arrived, check_same
-from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import WEIGHT, Checkpoint, Slot, Span
 from zckpt.state.names import like_model
 
@@ -31,7 +32,7 @@ class _ModelProof(Proof):
     verify: bool
     verified: int = 0
 
-    def of(self, written: Path, _more: Sequence[Path]) -> None:
+    def of(self, written: Path, _companions: Sequence[Path], files: Sequence[Path]) -> None:
         """Open what was written; raise LayoutError unless all of the model is there."""
         holes = {hole.label: hole for one in self.laid.files for hole in one.holes}
         tensors = [one.name for one in self.checkpoint.tensors() if one.name in holes]
@@ -40,14 +41,11 @@ class _ModelProof(Proof):
             there = name in found.parameters or name in found.buffers
             copy = found.owner(name).slots.get(WEIGHT) if there else None
             check_arrived(name, copy, holes[name].slot.shape, self.target, holes[name].dtype)
-
-    def of_files(self, written: Sequence[Path]) -> None:
-        """Compute all elements once more, and raise LayoutError unless they are those of the files."""
         if not self.verify:
             return
         sets = [
             SlotSet(hole.label, (hole.slot, Slot(hole.label, hole.dtype, hole.slot.shape, spans)), (hole.dtype,) * 2)
-            for path, one in zip(written, self.laid.files, strict=True)
+            for path, one in zip(files, self.laid.files, strict=True)
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]

@@ -183,23 +183,18 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetF
     UsageError
         The name of the target, or a slot, cannot be used.
     """
-    kind_of_model(path)
-    tensors = _model(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
-    assets = _assets(checkpoint, path, chosen)
+    is_directory = kind_of_model(path) == DIRECTORY
+    tensors = model_tensors(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
+    if not tensors:
+        raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
+    given = None if chosen.config is None else Path(chosen.config)
+    if given is not None and not is_directory:
+        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
+    assets = find_assets(checkpoint, given) if is_directory and (given or chosen.takes_assets) else {}
     files = _model_files(path, tensors, chosen.max_shard_size, assets)
     optimizer = _optimizer_file(checkpoint, path, chosen.slots, chosen.dtype)
     every = [*files, *([optimizer] if optimizer else []), *copies_of(assets)]
-    return TargetFiles(every, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets)), len(tensors)
-
-
-def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Path]:
-    """Return the files that go into a directory with the model."""
-    if kind_of_model(path) == DIRECTORY:
-        given = None if chosen.config is None else Path(chosen.config)
-        return find_assets(checkpoint, given) if given or chosen.takes_assets else {}
-    if chosen.config is not None:
-        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
-    return {}
+    return TargetFiles(every, is_file=not is_directory, copied=frozenset(assets)), len(tensors)
 
 
 def _given(checkpoint: Checkpoint, path: Path, *, wanted: bool) -> Checkpoint:
@@ -220,13 +215,6 @@ def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     parameters = {name: replace(one, group=None) for name, one in checkpoint.parameters.items()}
     return replace(checkpoint, parameters=parameters, unnamed={}, param_groups=[])
-
-
-def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:
-    tensors = model_tensors(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
-    if not tensors:
-        raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
-    return tensors
 
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]) -> list[TargetFile]:

@@ -19,6 +19,24 @@ Partial = tuple[list[Path], Path, list[Path]]
 """The temporary names of a plan's files, of the target, and of what else belongs to it."""
 
 
+class Proof:
+    """What is done with a target before it gets its name, and what it leaves: `verified` bytes that were compared."""
+
+    verified = 0
+
+    @property
+    def companions(self) -> Sequence[Path]:
+        """Files that it writes next to a target that is one."""
+        return ()
+
+    def of(self, written: Path, companions: Sequence[Path], files: Sequence[Path]) -> None:
+        """Look at a target, and the files of its plan in their order, by their temporary names; write the companions.
+
+        What it raises leaves no target.
+        """
+        raise NotImplementedError
+
+
 @contextmanager
 def partial_target(
     plan: Plan, target: Path, owned: Owned | None, more: Sequence[Path], *, overwrite: bool, journal: Journal | None

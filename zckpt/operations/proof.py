@@ -14,7 +14,8 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.operations.target import How, Proof
+from zckpt.operations.partial import Proof
+from zckpt.operations.target import How
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
@@ -51,11 +52,15 @@ class SlotsProof(Proof):
 
         return [digests_path_of_file(self.target)]
 
-    def of(self, written: Path, more: Sequence[Path]) -> None:
+    def of(self, written: Path, companions: Sequence[Path], _files: Sequence[Path]) -> None:
         """Open what was written; raise LayoutError unless all is there."""
         laid = self.laid
         found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in self.checkpoint.tensors()])
-        source, target = (self.checkpoint, found) if not laid.in_floats else _in_floats(self.checkpoint, found)
+        source, target = self.checkpoint, found
+        if laid.in_floats:  # what each rank's codes stand for, as slots
+            from zckpt.formats.deepspeed.quantised import with_float_slots
+
+            source, target = (with_float_slots(one, keeps_files=True) for one in (source, target))
         prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=laid.restated, copied=laid.copied)
         if self.verify:
@@ -67,14 +72,7 @@ class SlotsProof(Proof):
 
             how = self.how
             data = bytes_of(fingerprint(found, memory=how.memory, reporter=how.reporter, direct=how.direct))
-            (more[0] if more else written / FINGERPRINT_NAME).write_bytes(data)
-
-
-def _in_floats(*checkpoints: Checkpoint) -> list[Checkpoint]:
-    """Return checkpoints with what each rank's codes stand for as slots."""
-    from zckpt.formats.deepspeed.quantised import with_float_slots
-
-    return [with_float_slots(one, keeps_files=True) for one in checkpoints]
+            (companions[0] if companions else written / FINGERPRINT_NAME).write_bytes(data)
 
 
 def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> Checkpoint:

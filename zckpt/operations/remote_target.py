@@ -12,7 +12,7 @@ name        old files are removed, temporary names become names, and small files
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import compress
@@ -23,6 +23,7 @@ from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError
+from zckpt.operations.partial import Proof
 from zckpt.operations.shared_target import StoredTarget, finished, shared_at
 from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
@@ -38,13 +39,11 @@ def write_remote(
     plan: Plan,
     path: Path,
     owned: Owned | None,
-    more: Sequence[Path],
     overwrite: bool,
     memory: int,
     reporter: Reporter | None,
     checks: Checks | None,
-    prove: Callable[[Path, Sequence[Path]], None] | None,
-    prove_files: Callable[[Sequence[Path]], None] | None,
+    proof: Proof | None,
     journal: Journal | None,
     direct: bool,
 ) -> Checked:
@@ -66,6 +65,7 @@ def write_remote(
     uploads = mount.uploads(path, is_directory=owned is not None)
     remains = _Remains(uploads, journal, path)
     mount.forget(base, remains.objects)
+    more = proof.companions if proof is not None else ()
     for one in [path] if owned is not None else [*more, *(base / name for name in names)]:
         check_target(one, overwrite=overwrite, owned=owned)
     small = {
@@ -90,9 +90,7 @@ def write_remote(
             journal.check_sources()
         remains.all_sent()
         uploads.finish(large, old)
-        extra = {}
-        if prove is not None or prove_files is not None:
-            extra = _proven(uploads, path.name, names, small, [one.name for one in more], prove, prove_files)
+        extra = {} if proof is None else _proven(uploads, path.name, names, small, proof)
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
@@ -104,19 +102,14 @@ def _proven(
     name: str,
     names: Sequence[str],
     small: Mapping[str, bytes],
-    more: Sequence[str],
-    prove: Callable[[Path, Sequence[Path]], None] | None,
-    prove_files: Callable[[Sequence[Path]], None] | None,
+    proof: Proof,
 ) -> dict[str, bytes]:
     """Prove what has come, with the small files that have not; return further ones that the proof has written."""
     with finished(uploads, small) as (there, folder):
-        companions = [folder / one for one in more]
+        companions = [folder / one.name for one in proof.companions]
         for path in companions:
             there.remove(path)
-        if prove is not None:
-            prove(folder if uploads.is_directory else folder / name, companions)
-        if prove_files is not None:
-            prove_files([folder / one for one in names])
+        proof.of(folder if uploads.is_directory else folder / name, companions, [folder / one for one in names])
         written = [folder / FINGERPRINT_NAME] if uploads.is_directory else companions
         return {path.name: path.read_bytes() for path in written if path.exists() and path.name not in small}
 

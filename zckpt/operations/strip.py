@@ -16,9 +16,10 @@ from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, ReadWritten, only, shares
+from zckpt.operations.partial import Proof
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_arrived, same_parameter
-from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 if TYPE_CHECKING:
@@ -124,14 +125,11 @@ def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> No
             expected=", ".join(slots) or "a checkpoint that has an optimizer",
         )
     if request == Request():
-        choices = [f"--{name} ({_gain(checkpoint, source, one):,} bytes)" for name, one in CHOICES.items()]
+        format_ = get(checkpoint.format)
+        gains = {name: sum(_saved(format_.strip(checkpoint, source, one)).values()) for name, one in CHOICES.items()}
+        choices = [f"--{name} ({gain:,} bytes)" for name, gain in gains.items()]
         kept = f"--keep-slots ({', '.join(slots)})" if slots else "--keep-slots"
         raise UsageError("nothing is to be removed", path=source, expected=f"{', '.join(choices)} or {kept}")
-
-
-def _gain(checkpoint: Checkpoint, source: Path, request: Request) -> int:
-    """Return the bytes that would be saved."""
-    return sum(_saved(get(checkpoint.format).strip(checkpoint, source, request)).values())
 
 
 def _saved(stripping: Stripping) -> dict[str, int]:
@@ -150,7 +148,7 @@ class _StripProof(Proof):
     target: Path
     request: Request
 
-    def of(self, written: Path, _more: Sequence[Path]) -> None:
+    def of(self, written: Path, _companions: Sequence[Path], _files: Sequence[Path]) -> None:
         """Plan a read of all that was written."""
         done = open_checkpoint(written, names=self.checkpoint.given_names)
         for parameter in self.checkpoint.holders():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.options import DECIDING, Renamed, options_of
-from zckpt.operations.partial import names_in, partial_target
+from zckpt.operations.partial import Proof, names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
@@ -40,25 +40,17 @@ from zckpt.storage.ownership import Owned, check_replaceable
 from zckpt.storage.purpose import Purpose
 from zckpt.storage.stand_ins import is_remote, place
 
-Prove = Callable[[Path, Sequence[Path]], None]
-"""Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
-
-ProveFiles = Callable[[Sequence[Path]], None]
-"""Gets the temporary names of all files of a plan, in its order."""
-
 
 def write_target(
     plan: Plan,
     target: str | os.PathLike[str],
     *,
     owned: Owned | None = None,
-    more: Sequence[Path] = (),
     overwrite: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     checks: Checks | None = None,
-    prove: Prove | None = None,
-    prove_files: ProveFiles | None = None,
+    proof: Proof | None = None,
     journal: Journal | None = None,
     direct: bool = False,
 ) -> Checked:
@@ -73,8 +65,6 @@ def write_target(
         file is ever with an old one.
     owned : Owned, optional
         The target is a directory, and this tells which directories it may replace. None: it is a file.
-    more : sequence of Path
-        Further files that belong to a target that is a file; `prove` writes them.
     overwrite : bool
         Replace what may be replaced.
     memory : int, bytes
@@ -82,8 +72,8 @@ def write_target(
     reporter : Reporter, optional
     checks : Checks, optional
         Hold what is copied against the checksums of the sources, before the target gets its name.
-    prove, prove_files : callable, optional
-        See `Prove` and `ProveFiles`.
+    proof : Proof, optional
+        What is done with the target before it gets its name.
     journal : Journal, optional
         Record what is done, so that another run can go on with it, and go on with what is there.
     direct : bool
@@ -106,17 +96,15 @@ def write_target(
     if is_remote(path):
         from zckpt.operations.remote_target import write_remote
 
-        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files,
-                            journal, direct)  # fmt: skip
+        return write_remote(plan, path, owned, overwrite, memory, reporter, checks, proof, journal, direct)
+    more = proof.companions if proof is not None else ()
     with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal, direct=direct)
         if journal is not None:
             journal.check_sources()
         check_unchanged()
-        if prove is not None:
-            prove(whole, companions)
-        if prove_files is not None:
-            prove_files(names)
+        if proof is not None:
+            proof.of(whole, companions, names)
     return checked
 
 
@@ -172,37 +160,12 @@ class How:
         """
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes
-        read = planned.sources.union(*map(_files_of, origins))
+        read = planned.sources.union(file.path for one in origins for file in one.files)
+        claims = ((path, claim, one.source) for one in origins for path, claim in one.claims.items())
+        # what lies beside a checkpoint and only names it, as `latest` does, says nothing of what it holds
+        read |= {path for path, claim, own in claims if claim.fate != IMPLIED or Path(own) in Path(path).parents}
         purpose = Purpose.of(self.verb, options, planned.names, sizes, read, [one.name for one in beside])
         return Journal(target, purpose, resume=self.resume, restart=self.restart)
-
-
-def _files_of(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the files that say what a checkpoint holds; not what lies beside it and only names it, as `latest` does."""
-    yield from (file.path for file in checkpoint.files)
-    for path, claim in checkpoint.claims.items():
-        if claim.fate != IMPLIED or Path(checkpoint.source) in Path(path).parents:
-            yield path
-
-
-class Proof:
-    """What is done with a target before it gets its name: nothing. What it raises leaves no target.
-
-    `verified` bytes of the target were compared.
-    """
-
-    verified = 0
-
-    @property
-    def companions(self) -> Sequence[Path]:
-        """Files that it writes next to a target that is one."""
-        return ()
-
-    def of(self, written: Path, more: Sequence[Path]) -> None:
-        """Look at what was written, by the temporary names of the target and of the companions."""
-
-    def of_files(self, written: Sequence[Path]) -> None:
-        """Look at the files of the plan, in its order, by their temporary names."""
 
 
 def write_from(
@@ -245,8 +208,7 @@ def write_from(
     TargetError
         The target exists or cannot be written.
     """
-    proof = proof or Proof()
-    more = proof.companions
+    more = proof.companions if proof is not None else ()
     origins = sources or [checkpoint]
     own = owns or Owned(lambda _: False)
     others = Owned(lambda name: own.is_own(name) or name in laid.copied or laid.replaceable(name), own.is_marked)
@@ -277,13 +239,11 @@ def write_from(
                 planned,
                 target,
                 owned=owned,
-                more=more,
                 overwrite=how.overwrite,
                 memory=how.memory,
                 reporter=how.reporter,
                 checks=checks,
-                prove=proof.of,
-                prove_files=proof.of_files,
+                proof=proof,
                 journal=how.journal(target, planned, [*more, *files] if owned is None else [], origins),
                 direct=how.direct,
             )
@@ -297,7 +257,7 @@ def write_from(
         memory=how.memory,
         compared=compared,
         checksummed=checked.nbytes,
-        verified=proof.verified,
+        verified=0 if proof is None else proof.verified,
         notes=(*laid.notes, *drifts, *filter(None, [checked.overflowed]), *_otherwise(planned, target, how)),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),

@@ -26,7 +26,7 @@ from zckpt.storage.files import is_file
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from zckpt.compare.digests import Change, Fingerprint
+    from zckpt.compare.digests import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,13 @@ def _against(checkpoint: Checkpoint, expected: Fingerprint, how: _How) -> tuple[
         found = fingerprint(checkpoint, memory=how.memory, reporter=how.reporter, direct=how.direct)
     except SourceError as error:
         return None, [finding_of(error)]
-    return found.text, [_finding_of_change(one) for one in changes(expected, found)]
-
-
-def _finding_of_change(change: Change) -> Finding:
-    code = ADDED if change.expected is None else GONE if change.found is None else CHANGED
-    what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
-    which = change.name if change.entry is None else f"{change.entry} of {change.name}"
-    return Finding(code, f"{which} {what}", None, (), (change.name,), change.expected, change.found)
+    findings = []
+    for one in changes(expected, found):
+        code = ADDED if one.expected is None else GONE if one.found is None else CHANGED
+        what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
+        which = one.name if one.entry is None else f"{one.entry} of {one.name}"
+        findings.append(Finding(code, f"{which} {what}", None, (), (one.name,), one.expected, one.found))
+    return found.text, findings
 
 
 def _unopened(

@@ -218,21 +218,17 @@ def damage_findings(outcome: Outcome, inventory: Inventory, damage: Damage, rank
     for (subject, checksum), _ in outcome.tallies.items():
         if checksum in damage.wrong:
             suspects.setdefault(checksum, set()).add(inventory.subjects[subject].name)
-    for (subject, _, _, mine, its), (_, unequal) in outcome.compared.items():
-        for checksum in {mine, its} & damage.wrong.keys():
-            if unequal.count:
-                suspects.setdefault(checksum, set()).add(inventory.subjects[subject].name)
+    compared = []
+    for (subject, path, weight_path, mine, its), (numel, unequal) in outcome.compared.items():
+        name, wrong = inventory.subjects[subject].name, {mine, its} & damage.wrong.keys()
+        for checksum in wrong if unequal.count else ():
+            suspects.setdefault(checksum, set()).add(name)
+        if not wrong:
+            compared.append(Comparison(name, path, weight_path, numel, unequal.count, unequal.detail))
     yield from damage.findings(suspects, ranks)
     yield from _elements(outcome, inventory, damage, ranks)
-    yield from weight_findings(_comparisons(outcome, inventory, damage), ranks)
+    yield from weight_findings(compared, ranks)
     yield from _copies(outcome, inventory, damage)
-
-
-def _comparisons(outcome: Outcome, inventory: Inventory, damage: Damage) -> Iterator[Comparison]:
-    for (subject, path, weight_path, mine, its), (numel, unequal) in outcome.compared.items():
-        if not {mine, its} & damage.wrong.keys():
-            name = inventory.subjects[subject].name
-            yield Comparison(name, path, weight_path, numel, unequal.count, unequal.detail)
 
 
 Group = tuple[str, str, str | None]
