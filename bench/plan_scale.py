@@ -39,7 +39,7 @@ KINDS = ("zero1", "zero2", "zero3", "own", "dcp")
 CONVERTED = {"own": "zckpt", "dcp": "dcp"}
 CONVERTED_FROM = 8
 VERBS = ("start", "floor", "open", "inspect", "reshard", "verify")
-ENDS = ("inspect", "consolidate", "fingerprint", "restage", "diff", "universal", "deep")
+ENDS = ("inspect", "map", "consolidate", "fingerprint", "strip", "restage", "diff", "universal", "deep")
 SAMPLED_S = 0.02
 WEIGHT_DECAY = 0.1
 
@@ -239,6 +239,8 @@ def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured
         "deep": lambda: measured(COMMAND, "verify", path, "--deep", "--quiet", "--json"),
         "consolidate": lambda: measured(COMMAND, "consolidate", path, f"{path}.out/m.safetensors", "--quiet"),
         "fingerprint": lambda: measured(COMMAND, "fingerprint", path, "--quiet"),
+        "map": lambda: measured(COMMAND, "map", path, "--json"),
+        "strip": lambda: measured(COMMAND, "strip", path, f"{path}.out/stripped", "--optimizer", "--quiet"),
         "restage": lambda: measured(COMMAND, "reshard", path, restaged, *restage, "--quiet"),
         "diff": lambda: measured(COMMAND, "diff", path, restaged, "--quiet", "--json"),
         "universal": lambda: measured(COMMAND, "convert", path, f"{path}.out/u", "--to", "universal", "--quiet"),

@@ -23,7 +23,7 @@ from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, 
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import total, without
-from zckpt.torchfile import Storage, Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
+from zckpt.torchfile import Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
 PADDING = "padding"
 UNREFERENCED = "unreferenced"
@@ -186,14 +186,20 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
     dropped: dict[str, list[tuple[int, int, str]]] = {}
     for kind, tensor in edited.dropped:
         dropped.setdefault(tensor.storage.key, []).append((*tensor.reach, kind))
-    whole = _bare_storages(edited.root)
+    nodes = each(edited.root, lambda node: [one for _, one in children(node) if not is_leaf(one)])
+    whole = {one.key for node in nodes for _, one in children(node) if isinstance(one, Storage)}  # by themselves
     saved: dict[str, int] = {}
     new: dict[int, Tensor] = {}
     for key, storage in file.storages.items():
         views, trimmed = tensors.get(key, []), key in edited.trimmed
-        if key in whole or (views and not ((unreferenced or trimmed) and _can_shrink(storage, views))):
+        cannot = any(  # one without a type in the other byte order is not cut up
+            one.dtype in PACKED or not (one.dtype == storage.dtype or one.byteorder == "little" or one.itemsize == 1)
+            for one in views
+        )
+        if key in whole or (views and (cannot or not (unreferenced or trimmed))):
             continue
-        kept = kept_ranges((view.reach for view in views), storage.nbytes, _alignment(storage, views))
+        alignment = max([itemsize(storage.dtype), *(one.itemsize for one in views)])
+        kept = kept_ranges((one.reach for one in views), storage.nbytes, alignment)
         if views and kept.nbytes < storage.nbytes:
             shrunk = _shrunk(storage, kept, file, views[0].byteorder)
             new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
@@ -209,32 +215,6 @@ def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
     """Return bytes by kind that add up to `nbytes`."""
     rest = nbytes - sum(saved.values())
     return {**saved, **({STRUCTURE: rest} if rest else {})}
-
-
-def _bare_storages(root: object) -> set[str]:
-    """Return the keys of storages that are in a tree by themselves, of which every byte is used."""
-    found: set[str] = set()
-    seen = {id(root)}
-    waiting = [root]
-    while waiting:
-        for _, child in children(waiting.pop()):
-            if isinstance(child, Storage):
-                found.add(child.key)
-            elif not is_leaf(child) and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)
-    return found
-
-
-def _can_shrink(storage: Storage, tensors: list[Tensor]) -> bool:
-    """Tell whether a part of a storage can be written: an untyped one in the other byte order is not cut up."""
-    if any(tensor.dtype in PACKED for tensor in tensors):
-        return False
-    return all(t.dtype == storage.dtype or t.byteorder == "little" or t.itemsize == 1 for t in tensors)
-
-
-def _alignment(storage: Storage, tensors: list[Tensor]) -> int:
-    return max([itemsize(storage.dtype), *(tensor.itemsize for tensor in tensors)])
 
 
 def _shrunk(storage: Storage, kept: Kept, file: TorchFile, byteorder: str) -> NewStorage:

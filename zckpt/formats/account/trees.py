@@ -8,7 +8,7 @@ what it is, and a value that is said to be state has to be under a key that some
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -227,7 +227,8 @@ class FileAccount:
     def _of_tensor(self, tensor: Tensor, steps: Steps) -> Iterator[tuple[object, object]]:
         """Yield what a tensor has besides its elements, but flags of its view and attributes that torch itself sets."""
         for step, child in children(tensor):
-            if child is tensor.attributes and _is_torchs(tensor.attributes or {}):
+            own = child is tensor.attributes and all(_TORCHS.fullmatch(str(key)) for key in tensor.attributes or ())
+            if own and not any(True for _ in walk_tensors(child)):
                 self._add(VALUE, IMPLIED, "attributes that torch sets on tensors", (*steps, step))
             elif child is not tensor.metadata:
                 yield step, child
@@ -313,7 +314,9 @@ class FileAccount:
 
     def _value(self, node: object, steps: Steps, rule: Rule | None, nbytes: int = 0) -> bool:
         """Account for a value; tell whether it has any other fate than to be left out."""
-        if rule is not None and (rule.fate != STATE or _is_known(rule, steps, self.taken.keys)):
+        stars = [at for at, step in enumerate(rule.pattern) if step == ANY] if rule and rule.fate == STATE else []
+        # of state, what the last `*` stands for is a key that some parameter has
+        if rule is not None and (not stars or text_of(steps[stars[-1]]) in self.taken.keys):
             self._add(TENSOR if nbytes else VALUE, rule.fate, rule.about, steps, nbytes)
             return True
         if node is None or (rule is not None and not nbytes and node in ("", False)):
@@ -345,17 +348,7 @@ _TORCHS = re.compile(r"_has_been_cloned|_fsdp_\w+|_ddp_ignored|_is_buffer|_is_pa
 how the process that saved them had made or would treat them."""
 
 
-def _is_torchs(attributes: Mapping[object, object]) -> bool:
-    return all(_TORCHS.fullmatch(str(key)) for key in attributes) and not any(True for _ in walk_tensors(attributes))
-
-
 def _range(tensor: Tensor) -> Range:
     """Return the bytes of the file from the first to the last element of a tensor."""
     low, high = tensor.reach
     return tensor.storage.offset + low, tensor.storage.offset + high
-
-
-def _is_known(rule: Rule, steps: Steps, keys: Collection[str]) -> bool:
-    """Tell whether a value that is said to be state has a key of some parameter: what the last `*` stands for."""
-    stars = [at for at, step in enumerate(rule.pattern) if step == ANY]
-    return not stars or text_of(steps[stars[-1]]) in keys
