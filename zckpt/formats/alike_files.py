@@ -34,6 +34,7 @@ class AlikeReader:
     def __init__(self) -> None:
         self._patterns: list[Pattern] = []
         self._count = 0
+        self._data = bytearray()  # of the last file: most have its size
 
     def read(self, path: str | os.PathLike[str]) -> TorchFile:
         """Read the structure of a torch file; parameters, result and errors are those of `read_torchfile`.
@@ -65,15 +66,15 @@ class AlikeReader:
         return None
 
     def _alike(self, source: FileRange) -> TorchFile | None:
-        data, ranges = bytearray(), list[tuple[int, int]]()
+        ranges: list[tuple[int, int]] = []
         for pattern in self._patterns:
             if pattern.file.nbytes != source.nbytes:
                 continue
             if pattern.ranges != ranges:
                 from zckpt.formats.alike_patterns import read_ranges
 
-                data, ranges = read_ranges(source, pattern.ranges), pattern.ranges
-            found = pattern.match(source, data)
+                ranges, self._data = pattern.ranges, read_ranges(source, pattern.ranges, self._data)
+            found = pattern.match(source, self._data)
             if found is not None:
                 return found
         return None

@@ -40,7 +40,7 @@ class Pattern:
             found: Numbers = offsets - skipped[np.searchsorted(lows, offsets, "right") - 1]
             return found
 
-        self.data = read_ranges(source, self.ranges)
+        self.data = read_ranges(source, self.ranges, bytearray())
         starts = within(np.array([file.records[index].offset for index in kept])).tolist()
         self.kept = {index: slice(at, at + file.records[index].nbytes) for index, at in zip(kept, starts, strict=True)}
         self.begin = slice(starts[0], starts[0] + min(file.records[pickle].nbytes, CLOSE))
@@ -124,9 +124,10 @@ class Pattern:
         return found
 
 
-def read_ranges(source: FileRange, ranges: Ranges) -> bytearray:
-    """Return what ranges of a file hold, one after the other."""
-    found, at = bytearray(sum(high - low for low, high in ranges)), 0
+def read_ranges(source: FileRange, ranges: Ranges, into: bytearray) -> bytearray:
+    """Read what ranges of a file hold, one after the other, into a buffer if it has their size, else into another."""
+    nbytes, at = sum(high - low for low, high in ranges), 0
+    found = into if len(into) == nbytes else bytearray(nbytes)
     for low, high in ranges:
         view = memoryview(found)[at : at + high - low]
         read_into(source.descriptor, source.base + low, view, path=source.path)
