@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def leaves(draw: st.DrawFn, path: str) -> Viewed:
         width = draw(st.integers(1, numel))
         count = -(-numel // width)
         files = CutFiles((path,) * count, tuple(first + 4 * width * n for n in range(count)), "int32")
-        return Slot("weight", "int32", shape, CutSpans(files, shape, 0, width)), values
+        return trimmed(draw, Slot("weight", "int32", shape, CutSpans(files, shape, 0, width)), values)
     spans = []
     for extent in draw(tilings(shape)):
         strides = None
@@ -55,7 +56,13 @@ def leaves(draw: st.DrawFn, path: str) -> Viewed:
         elif extent.numel:
             values.reshape(-1)[indices(extent, shape)] = np.arange(extent.numel) + first // 4
         spans.append(Span(extent, path, first, "int32", strides))
-    return Slot("weight", "int32", shape, tuple(spans)), values
+    return trimmed(draw, Slot("weight", "int32", shape, tuple(spans)), values)
+
+
+def trimmed(draw, slot: Slot, values: np.ndarray) -> Viewed:
+    """Draw whether a slot has fewer rows than its spans: those of a padded vocabulary reach over its end."""
+    rows = draw(st.sampled_from([slot.shape[0], slot.shape[0], (slot.shape[0] + 1) // 2]))
+    return replace(slot, shape=(rows, *slot.shape[1:])), values[:rows]
 
 
 def operate(draw, path: str, viewed: Viewed) -> Viewed:

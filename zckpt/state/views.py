@@ -62,7 +62,8 @@ class Move:
             offsets = tuple(o - low + to for o, low, to in zip(own.offsets, self.low, self.to, strict=True))
             yield replace(span, extent=replace(own, offsets=offsets))
             return
-        for one in boxes_of(own):
+        whole = (0,) * len(self.split), tuple(map(math.prod, self.split))
+        for one in filter(None, (intersection(part, whole) for part in boxes_of(own))):  # it may reach over the end
             for box, first, steps in factored(one, *locate(own, one, span.strides), self.split):
                 both = intersection(box, (self.low, self.sizes))
                 if both is None:
@@ -242,18 +243,20 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
 
 
 def _flat(slot: Slot, spans: Sequence[Span], shape: Shape) -> Sequence[Span] | None:
-    """Return spans as those of another shape, if all are flat ranges of the slot."""
+    """Return spans as those of another shape, if all are flat ranges of the slot; they may reach over its end."""
     if slot.factors is not None or (isinstance(spans, Spans) and not isinstance(spans, CutSpans)):
         return None
     if isinstance(spans, CutSpans):
         return replace(spans, shape=shape)
-    found = []
+    steps, found = row_major(slot.shape), []
     for span in spans:
-        own, start = span.extent, sum(o * s for o, s in zip(span.extent.offsets, row_major(slot.shape), strict=True))
+        own = span.extent
         if span.strides is not None or own.sizes[1:] != slot.shape[1:]:
             return None
-        numel = min(own.numel, slot.numel - start - own.start)  # a span may reach over the end of a slot
-        found.append(replace(span, extent=Extent.flat(shape, start + own.start, numel)))
+        start = own.start + sum(o * s for o, s in zip(own.offsets, steps, strict=True))
+        numel = min(own.numel, slot.numel - start)
+        if numel > 0:
+            found.append(replace(span, extent=Extent.flat(shape, start, numel)))
     return tuple(found)
 
 
