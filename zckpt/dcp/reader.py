@@ -26,6 +26,7 @@ from zckpt.formats.dcp.tree import PARAMS
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
+from zckpt.optim.states.values import read_scalars
 from zckpt.optim.values import inside, value_of
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
@@ -221,9 +222,9 @@ class Reader(StorageReader):
                     nodes.append((item, self._opened().option(meaning, state.get(f"{group}{PARAMS}"))))
                 except KeyError:  # the program's own stays
                     continue
-        numbers = _numbers([node for _, node in nodes if isinstance(node, Slot)])
+        numbers = iter(read_scalars([node for _, node in nodes if isinstance(node, Slot)]))
         for item, node in nodes:
-            _give(planner, item, state.get(item.dest_index.fqn), numbers[id(node)] if isinstance(node, Slot) else node)
+            _give(planner, item, state.get(item.dest_index.fqn), next(numbers) if isinstance(node, Slot) else node)
 
 
 def _ranks(members: Sequence[int] | None) -> Ranks:
@@ -249,13 +250,6 @@ def _check_apart(names: Mapping[str, str], path: str) -> None:
 def _extent(item: ReadItem) -> Extent:
     sizes = tuple(item.lengths)
     return Extent(tuple(item.storage_offsets), sizes, 0, math.prod(sizes))
-
-
-def _numbers(slots: Sequence[Slot]) -> dict[int, Scalar]:
-    """Read slots of one element each, by their identity."""
-    tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
-    read_tensors(TensorRead(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
-    return {id(slot): Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)}
 
 
 def _give(planner: LoadPlanner, item: ReadItem, current: object, node: object) -> None:

@@ -62,14 +62,20 @@ def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter 
         if isinstance(value, Slot) and not value.shape and shape
     }
     found = [
-        (values, key, value, torch.empty((), dtype=getattr(torch, value.dtype)))
+        (values, key, value)
         for values, _ in pairs
         for key, value in values.items()
         if key in numbers and isinstance(value, Slot) and not value.shape
     ]
-    read_tensors(TensorRead(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
-    for values, key, slot, tensor in found:
-        values[key] = Scalar(tensor.item(), slot.dtype)
+    for (values, key, _), number in zip(found, read_scalars([slot for _, _, slot in found]), strict=True):
+        values[key] = number
+
+
+def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:
+    """Return the numbers that slots of one element each hold."""
+    tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
+    read_tensors(TensorRead(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
+    return [Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)]
 
 
 def flat_state(
