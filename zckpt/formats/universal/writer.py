@@ -15,10 +15,10 @@ module; the whole weights are there for those who want the model by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from zckpt.compare.logical import parameter_values
-from zckpt.engine.targets import TargetFile
+from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
@@ -67,7 +67,7 @@ ZERO3_STEMS = (MASTER_STEM, "exp_avg", "exp_avg_sq")
 """What DeepSpeed's ZeRO-3 loads of a parameter, and all it loads."""
 
 
-def lay_out(checkpoint: Checkpoint, version: str | None = None) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[TargetFile]:
     """Return the files of a universal checkpoint.
 
     Parameters
@@ -84,17 +84,16 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> list[TargetFi
     """
     _refuse(checkpoint)
     written = list(folders(checkpoint))
-    files = [
-        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, version, parameterwise=False)),
-        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, version, parameterwise=True)),
-        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, written)),
-    ]
-    files += [
-        torch_writer.lay_out(parameter_file(folder.name, stem), tree)
-        for folder in written
-        for stem, tree in folder.files.items()
-    ]
-    return files
+    states = [(parameter_file(one.name, stem), tree) for one in written for stem, tree in one.files.items()]
+
+    def one_by_one() -> Iterator[TargetFile]:
+        yield torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, version, parameterwise=False))
+        yield torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, version, parameterwise=True))
+        yield torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, written))
+        for name, tree in states:
+            yield torch_writer.lay_out(name, tree)
+
+    return Lazily(one_by_one, 3 + len(states))
 
 
 def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
