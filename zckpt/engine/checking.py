@@ -45,6 +45,9 @@ REST_NBYTES = 1 << 20
 REST_FRACTION = 4
 """Or if it is at most this fraction of the record: a partition's padding, a tensor that is left out."""
 
+MERGED = 1 << 4
+"""Ranges of a record from which on those end to end are made one, whenever there are twice as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:
@@ -185,12 +188,9 @@ class Checks:
                 self._note(one, each.crc32)
             else:
                 some = self._seen.setdefault(one, [])
-                if some and _follows(some[-1], each):  # of a record that thousands of pieces need, one is kept
-                    last = some.pop()
-                    crc = None if last.crc32 is None else combine(last.crc32, each.crc32 or 0, each.nbytes)
-                    some.append(Seen(last.path, last.offset, last.nbytes + each.nbytes, crc))
-                else:
-                    some.append(each)
+                some.append(each)
+                if len(some) >= MERGED and not len(some) & (len(some) - 1):
+                    some[:] = _merged(some)
                 self._nbytes[one] = self._nbytes.get(one, 0) + each.nbytes
                 if self._nbytes[one] >= one.nbytes:
                     self._try(one)
@@ -313,8 +313,24 @@ def seen_of(piece: Piece, crc: int) -> Seen:
     return Seen(source.path, source.offset, piece.nbytes, crc)
 
 
-def _follows(one: Seen, other: Seen) -> bool:
-    return one.offset + one.nbytes == other.offset and (one.crc32 is None) == (other.crc32 is None)
+def _merged(seen: Iterable[Seen]) -> list[Seen]:
+    """Return what was seen in order, what is end to end as one, without what is within another."""
+    found: list[Seen] = []
+    for each in sorted(seen, key=lambda each: (each.offset, -each.nbytes)):
+        last = found[-1] if found else Seen(each.path, each.offset, 0, None)
+        end, summed = last.offset + last.nbytes, last.crc32 is not None
+        if found and each.offset + each.nbytes <= end and (summed or each.crc32 is None):
+            continue
+        if found and each.offset == end and summed == (each.crc32 is not None):
+            crc = (
+                combine(last.crc32, each.crc32, each.nbytes)
+                if last.crc32 is not None and each.crc32 is not None
+                else None
+            )
+            found[-1] = Seen(last.path, last.offset, last.nbytes + each.nbytes, crc)
+        else:
+            found.append(each)
+    return found
 
 
 def _tiles(seen: Iterable[Seen]) -> list[Seen]:

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from zckpt.engine.fine import MOST_NBYTES, Cut
+from zckpt.engine.targets import Hole
 from zckpt.state import CutFiles
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
@@ -49,13 +50,13 @@ class CutPiece:
         return self.cut.numel * itemsize(self.dtype)
 
 
-def cut_pieces(offset: int, label: str, cut: Cut, dtype: str, most: int) -> Iterator[CutPiece]:
-    """Yield pieces of at most `most` bytes on both sides for elements that begin at byte `offset` of a target."""
-    size = itemsize(dtype)
+def cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
+    """Yield pieces of at most `most` bytes on both sides for a hole that a rule cuts finely."""
+    size = itemsize(hole.dtype)
     step = max(most // max(size, itemsize(cut.spans.files.dtype)), 1)
     for at in range(0, cut.numel, step):
         some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at), 0)
-        yield CutPiece(offset + at * size, label, some, dtype)
+        yield CutPiece(hole.offset + at * size, hole.label, some, hole.dtype)
 
 
 def element(nbytes: int) -> np.dtype[np.generic]:

@@ -19,7 +19,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
-from zckpt.storage.memory import buffers_within, confine_threads
+from zckpt.storage.memory import buffers_within, confine_threads, give_back
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -58,14 +58,16 @@ def running_on(executor: Executor | None) -> Iterator[None]:
         _EXECUTOR.reset(token)
 
 
-def batched(items: Iterable[Item], nbytes_of: Callable[[Item], int]) -> Iterator[tuple[Item, ...]]:
-    """Yield items in batches of about `BATCH_NBYTES` bytes."""
+def batched(
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int | None = None
+) -> Iterator[tuple[Item, ...]]:
+    """Yield items in batches of about `most` bytes, by default `BATCH_NBYTES`."""
     batch: list[Item] = []
     nbytes = 0
     for item in items:
         batch.append(item)
         nbytes += nbytes_of(item)
-        if nbytes >= BATCH_NBYTES or len(batch) >= BATCH_ITEMS:
+        if nbytes >= (most or BATCH_NBYTES) or len(batch) >= BATCH_ITEMS:
             yield tuple(batch)
             batch, nbytes = [], 0
     if batch:
@@ -154,6 +156,7 @@ class Workers:
     def __exit__(self, *error: object) -> None:
         if self._is_own:
             self._pool.shutdown(wait=True, cancel_futures=True)
+            give_back()
 
     def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Return the results of items, all of which are queued at once."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from zckpt.engine.fine import Cut
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
 from zckpt.engine.packs import Pack
-from zckpt.engine.plan import FilePlan, Fill, Plan
+from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, cut_pieces, read_together
@@ -70,7 +71,7 @@ class Batch:
     path: str
     pieces: tuple[AnyPiece, ...]
     checksummed: bool
-    buffer_nbytes: int
+    buffer_nbytes: int = 0
     watched: frozenset[str] = frozenset()
     recorded: bool = False
     direct: bool = False
@@ -149,11 +150,10 @@ def write(
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
             together = memory // share.at_once // held
-            found = _together(files, share.nbytes, large, checks, together, direct=direct)
-            bundles = (
-                [(name, replace(batch, recorded=journal is not None, direct=direct)) for name, batch in bundle]
-                for bundle in found
-            )
+            found = _together(files, share.nbytes, large, checks, together)
+            buffer = min(share.nbytes, DIRECT_NBYTES if direct else BUFFER_NBYTES)
+            how = {"buffer_nbytes": buffer, "recorded": journal is not None, "direct": direct}
+            bundles = (_readied(bundle, checks, how) for bundle in found)
             recording = _Recording(journal, plan.sources, together)
             portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
             run = recording.worker(here=workers.are_here)
@@ -388,76 +388,79 @@ Bundle = list[tuple[str, Batch]]
 """Batches that are run together, each with the name of its file."""
 
 
+def _readied(bundle: Bundle, checks: Checks, how: Mapping[str, Any]) -> Bundle:
+    """Return a bundle whose batches watch what any of them reads, and are told how to write."""
+    watched = checks.watched
+    if watched:
+        pieces = [piece for _, batch in bundle for piece in batch.pieces]
+        packs = {(id(each.row), each.low, each.high): each for each in pieces if isinstance(each, Pack)}
+        paths = [each.row.paths(each.low, each.high) for each in packs.values()]
+        others = (_paths(each) for each in pieces if not isinstance(each, Pack))
+        watched = watched.intersection(chain(*paths, chain.from_iterable(others)))
+    return [(name, replace(batch, watched=watched, **how)) for name, batch in bundle]
+
+
 def _together(
-    files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, together: int, *, direct: bool
+    files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, together: int
 ) -> Iterator[Bundle]:
     """Yield the batches of files: those that read together, of `together` bytes, as one bundle."""
     bundle: Bundle = []
     sharing: list[tuple[Path, str, list[Pack]]] = []
     nbytes = 0
     for path, one in files:
-        for batch in _batches(path, one, most, large, checks, direct=direct):
-            if not any(isinstance(piece, CutPiece) for piece in batch.pieces):
-                yield [(one.file.name, batch)]
-                continue
-            bundle.append((one.file.name, batch))
-            nbytes += sum(map(_moved, batch.pieces))
+        for batch in _batches(path, one, most, large, checks):
+            yield [(one.file.name, batch)]
+        cuts = (piece for fill in one.fills if fill.cut is not None for piece in cut_pieces(fill.hole, fill.cut, most))
+        for some in batched(cuts, _held, together):
+            bundle.append((one.file.name, Batch(str(path), some, bool(one.file.checksums))))
+            nbytes += sum(map(_held, some))
             if nbytes >= together or len(bundle) == BATCH_ITEMS:
                 yield bundle
                 bundle, nbytes = [], 0
         fine = [pack for pack in one.file.packs if pack.row.is_fine]
         if sharing and [pack.row for pack in fine] != [pack.row for pack in sharing[0][2]]:
-            yield from _shared(sharing, most, checks, together, direct=direct)
+            yield from _shared(sharing, most, together)
             sharing = []
         if fine:
             sharing.append((path, one.file.name, fine))
     if bundle:
         yield bundle
     if sharing:
-        yield from _shared(sharing, most, checks, together, direct=direct)
+        yield from _shared(sharing, most, together)
 
 
-def _shared(
-    sharing: Sequence[tuple[Path, str, list[Pack]]], most: int, checks: Checks, together: int, *, direct: bool
-) -> Iterator[Bundle]:
+def _held(piece: CutPiece) -> int:
+    """Return the bytes that a piece takes as it is read and as it is written."""
+    return piece.cut.end - piece.cut.position + piece.nbytes
+
+
+def _shared(sharing: Sequence[tuple[Path, str, list[Pack]]], most: int, together: int) -> Iterator[Bundle]:
     """Yield the batches of files that have shares of the same rows: of some parameters at a time, what all have."""
-    buffer = min(most, DIRECT_NBYTES if direct else BUFFER_NBYTES)
     for number, row in enumerate(pack.row for pack in sharing[0][2]):
         for low, high, fits in row.blocks(together):
-            watched = checks.watched.intersection(row.paths(low, high))
             pieces = [(path, name, replace(packs[number], low=low, high=high)) for path, name, packs in sharing]
             if fits:
-                yield [(name, Batch(str(path), (piece,), True, buffer, watched)) for path, name, piece in pieces]
+                yield [(name, Batch(str(path), (piece,), True)) for path, name, piece in pieces]
                 continue
             for path, name, piece in pieces:
                 for each in piece.pieces(most):
-                    yield [(name, Batch(str(path), (each,), True, buffer, watched))]
+                    yield [(name, Batch(str(path), (each,), True))]
 
 
-def _batches(
-    path: Path, one: FilePlan, most: int, large: int, checks: Checks, *, direct: bool = False
-) -> Iterator[Batch]:
-    checksummed, buffer = bool(one.file.checksums), min(most, DIRECT_NBYTES if direct else BUFFER_NBYTES)
+def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
+    """Yield the batches of what is read by itself."""
+    checksummed = bool(one.file.checksums)
     for literal in one.file.literals:
         data = memoryview(literal.data)
         for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
             block = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
-            yield Batch(str(path), (block,), checksummed, buffer)
-    found = (piece for fill in one.fills for piece in _pieces(fill, most, checks))
+            yield Batch(str(path), (block,), checksummed)
+    alone = (fill for fill in one.fills if fill.cut is None)
+    found = (piece for fill in alone for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
     for batch in batched(found, lambda piece: piece.nbytes):
-        yield Batch(str(path), batch, checksummed, buffer, _watched(batch, checks))
+        yield Batch(str(path), batch, checksummed)
     for piece in (piece for pack in one.file.packs if not pack.row.is_fine for piece in pack.pieces(most)):
-        yield Batch(str(path), (piece,), True, buffer, _watched((piece,), checks))
-
-
-def _pieces(fill: Fill, most: int, checks: Checks) -> Iterator[Piece | CutPiece]:
-    if fill.cut is None:
-        return checks.cut(pieces(fill, most, BATCH_NBYTES))
-    return cut_pieces(fill.hole.offset, fill.hole.label, fill.cut, fill.hole.dtype, most)
-
-
-def _watched(some: Iterable[AnyPiece], checks: Checks) -> frozenset[str]:
-    return checks.watched and checks.watched.intersection(chain.from_iterable(map(_paths, some)))
+        yield Batch(str(path), (piece,), True)
 
 
 def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:

@@ -133,13 +133,23 @@ def confine_threads() -> None:
     before = threading.stack_size(STACK_NBYTES)
     if before not in (0, STACK_NBYTES):  # somebody has chosen
         threading.stack_size(before)
+    _call("mallopt", _ARENA_MAX, 1)
+    _call("mallopt", _MMAP_THRESHOLD, MAPPED_NBYTES)
+
+
+def give_back() -> None:
+    """Let malloc give what is free to the system: of threads that have ended, it keeps what they used."""
+    _call("malloc_trim", 0)
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of glibc, where there is one."""
     if sys.platform == "linux":
         import ctypes
 
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None:
-            mallopt(_ARENA_MAX, 1)
-            mallopt(_MMAP_THRESHOLD, MAPPED_NBYTES)
+        function = getattr(ctypes.CDLL(None), name, None)
+        if function is not None:
+            function(*arguments)
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
