@@ -14,9 +14,14 @@ from safetensors.torch import load_file
 import zckpt
 from tests.truth import assert_slots_equal
 from zckpt.compare.weights import rounds_to
+from zckpt.engine.read import read_extent
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import Layout, Member, Placed, between, fit, lay_out
 from zckpt.formats.megatron.order import orders
+from zckpt.naming.apply import mapped
+from zckpt.naming.document import parse_map
+from zckpt.state import Checkpoint, Extent
+from zckpt.storage.files import Sources
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 KINDS = {
@@ -276,8 +281,18 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version: float, tp
     front = "language_model.encoder.layers.0"
     assert torch.equal(opened.read(f"{front}.attention.query_key_value.weight"), weight)
     assert torch.equal(opened.read(f"{front}.attention.query_key_value.bias"), bias[:, 0])
-    own = opened.parameters[f"{front}.attention.query_key_value.weight"].slots["weight"]
-    assert rounds_to(own, own)
+    own = opened.parameters[f"{front}.attention.query_key_value.weight"]
+    assert rounds_to(own.slots["weight"], own.slots["weight"])
+    others = {"q": "in (three[0] heads d)", "kv": "(three[1:3] d heads) in"}
+    rule = {"megatron": {own.name: "(heads three d) in"}, "other": others}
+    sizes = {"three": "3", "heads": str(HEADS)}
+    map_ = parse_map({"sides": ["megatron", "other"], "sizes": sizes, "rules": [rule]}, "m")
+    made = mapped(Checkpoint(str(tmp_path), "megatron", parameters={own.name: own}), map_, {}).checkpoint
+    parts = weight.view(HEADS, 3, WIDTH, HIDDEN)
+    queries, rest = parts[:, 0].reshape(-1, HIDDEN).T, parts[:, 1:].permute(1, 2, 0, 3).reshape(-1, HIDDEN)
+    for name, expected in (("q", queries), ("kv", rest)):
+        found = read_extent(made.parameters[name].slots["weight"], Extent.whole(tuple(expected.shape)), Sources())
+        assert found.tobytes() == expected.contiguous().view(torch.uint16).numpy().tobytes()
     assert torch.equal(opened.read(f"{front}.attention.dense.weight"), dense)
     assert torch.equal(opened.read(f"{front}.mlp.dense_h_to_4h.weight"), first)
     assert torch.equal(opened.read(f"{front}.mlp.dense_4h_to_h.weight"), second)
