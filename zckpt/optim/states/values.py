@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -87,8 +88,9 @@ def flat_state(
 ) -> tuple[dict[str, Any], list[TensorRead]]:
     """Return the state of a flat tensor that has elements of many parameters, given theirs, and what is to be read.
 
-    A slot is zeros where a parameter has none, and as padding; what is no slot is one value for all. `parts` say which
-    extent of which parameter begins at which element, and `room` makes zeros. Raises UsageError: it cannot be one's.
+    A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no slot is
+    one value for all. `parts` say which extent of which parameter begins at which element, and `room` makes zeros.
+    Raises UsageError: it cannot be one's.
     """
     state: dict[str, Any] = {}
     reads: list[TensorRead] = []
@@ -96,7 +98,7 @@ def flat_state(
         found = [values[key] for values in every if key in values]
         slots = [one for one in found if isinstance(one, Slot)]
         kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
-        if len(slots) not in (0, len(found)) or any(kind != kinds[0] for kind in kinds):
+        if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
             raise UsageError(
                 f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
                 found=", ".join(sorted({str(one) for one in kinds})),
@@ -105,7 +107,7 @@ def flat_state(
         if not slots:
             state[key] = as_torch(found[0])
             continue
-        into = state[key] = room(getattr(torch, slots[0].dtype))
+        into = state[key] = room(reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots)))
         for number, extent, start in parts:
             slot, owner = every[number].get(key), owners[number]
             if owner is not None and isinstance(slot, Slot):
