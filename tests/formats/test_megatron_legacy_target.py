@@ -15,6 +15,7 @@ from tests.formats.test_megatron_legacy import ITERATION, KINDS, OTHER
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.cut import KEPT, Cut
 from zckpt.formats.megatron.order import order_of
+from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.megatron.slices import cuts_of, slice_of
 from zckpt.formats.megatron.stages import bounds_of, dealt, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import as_mapping
@@ -295,3 +296,14 @@ def test_transformer_engine_has_the_norm_in_the_layer_behind_it() -> None:
     grouped = [f"{front}mlp.experts.linear_fc{at}.weight{n}" for at in (1, 2) for n in range(11)]
     assert order_of(reversed(grouped), engine=True) == grouped
     assert order_of(["vision.patch.weight"], engine=True) is None
+
+
+def test_what_is_written_does_not_depend_on_how_names_were_found() -> None:
+    """They come from sets, whose order is another in each process."""
+    checkpoint = zckpt.open(OTHER / "mcore_legacy_tp2_pp2" / "ckpt")
+    names = {"b.weight": "y", "a.weight": "x", "same": "same"}
+    told = [
+        list(own_tree(checkpoint, held=(), groups=[], names=dict(its))["megatron"]["names"])
+        for its in (names.items(), reversed(names.items()))
+    ]
+    assert told == [["a.weight", "b.weight"]] * 2

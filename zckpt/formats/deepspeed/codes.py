@@ -72,12 +72,14 @@ class Kept:
         for key, value in self.values.items():
             node = value.node
             if isinstance(node, MetaTensor) and key in made:
-                attributes = {**(node.attributes or {}), "_shape": Size((numel,))}
-                if "_shape" not in (node.attributes or {}):
-                    attributes.pop("_shape")
+                if SCALE not in made[key]:
+                    found[key] = made[key][CODES]
+                    continue
+                attributes = dict(node.attributes or {})
                 attributes |= {piece: _tensor(new, attributes[piece]) for piece, new in made[key].items()}
-                cut = replace(node, shape=(numel,), attributes=attributes)
-                found[key] = replace(value, node=cut) if SCALE in made[key] else made[key][CODES]
+                if "_shape" in attributes:
+                    attributes["_shape"] = Size((numel,))
+                found[key] = replace(value, node=replace(node, shape=(numel,), attributes=attributes))
             elif isinstance(node, dict):
                 nested: dict[object, object] = {}
                 for piece, like in node.items():

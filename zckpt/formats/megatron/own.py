@@ -60,7 +60,7 @@ def own_tree(
         **remainder(replace(checkpoint, metadata=rest, optimizer_metadata=others)),
         KEY: {
             "groups": [list(its) for its in groups],
-            "names": {filed: name for filed, name in names.items() if filed != name},
+            "names": {filed: name for filed, name in sorted(names.items()) if filed != name},
             "absent": {one.name: {"shape": list(one.shape), "dtype": one.dtype} for one in aliases},
             **({} if ranks is None else {"ranks": dict(ranks)}),
         },
