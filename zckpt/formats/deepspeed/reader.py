@@ -11,7 +11,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
-from zckpt.formats.deepspeed.auto_ep import auto_layers, check_kind, common
+from zckpt.formats.deepspeed.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -49,7 +49,6 @@ from zckpt.formats.deepspeed.shards import (
     section,
 )
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
-from zckpt.formats.deepspeed.stage0_auto_ep import attach_auto_experts
 from zckpt.formats.deepspeed.stage_order import stage_orders
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
@@ -184,8 +183,7 @@ def _attach_without_zero(
     if by_rank or (content is None and not of_experts):
         return
     if of_experts:
-        attach = attach_auto_experts if auto_layers(models[0]) else attach_experts
-        attach(checkpoint, of_experts, models[0], names)
+        attach_experts(checkpoint, of_experts, models[0], names)
     else:
         attach_optimizer(checkpoint, models[0], names)
 

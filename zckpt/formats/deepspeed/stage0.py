@@ -8,15 +8,15 @@ optimizer = {optimizer_state_dict, fp32_groups_flat, ...}                   FP16
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, about
 from zckpt.evidence import NAMES_ADVICE
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, flat_optimizer
-from zckpt.formats.torch_files.optimizer import Sample, attach
+from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, unflattened
+from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, as_float
@@ -26,106 +26,140 @@ STATE_KEYS = frozenset({"optimizer_state_dict", "fp32_groups", FLAT_KEY, "state"
 """What of an optimizer is read as slots and groups; the rest is about loss scaling and clipping."""
 
 
-def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[str] | None) -> None:
-    """Give a stage-0 checkpoint the optimizer in its model file.
+class Numbered:
+    """The optimizer in a file, which has numbers for its parameters, or flat masters of all of a group.
+
+    Parameters
+    ----------
+    content : object
+        A state dict, or one with masters.
+    file : TorchFile
+        The file that holds it.
 
     Raises
     ------
     DamagedFileError
         It is none that DeepSpeed writes.
     """
-    content = model.content["optimizer"]
-    path = model.path
-    if not isinstance(content, dict):
-        raise DamagedFileError(
-            "unexpected content", path=path, expected="an optimizer's state dict", found=type(content).__name__
-        )
-    keep_other_state(checkpoint, content, model.file)
-    if FLAT_KEY in content:
-        flat = flat_optimizer(checkpoint, content, path, names)
-        if flat is None:
-            checkpoint.warnings.append(
-                f"{path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in which "
-                f"order parameters make it up is not certain; they are left out, the weights are there "
-                f"({NAMES_ADVICE})"
+
+    def __init__(self, content: object, file: TorchFile) -> None:
+        self.file = file
+        with about(file.path):
+            if not isinstance(content, dict):
+                raise DamagedFileError(
+                    "unexpected content", expected="an optimizer's state dict", found=type(content).__name__
+                )
+            groups, masters = content.get("fp32_groups"), []
+            if "optimizer_state_dict" in content and isinstance(groups, list):
+                masters = [t for group in groups for t in group if isinstance(t, Tensor)]
+            base = None if FLAT_KEY in content else content
+            state = parse(content.get("optimizer_state_dict", base), file.path, masters)
+            self.content, self.state = content, without_errors(state)
+            self.flats = _flats(content[FLAT_KEY], self.state) if FLAT_KEY in content else None
+
+    def attach(
+        self,
+        checkpoint: Checkpoint,
+        names: Sequence[str] | None,
+        *,
+        groups: Sequence[int] | None = None,
+        sorted_too: bool = True,
+        last: Collection[str] = (),
+    ) -> bool:
+        """Give a checkpoint's parameters the state of these groups; False: the order in flat masters is not certain.
+
+        Parameters
+        ----------
+        names : sequence of str, optional
+            Of all that the optimizer has, in its order, from the user.
+        groups : sequence of int, optional
+            All by default.
+        sorted_too, last
+            In which orders groups may have their parameters, as for `Evidence.certain`.
+
+        Raises
+        ------
+        UsageError
+            `names` do not fit the file.
+        """
+        path, state, flats = self.file.path, self.state, self.flats
+        if groups is not None:
+            numbers = [n for i in groups for n in state.numbers[i]]
+            state = OptimizerState(
+                {n: state.state[n] for n in numbers if n in state.state},
+                [state.groups[i] for i in groups],
+                {n: state.masters[n] for n in numbers if n in state.masters},
             )
-            return
-        attach(checkpoint, flat.state, path, certain=flat.names)
+            if names is not None and flats is None:
+                named = dict(zip(self.state.every_number, names, strict=False))
+                names = [named.get(n, "") for n in numbers]
+            elif names is not None:
+                names = [name for name in names if name in checkpoint.parameters]
+            flats = flats and [flats[i] for i in groups]
+        if flats is not None:
+            with about(path):
+                found = unflattened(checkpoint, state, flats, path, names, sorted_too=sorted_too, last=last)
+            if found is not None:
+                attach(checkpoint, found[0], path, certain=found[1])
+            return found is not None
+
+        def rounds_to_weight(master: Tensor, name: str) -> bool:
+            from zckpt.compare.weights import rounds_to
+
+            weight = checkpoint.parameters[name].slots.get(WEIGHT)
+            return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
+
+        sample = rounds_to_weight if state.masters else None
+        attach(checkpoint, state, path, names=names, sample=sample, sorted_too=sorted_too, last=last)
+        return True
+
+    def count(self, numels: Sequence[int]) -> int:
+        """Return how many parameters there are, given the elements of those of which the first make up flat masters."""
+        if self.flats is None:
+            return len(self.state.every_number)
+        total = sum(flat.numel for flat in self.flats)
+        return next((n for n, held in enumerate(accumulate(numels, initial=0)) if held >= total), len(numels))
+
+    @property
+    def recorded_names(self) -> list[str] | None:
+        """The names that torch's optimizer wrote down with its numbers, where it was made of `named_parameters()`.
+
+        They are those of the engine's module, as ZeRO's files have them. None: not all parameters have one.
+        """
+        names, listed = self.state.recorded_names, [group.get("param_names") for group in self.state.groups]
+        counts = [len(its) if isinstance(its, (list, tuple)) else 0 for its in listed]
+        whole = counts == [len(numbers) for numbers in self.state.numbers] if self.flats is None else all(counts)
+        return names if names and whole and len(set(names)) == len(names) else None
+
+
+def _flats(found: object, state: OptimizerState) -> list[Tensor]:
+    if not isinstance(found, (list, tuple)) or not all(isinstance(t, Tensor) and len(t.shape) == 1 for t in found):
+        raise DamagedFileError(f"unreadable {FLAT_KEY}", expected="a list of flat tensors")
+    if [len(numbers) for numbers in state.numbers] != [1] * len(found):
+        raise DamagedFileError(
+            "flat masters and param groups disagree", expected=f"{len(found)} groups of one tensor",
+            found=str(state.numbers)[:80],
+        )  # fmt: skip
+    return list(found)
+
+
+def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[str] | None) -> None:
+    """Give a stage-0 checkpoint the optimizer in its model file; errors are those of `Numbered`."""
+    optimizer = Numbered(model.content["optimizer"], model.file)
+    keep_other_state(checkpoint, optimizer.content, model.file)
+    if optimizer.attach(checkpoint, names):
+        mark_frozen(checkpoint)
     else:
-        optimizer = of_content(content, path)
-        attach(checkpoint, optimizer, path, names=names, sample=rounds_to_weight(checkpoint, path, optimizer))
-    mark_frozen(checkpoint)
+        checkpoint.warnings.append(
+            f"{model.path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in which "
+            f"order parameters make it up is not certain; they are left out, the weights are there ({NAMES_ADVICE})"
+        )
 
 
 def has_all_names(checkpoint: Checkpoint) -> bool:
     """Tell whether a checkpoint has an optimizer, and the name of each parameter that it numbers."""
     names = [name for group in checkpoint.param_groups for name in group.parameters]
     return bool(names) and all(name in checkpoint.parameters for name in names)
-
-
-def numbers_of(model: ModelShard, numels: Sequence[int]) -> int:
-    """Return how many parameters a model file's optimizer has.
-
-    Parameters
-    ----------
-    numels : sequence of int, elements
-        Of parameters of which the first make up flat masters; of numbered ones nothing is asked.
-    """
-    content = model.optimizer
-    if content is None:
-        return 0
-    if FLAT_KEY not in content:
-        return len(of_content(content, model.path).every_number)
-    flats = content[FLAT_KEY]
-    total = sum(t.numel for t in flats if isinstance(t, Tensor)) if isinstance(flats, (list, tuple)) else 0
-    return next((n for n, held in enumerate(accumulate(numels, initial=0)) if held >= total), len(numels))
-
-
-def recorded_names(model: ModelShard) -> list[str] | None:
-    """Return the names that torch's optimizer wrote down with its numbers, where it was made of `named_parameters()`.
-
-    They are those of the engine's module, as ZeRO's files have them. None: not all parameters have one.
-    """
-    content = model.optimizer
-    if content is None:
-        return None
-    flat = FLAT_KEY in content
-    optimizer = parse(content.get("optimizer_state_dict"), model.path) if flat else of_content(content, model.path)
-    names = optimizer.recorded_names
-    counts = [
-        len(its) if isinstance(its := group.get("param_names"), (list, tuple)) else 0 for group in optimizer.groups
-    ]
-    whole = all(counts) if flat else counts == [len(numbers) for numbers in optimizer.numbers]
-    return names if names and whole and len(set(names)) == len(names) else None
-
-
-def of_content(content: Mapping[object, object], path: str) -> OptimizerState:
-    """Return an optimizer with its masters, which are no flat ones.
-
-    Raises
-    ------
-    DamagedFileError
-        It is none that DeepSpeed writes.
-    """
-    masters: list[Tensor] = []
-    base: object = content
-    if "optimizer_state_dict" in content:
-        base = content["optimizer_state_dict"]
-        groups = content.get("fp32_groups")
-        masters = [t for group in groups for t in group if isinstance(t, Tensor)] if isinstance(groups, list) else []
-    return without_errors(parse(base, path, masters))
-
-
-def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerState) -> Sample | None:
-    """Return what tells by values whether a master belongs to a weight; None where there are no masters."""
-
-    def sample(master: Tensor, name: str) -> bool:
-        from zckpt.compare.weights import rounds_to
-
-        weight = checkpoint.parameters[name].slots.get(WEIGHT)
-        return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
-
-    return sample if optimizer.masters else None
 
 
 def keep_other_state(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:

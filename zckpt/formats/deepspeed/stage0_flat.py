@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
-from zckpt.evidence import NAMES_OF_RANK_ADVICE, orders_of, ways
-from zckpt.formats.deepspeed.one_bit import without_errors
-from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
+from zckpt.errors import UsageError
+from zckpt.evidence import orders_of, ways
+from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.boxes import row_major
@@ -32,44 +31,19 @@ Fits = Callable[[int, str], bool]
 """Whether what lies from an element of a flat master on rounds to the weight of this name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unflattened:
-    """A flat optimizer as one that numbers its parameters, and their names by number."""
-
-    state: OptimizerState
-    names: Mapping[int, str]
-
-
-def certain_flat(
+def unflattened(
     checkpoint: Checkpoint,
-    content: Mapping[object, object],
+    base: OptimizerState,
+    flats: Sequence[Tensor],
     path: str,
     names: Sequence[str] | None,
     *,
-    sorted_too: bool = True,
-    last: Collection[str] = (),
-) -> Unflattened:
-    """Return what `flat_optimizer` does, or raise UnsupportedError where the order is not certain."""
-    found = flat_optimizer(checkpoint, content, path, names, sorted_too=sorted_too, last=last)
-    if found is None:
-        raise UnsupportedError(
-            "flat masters with experts among them, and in which order parameters make them up is not certain",
-            path=path,
-            advice=NAMES_OF_RANK_ADVICE,
-        )
-    return found
+    sorted_too: bool,
+    last: Collection[str],
+) -> tuple[OptimizerState, Mapping[int, str]] | None:
+    """Return an optimizer of flat masters as one that numbers its parameters, and their names by number.
 
-
-def flat_optimizer(
-    checkpoint: Checkpoint,
-    content: Mapping[object, object],
-    path: str,
-    names: Sequence[str] | None,
-    *,
-    sorted_too: bool = True,
-    last: Collection[str] = (),
-) -> Unflattened | None:
-    """Return the optimizer with the state of each parameter; None where their order is not certain.
+    None where their order is not certain, or some state is not one value for each element, nor one for all.
 
     Parameters
     ----------
@@ -82,20 +56,9 @@ def flat_optimizer(
 
     Raises
     ------
-    DamagedFileError
-        It is none that DeepSpeed writes.
     UsageError
         `names` do not fit the file.
     """
-    base = without_errors(parse(content.get("optimizer_state_dict"), path))
-    flats = content[FLAT_KEY]
-    if not isinstance(flats, (list, tuple)) or not all(isinstance(t, Tensor) and len(t.shape) == 1 for t in flats):
-        raise DamagedFileError(f"unreadable {FLAT_KEY}", path=path, expected="a list of flat tensors")
-    if [len(numbers) for numbers in base.numbers] != [1] * len(flats):
-        raise DamagedFileError(
-            "flat masters and param groups disagree", path=path, expected=f"{len(flats)} groups of one tensor",
-            found=str(base.numbers)[:80],
-        )  # fmt: skip
     candidates = {
         p.name: p for p in checkpoint.parameters.values()
         if p.tied_to is None and p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
@@ -118,10 +81,29 @@ def flat_optimizer(
             orders.append(found)
     every = [name for order in orders for name in order]
     if rest:
-        raise UsageError("more parameter names than the optimizer has", path=path, found=rest[0])
+        raise UsageError("more parameter names than the optimizer has", found=rest[0])
     if len(set(every)) < len(every):
         return None
-    return _cut(base, flats, orders, candidates)
+    numbered = OptimizerState({}, [])
+    by_number: dict[int, str] = {}
+    for group, (number,), flat, order in zip(base.groups, base.numbers, flats, orders, strict=True):
+        state = base.state.get(number, {})
+        whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape}
+        if any(state[key].shape != flat.shape or not state[key].is_contiguous for key in whole):  # type: ignore[attr-defined]
+            return None
+        starts = itertools.accumulate((candidates[name].numel for name in order), initial=0)
+        first = len(by_number)
+        for own, (name, at) in enumerate(zip(order, starts, strict=False), first):
+            by_number[own] = name
+            shape = candidates[name].shape
+            numbered.masters[own] = _part(flat, shape, at)
+            if state:
+                numbered.state[own] = {
+                    key: _part(value, shape, at) if isinstance(value, Tensor) and key in whole else value
+                    for key, value in state.items()
+                }
+        numbered.groups.append({**group, "params": list(range(first, len(by_number)))})
+    return numbered, by_number
 
 
 def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fits: Fits) -> list[str]:
@@ -190,32 +172,6 @@ def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) ->
         return True
 
     return fits
-
-
-def _cut(
-    base: OptimizerState, flats: Sequence[Tensor], orders: Sequence[Sequence[str]], known: Mapping[str, Parameter]
-) -> Unflattened | None:
-    """Return the state of each parameter; None where some state is not one value for each element, nor one for all."""
-    found = OptimizerState({}, [])
-    names: dict[int, str] = {}
-    for group, (number,), flat, order in zip(base.groups, base.numbers, flats, orders, strict=True):
-        state = base.state.get(number, {})
-        whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape}
-        if any(state[key].shape != flat.shape or not state[key].is_contiguous for key in whole):  # type: ignore[attr-defined]
-            return None
-        starts = itertools.accumulate((known[name].numel for name in order), initial=0)
-        first = len(names)
-        for own, (name, at) in enumerate(zip(order, starts, strict=False), first):
-            names[own] = name
-            shape = known[name].shape
-            found.masters[own] = _part(flat, shape, at)
-            if state:
-                found.state[own] = {
-                    key: _part(value, shape, at) if isinstance(value, Tensor) and key in whole else value
-                    for key, value in state.items()
-                }
-        found.groups.append({**group, "params": list(range(first, len(names)))})
-    return Unflattened(found, names)
 
 
 def _part(flat: Tensor, shape: tuple[int, ...], at: int) -> Tensor:

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.experts import Files
-from zckpt.formats.deepspeed.origin import RankFiles, RankState
+from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.pipeline import TIED, within
-from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numbers_of, recorded_names
+from zckpt.formats.deepspeed.stage0 import Numbered, attach_optimizer, has_all_names
 from zckpt.formats.deepspeed.stage_bounds import MOST_LAYERS
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Parameter
 
 
 def attach_to_ranks(
@@ -72,12 +72,14 @@ def attach_to_ranks(
     padded = rules is not None and any(map(rules.is_vocabulary, ranks[0].state.parameters))
     if len(ranks) == 1 and not padded and not (layers and names is not None):
         return None
+    lost = [f"{one.models[0].path}: holds no optimizer, as those of other ranks do; none is read"
+            for one in ranks if one.models[0].optimizer is None]  # fmt: skip
     if layers:
         names, keys = layer_numbers(names, ranks[0])
-        reasons = attach_to_stages(source, ranks, tp, names)
+        reasons = lost[:1] or _attach_to_stages(source, ranks, tp, names)
         name_tied_layers(ranks, keys, info, tp)
     else:
-        reasons = attach_to_slices(source, ranks, names)
+        reasons = lost[:1] or _attach_to_slices(source, ranks, names)
     return None if reasons and len(ranks) == 1 else reasons
 
 
@@ -86,16 +88,20 @@ def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None
 
     They tell the keys of tied layers, too. Where which layer has a key is not known, none is taken.
     """
-    recorded = [[] if _is_idle(files) else recorded_names(files.models[0]) for files in ranks]
-    alike = all(names == recorded[number // tp * tp] for number, names in enumerate(recorded))
-    if not alike or any(names is None for names in recorded):
-        return None
+    recorded = [
+        [] if _is_idle(files) else Numbered(held, files.models[0].file).recorded_names
+        for files in ranks
+        if (held := files.models[0].optimizer) is not None
+    ]
+    alike = len(recorded) == len(ranks) and all(
+        names is not None and names == recorded[number // tp * tp] for number, names in enumerate(recorded)
+    )
     found = [name for names in recorded[::tp] for name in names or ()]
     try:
         whole, _ = layer_numbers(found, ranks[0])
     except (UsageError, LayoutError):
         return None
-    return found if set(whole or ()) <= set(ranks[0].state.parameters) else None
+    return found if alike and set(whole or ()) <= set(ranks[0].state.parameters) else None
 
 
 def _is_idle(files: RankFiles) -> bool:
@@ -114,7 +120,7 @@ def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequen
     held: dict[int, set[str]] = {}
     for name in files.state.parameters:
         held.setdefault(layer_of(name), set()).add(within(name))
-    keys: dict[int, str] = {}
+    numbers: dict[str, int] = {}
     for key, its in rests.items():
         found = [layer for layer, has in held.items() if its <= has and layer not in given]
         if len(found) != 1:
@@ -123,83 +129,69 @@ def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequen
                 expected=f"one file of a layer with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
                 found=", ".join(map(str, found)) or "none",
             )
-        keys[found[0]] = key
-    numbers = {key: layer for layer, key in keys.items()}
+        numbers[key] = found[0]
     whole = [f"{numbers[tied_key(n) or '']}.{within(n)}" if n.startswith(TIED) else n
              for n in names or ()]  # fmt: skip
-    return (None if names is None else whole), keys
+    return (None if names is None else whole), {layer: key for key, layer in numbers.items()}
 
 
-def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[str] | None) -> list[str]:
+def _own(source: str, parameters: Iterable[Parameter]) -> Checkpoint:
+    """Return a checkpoint of one rank's parameters, which is given its optimizer."""
+    one = Checkpoint(source, "deepspeed")
+    one.parameters = {p.name: replace(p, slots=dict(p.slots), frozen=False) for p in parameters}
+    return one
+
+
+def _members(checkpoint: Checkpoint) -> list[list[str]]:
+    return [group.parameters for group in checkpoint.param_groups]
+
+
+def _attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[str] | None) -> list[str]:
     """Give each tensor-parallel rank the optimizer in its model file, under the names of its slices.
 
     Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
     none of them gets an optimizer.
     """
-    found: list[Checkpoint] = []
-    for files in ranks:
-        one = Checkpoint(source, "deepspeed")
-        one.parameters = {name: replace(p, slots=dict(p.slots)) for name, p in files.state.parameters.items()}
-        path = files.models[0].path
-        if files.models[0].optimizer is None:
-            return [f"{path}: holds no optimizer, as other tensor-parallel ranks do; its state is left out"]
+    found = [_own(source, files.state.parameters.values()) for files in ranks]
+    for files, one in zip(ranks, found, strict=True):
         attach_optimizer(one, files.models[0], names)
-        groups = [group.parameters for group in one.param_groups]
-        if not has_all_names(one) or (found and groups != [group.parameters for group in found[0].param_groups]):
+        if not has_all_names(one) or _members(one) != _members(found[0]):
             return [
-                f"{path}: which slices the optimizer's parameters are is not certain; its state is left out "
-                f"({NAMES_ADVICE})"
+                f"{files.models[0].path}: which slices the optimizer's parameters are is not certain; its state is "
+                f"left out ({NAMES_ADVICE})"
             ]
-        found.append(one)
     for files, one in zip(ranks, found, strict=True):
         files.state.parameters.update(one.parameters)
         files.state.groups[:] = one.param_groups
     return []
 
 
-def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Sequence[str] | None) -> list[str]:
+def _attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Sequence[str] | None) -> list[str]:
     """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage."""
-    missing = [one.models[0].path for one in ranks if one.models[0].optimizer is None]
-    if missing:
-        return [f"{missing[0]}: holds no optimizer, as those of other stages do; none is read"]
     given = names_by_stage(names, ranks[::tp], source)
-    every = [set(ranks[number % tp].state.parameters) for number in range(len(ranks))]
-    found = _attached(source, ranks, tp, every, given)
+    every = [ranks[number % tp].state.parameters for number in range(len(ranks))]
+
+    def attached(allowed: Sequence[Collection[str]]) -> list[Checkpoint]:
+        found = []
+        for number, files in enumerate(ranks):
+            found.append(_own(source, [p for name, p in every[number].items() if name in allowed[number]]))
+            attach_optimizer(found[-1], files.models[0], given[number // tp])
+        return found
+
+    found = attached(every)
     if names is None and any(one.unnamed for one in found):  # what is certain tells which layers the others can have
-        found = _attached(source, ranks, tp, _between(found, every, tp), given)
+        found = attached(_between(found, every, tp))
     for number, one in enumerate(found):
-        groups = [group.parameters for group in one.param_groups]
-        of_first = [group.parameters for group in found[number // tp * tp].param_groups]
         known = has_all_names(one) or _is_idle(ranks[number])
-        if not known or not _follow(groups, found[number % tp : number : tp]) or groups != of_first:
+        alike = _members(one) == _members(found[number // tp * tp])
+        if not known or not alike or not _follow(_members(one), found[number % tp : number : tp]):
             return [
                 f"{ranks[number].models[0].path}: which layers' parameters the optimizer of stage {number // tp} "
                 f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "
                 f"({NAMES_BY_STAGE_ADVICE})"
             ]
-    states = _states(ranks, found, tp)
-    for files, state in zip(ranks, states, strict=True):
-        own = files.state
-        own.parameters, own.groups, own.tied = state.parameters, state.groups, state.tied
+    _deal(ranks, found, tp)
     return []
-
-
-def _attached(
-    source: str,
-    ranks: Sequence[RankFiles],
-    tp: int,
-    allowed: Sequence[Collection[str]],
-    names: Sequence[Sequence[str] | None],
-) -> list[Checkpoint]:
-    """Return for each rank its parameters, those with names that are certain with their state."""
-    found: list[Checkpoint] = []
-    for number, files in enumerate(ranks):
-        one = Checkpoint(source, "deepspeed")
-        every = ranks[number % tp].state.parameters
-        one.parameters = {n: replace(p, slots=dict(p.slots)) for n, p in every.items() if n in allowed[number]}
-        attach_optimizer(one, files.models[0], names[number // tp])
-        found.append(one)
-    return found
 
 
 def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: int) -> list[set[str]]:
@@ -207,7 +199,7 @@ def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: 
 
     Layers are dealt in order.
     """
-    certain = [{n for group in one.param_groups for n in group.parameters if n in one.parameters} for one in found]
+    certain = [{n for names in _members(one) for n in names if n in one.parameters} for one in found]
     own = [[layer_of(n) for n in names.difference(*certain[number % tp : number : tp])]
            for number, names in enumerate(certain)]  # fmt: skip
     allowed = []
@@ -226,7 +218,8 @@ def names_by_stage(names: Sequence[str] | None, stages: Sequence[RankFiles], sou
     found: list[Sequence[str] | None] = []
     at = 0
     for files in stages:
-        count = numbers_of(files.models[0], [numels.get(name, 0) for name in names[at:]])
+        held, left = files.models[0].optimizer, [numels.get(name, 0) for name in names[at:]]
+        count = 0 if held is None else Numbered(held, files.models[0].file).count(left)
         found.append(names[at : at + count])
         at += count
     if at != len(names):
@@ -244,18 +237,18 @@ def _follow(groups: Sequence[Sequence[str]], before: Sequence[Checkpoint]) -> bo
 
     A stage's layers follow each other. Those that an earlier stage has, too, are tied.
     """
-    known = {layer_of(name) for one in before for group in one.param_groups for name in group.parameters}
-    own = {layer_of(name) for group in groups for name in group} - known
+    known = {layer_of(name) for one in before for names in _members(one) for name in names}
+    own = {layer_of(name) for names in groups for name in names} - known
     return not known or not own or min(own) > max(known)
 
 
-def _states(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) -> list[RankState]:
-    """Return parameters and groups of each rank; what no optimizer has goes to the stage of the layers around it."""
-    owned = [{name for group in one.param_groups for name in group.parameters} for one in found]
-    states = [RankState(number) for number in range(len(ranks))]
+def _deal(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) -> None:
+    """Give each rank its parameters and groups; what no optimizer has goes to the stage of the layers around it."""
+    owned = [{name for names in _members(one) for name in names} for one in found]
     for lane in range(tp):
         of_lane = range(lane, len(ranks), tp)
         firsts = [min(map(layer_of, owned[n] - set().union(*owned[lane:n:tp])), default=None) for n in of_lane]
+        own: dict[int, dict[str, Parameter]] = {number: {} for number in of_lane}
         for name, parameter in ranks[lane].state.parameters.items():
             owner = parameter.tied_to or name
             its = [number for number in of_lane if owner in owned[number]]
@@ -265,14 +258,11 @@ def _states(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) ->
                 its = begun[-1:] or [lane]
             for number in its:
                 one = found[number].parameters.get(name, parameter)
-                frozen = one.tied_to is None and one.name not in owned[number]
-                states[number].parameters[name] = replace(one, frozen=frozen)
-        for number in of_lane:
-            states[number].groups = found[number].param_groups
-            states[number].tied = frozenset(
-                name for name in owned[number] if sum(name in owned[other] for other in of_lane) > 1
-            )
-    return states
+                own[number][name] = replace(one, frozen=one.tied_to is None and name not in owned[number])
+        for number, parameters in own.items():
+            state = ranks[number].state
+            state.parameters, state.groups = parameters, found[number].param_groups
+            state.tied = frozenset(n for n in owned[number] if sum(n in owned[other] for other in of_lane) > 1)
 
 
 _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
@@ -316,20 +306,18 @@ def with_tied_names(ranks: Sequence[RankFiles], keys: Mapping[int, str]) -> list
         tied |= {name for name in every if not name.startswith(TIED) and layer_of(name) in keys}
     tied = {name for name in tied if not name.startswith(TIED)}
     known = {name: f"{TIED}{keys.get(layer_of(name), layer_of(name))}.{name.partition('.')[2]}" for name in tied}
-    return [_renamed(files, known) for files in ranks]
-
-
-def _renamed(files: RankFiles, known: Mapping[str, str]) -> RankFiles:
-    state = files.state
-    parameters = {
-        known.get(name, name): replace(p, name=known.get(name, name), tied_to=known.get(p.tied_to or "", p.tied_to))
-        for name, p in state.parameters.items()
-    }
-    groups = [replace(g, parameters=[known.get(name, name) for name in g.parameters]) for g in state.groups]
-    shapes = [{name: parameters[name].shape for name in group.parameters} for group in groups]
-    frozen = {name: p.shape for name, p in parameters.items() if p.group is None}
-    models = [replace(files.models[0], param_shapes=[*shapes, frozen])]
-    return replace(files, models=models, state=replace(state, parameters=parameters, groups=groups))
+    found = []
+    for files in ranks:
+        parameters = {
+            known.get(name, name): replace(p, name=known.get(name, name), tied_to=known.get(p.tied_to or "", p.tied_to))
+            for name, p in files.state.parameters.items()
+        }
+        groups = [replace(g, parameters=[known.get(n, n) for n in g.parameters]) for g in files.state.groups]
+        shapes = [{name: parameters[name].shape for name in group.parameters} for group in groups]
+        frozen = {name: p.shape for name, p in parameters.items() if p.group is None}
+        models = [replace(files.models[0], param_shapes=[*shapes, frozen])]
+        found.append(replace(files, models=models, state=replace(files.state, parameters=parameters, groups=groups)))
+    return found
 
 
 def attach_experts_to_ranks(
@@ -362,10 +350,7 @@ def attach_experts_to_ranks(
     given = names_by_stage(names, ranks[::tp], source)
     found: list[Checkpoint] = []
     for number, one in enumerate(ranks):
-        own = Checkpoint(source, "deepspeed")
-        own.parameters = {
-            name: replace(p, slots=dict(p.slots), frozen=False) for name, p in one.state.parameters.items()
-        }
+        own = _own(source, one.state.parameters.values())
         its = [(shard, file) for shard, file in files if (shard.mp_rank or 0) == one.state.mp_rank]
         if not its:
             return [f"{source}: no optimizer files of experts of mp_rank {one.state.mp_rank}; none is read"]

@@ -32,7 +32,7 @@ from zckpt.formats.deepspeed.other_files import in_run, is_run
 from zckpt.formats.deepspeed.pipeline import layer_names
 from zckpt.formats.deepspeed.restage import stage_states
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS, recorded_names
+from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -277,4 +277,5 @@ def _form(mp: TargetRank) -> Unpartitioned | None:
         return None
     kept = {str(key): FromFile.of(mp.model.file, value) for key, value in held.items() if key not in STATE_KEYS}
     names = [[p.name for p in group.experts[0]] for group in mp.groups]
-    return Unpartitioned(form_of(held), names, kept, own_state=True, named=recorded_names(mp.model) is not None)
+    recorded = Numbered(held, mp.model.file).recorded_names
+    return Unpartitioned(form_of(held), names, kept, own_state=True, named=recorded is not None)
