@@ -20,7 +20,6 @@ from types import FrameType
 import click
 
 from zckpt import __version__
-from zckpt.cli.computing import average_command, merge_adapter_command
 from zckpt.cli.reading import (
     diff_command,
     fingerprint_command,
@@ -30,7 +29,14 @@ from zckpt.cli.reading import (
     verify_command,
 )
 from zckpt.cli.streams import CannotPrintError, standard_streams
-from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
+from zckpt.cli.writing import (
+    average_command,
+    consolidate_command,
+    convert_command,
+    merge_adapter_command,
+    reshard_command,
+    strip_command,
+)
 from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
 from zckpt.executors.launch import launched
 

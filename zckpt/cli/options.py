@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterable
+from functools import reduce, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zckpt.cli.streams import json_text
-from zckpt.errors import UsageError, without_controls
+from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
 from zckpt.storage.remote import is_url
 
@@ -20,7 +19,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
     from zckpt.formats.options import Option
-    from zckpt.operations.target import Written
 
     _IntegerType = click.ParamType[int]
 else:
@@ -28,18 +26,6 @@ else:
 
 MAXIMUM_NAMES_NBYTES = 1 << 26
 """Of a file of names: half a million of a hundred characters."""
-
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 
 
 class ByteSize(_IntegerType):
@@ -54,7 +40,8 @@ class ByteSize(_IntegerType):
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?", str(value).strip().lower())
         if match is None or float(match[1]) <= 0:
             self.fail(f"{value!r} is no size; write it like 64MB or 5GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2] or ""])
+        unit = match[2] or ""
+        return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[:1] or " "))
 
 
 class Place(click.Path):
@@ -72,37 +59,32 @@ class Place(click.Path):
         return value if is_url(value) else super().convert(value, param, ctx)
 
 
+def comma_separated(_context: click.Context, _option: click.Parameter, values: Iterable[str]) -> list[str]:
+    """Return the names in values that have several each, `a,b`."""
+    return [name for value in values for name in value.split(",") if name]
+
+
+def names_option(flag: str, metavar: str, text: str) -> Callable[[Command], Command]:
+    """Return an option whose values have several names each."""
+    return click.option(flag, multiple=True, metavar=metavar, help=text, callback=comma_separated)
+
+
+def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return several decorators as one."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
 source_argument = click.argument("source", type=Place())
-tied_option = click.option(
-    "--tied",
-    type=click.Choice(["duplicate", "drop"]),
-    default="duplicate",
-    show_default=True,
-    help="Write a tied parameter under all its names, or its owner's only.",
-)
-max_shard_size_option = click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
-)
+target_argument = click.argument("target", type=Place())
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 dequantize_option = click.option(
     "--dequantize",
     is_flag=True,
     help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
 )
-exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
 
 
-def comma_separated(values: Iterable[str]) -> list[str]:
-    """Return the names in values that have several each, `a,b`."""
-    return [name for value in values for name in value.split(",") if name]
-
-
-def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def takes(group: type, *, suffix: str = "") -> Callable[[Command], Command]:
+def takes(group: type, *, suffix: str = "") -> Callable[[Any], Any]:
     """Add the options of a group that verbs share; the command gets them as `shared`, for any verb's function.
 
     Parameters
@@ -114,24 +96,24 @@ def takes(group: type, *, suffix: str = "") -> Callable[[Command], Command]:
     """
     options = {name: one for name, one in options_of(group).items() if one.flag != ""}
 
-    def add(command: Command) -> Command:
+    def sharing(command: Callable[..., object]) -> Callable[..., object]:
         @wraps(command)
-        def with_shared(*arguments: object, **given: Any) -> object:  # noqa: ANN401  # what click gives
+        def with_shared(**given: Any) -> object:  # noqa: ANN401  # what click gives
             shared: dict[str, Any] = {name: given.pop(f"{name}{suffix}") for name in options}
             shared |= {name: not shared[name] for name, one in options.items() if one.unset}
-            shared["names"] = read_names(shared["names"])
+            shared["names"] = _read_names(shared["names"])
             if shared.get("rename"):
                 from zckpt.naming.renames import parsed
 
                 shared["rename"] = parsed(shared["rename"])
-            return command(*arguments, **{f"shared{suffix}": shared}, **given)
+            return command(**{f"shared{suffix}": shared}, **given)
 
-        return _add(cast("Command", with_shared), [_flag(name, one, suffix) for name, one in options.items()])
+        return with_shared
 
-    return add
+    return together(*(_flag(name, one, suffix) for name, one in options.items()), sharing)
 
 
-def _flag(name: str, one: Shared, suffix: str) -> Callable[[Command], Command]:
+def _flag(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     """Return the flag of an option that verbs share."""
     flag = f"--{'no-' if one.unset else ''}{(one.flag or name).replace('_', '-')}"
     text = f"As {flag}, of {suffix[1:].upper()}." if suffix else one.unset or one.text
@@ -149,40 +131,7 @@ def _flag(name: str, one: Shared, suffix: str) -> Callable[[Command], Command]:
     )  # fmt: skip
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-def write_options(group: type) -> Callable[[Command], Command]:
-    """Add the options of a verb that writes a target: those that it shares, and how to print what it did."""
-    quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
-    return lambda command: _add(command, (takes(group), json_option, quiet))
-
-
-def proof_options(command: Command) -> Command:
-    """Add the options that have all of a target compared with its source, and its fingerprint recorded."""
-    return _add(
-        command,
-        (
-            click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE."),
-            click.option(
-                "--fingerprint/--no-fingerprint", default=None, help="Record the fingerprint of TARGET with it."
-            ),
-        ),
-    )
-
-
-def show(done: Written, *, as_json: bool, quiet: bool) -> None:
-    """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
-    from zckpt.report.text import written
-
-    document = done.as_dict()
-    if as_json:
-        click.echo(json_text(document))
-    elif done.dry_run or not quiet:
-        click.echo(without_controls(written(document)), err=not done.dry_run)
-
-
-def read_names(path: Path | None) -> list[str] | None:
+def _read_names(path: Path | None) -> list[str] | None:
     """Return the names in a file, one a line."""
     if path is None:
         return None
@@ -208,9 +157,9 @@ class FormatCommand(click.Command):
         """Return the parameters, those of formats included."""
         if not self.completed:
             self.completed = True
-            own = {one.name for one in self.params}
-            at = [one.name for one in self.params].index("verify")
-            self.params[at:at] = [one for one in self.of_formats() if one.name not in own]
+            names = [one.name for one in self.params]
+            at = names.index("verify")
+            self.params[at:at] = [one for one in self.of_formats() if one.name not in names]
         return super().get_params(ctx)
 
     def of_formats(self) -> list[click.Option]:
@@ -222,16 +171,7 @@ class FormatCommand(click.Command):
         for one in formats():
             for option in options_of(getattr(one, self.stated)):
                 every.setdefault(option.name, []).append((one.name, option))
-        return [_option([option for _, option in same], _help(same)) for same in every.values()]
-
-    @classmethod
-    def typed(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of formats' options as their formats take them, from what click returns."""
-        from zckpt.formats.options import options_of
-        from zckpt.formats.registry import formats
-
-        kinds = {option.name: option.kind for one in formats() for option in options_of(getattr(one, cls.stated))}
-        return {name: None if value is None else kinds[name](value) for name, value in given.items()}
+        return list(map(_option, every.values()))
 
 
 class ReshardCommand(FormatCommand):
@@ -249,29 +189,30 @@ class ConvertCommand(FormatCommand):
         """Return `--to` and the options of formats that are written."""
         from zckpt.formats.registry import formats, names
 
-        written = [one for one in formats() if one.writes]
-        width = max(len(one.name) for one in written)
-        listed = "\n".join(f"{one.name:{width}}  {one.writes}" for one in written)
+        writes = {one.name: one.writes for one in formats()}
+        width = max(len(name) for name, text in writes.items() if text)
+        listed = "\n".join(f"{name:{width}}  {text}" for name, text in writes.items() if text)
         self.help = f"{self.help}\n\n\b\n{listed}\n"  # the paragraph after this character is not wrapped
-        unwritten = {one.name for one in formats()} - {one.name for one in written}
-        choices = [name for name in names() if name not in unwritten]  # with those that cannot be loaded, to say so
+        choices = [name for name in names() if writes.get(name, "?")]  # with those that cannot be loaded, to say so
         to = click.Option(["--to"], type=click.Choice(choices), required=True, help="Format of TARGET.")
         return [to, *super().of_formats()]
 
 
-def _option(same: list[Option], text: str) -> click.Option:
-    first = same[0]
-    if first.kind is bool:
-        opposite = first.opposite or f"no-{first.flag}"
-        return click.Option([f"--{first.flag}/--{opposite}"], default=None, help=text)
-    choices = list(dict.fromkeys(str(choice) for option in same for choice in option.choices))
-    kind = click.Choice(choices) if choices else first.kind
-    return click.Option([f"--{first.flag}"], type=kind, metavar=first.metavar, help=text)
-
-
-def _help(same: list[tuple[str, Option]]) -> str:
+def _option(same: list[tuple[str, Option]]) -> click.Option:
+    """Return an option of one or several formats."""
     texts: dict[str, list[str]] = {}
     for name, option in same:
         default = "" if option.default is None else f" Default: {option.default}."
         texts.setdefault(option.help + default, []).append(name)
-    return " ".join(f"{text} ({', '.join(names)})" for text, names in texts.items())
+    text = " ".join(f"{one} ({', '.join(names)})" for one, names in texts.items())
+    first = same[0][1]
+    if first.kind is bool:
+        return click.Option([f"--{first.flag}/--{first.opposite or f'no-{first.flag}'}"], default=None, help=text)
+    choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
+    return click.Option(
+        [f"--{first.flag}"],
+        type=click.Choice(choices) if choices else first.kind,
+        metavar=first.metavar,
+        callback=lambda _context, _option, value: None if value is None else first.kind(value),
+        help=text,
+    )

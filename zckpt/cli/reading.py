@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zckpt.cli.options import Place, comma_separated, dequantize_option, json_option, source_argument, takes
+from zckpt.cli.options import (
+    Place,
+    dequantize_option,
+    json_option,
+    names_option,
+    source_argument,
+    takes,
+    together,
+)
 from zckpt.cli.streams import json_text, paint, reporter, width
 from zckpt.errors import TargetError, UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, only
@@ -17,40 +26,71 @@ from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Ren
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
-Command = TypeVar("Command", bound=Callable[..., Any])
-
-UNSOUND = 1
 PICTURES = (".svg", ".png")
 
-
-def page_options(command: Command) -> Command:
-    """Add `--html` and `--overwrite`."""
-    html = click.option(
-        "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."
-    )
-    return html(click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")(command))
+page_options = together(
+    click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."),
+    click.option("--overwrite", is_flag=True, help="Replace FILE if it exists."),
+)
 
 
-def _check_page(page: Path | None, *, overwrite: bool) -> None:
-    """Raise TargetError if a page cannot be written, before the work for it is done."""
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a verb has found, how it is shown, and what the command ends with."""
+
+    checkpoints: Sequence[Checkpoint]
+    document: dict[str, Any]
+    text: Callable[[], str]
+    page: Callable[[], str]
+    status: int = 0
+
+
+def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
+    """Let a command print what it has found, and write a page of it if that is asked for."""
+
+    @wraps(command)
+    def run(
+        *,
+        as_json: bool,
+        html: Path | None,
+        overwrite: bool,
+        quiet: bool = False,
+        **given: Any,  # noqa: ANN401  # what click gives
+    ) -> int:
+        _check_file(html, overwrite=overwrite)
+        shown = command(quiet=quiet, **given)
+        _say_what_is_cached(shown.checkpoints, direct=given["shared"].get("direct", False), quiet=quiet)
+        if html is not None:
+            _write_file(html, shown.page(), overwrite=overwrite)
+        if as_json:
+            click.echo(json_text(shown.document))
+        elif not quiet:
+            click.echo(shown.text())
+        return shown.status
+
+    return run
+
+
+def _check_file(file: Path | None, *, overwrite: bool) -> None:
+    """Raise TargetError if a page, or a picture, cannot be written, before the work for it is done."""
     from zckpt.storage.ownership import check_target
 
-    if page is not None:
-        check_target(page, overwrite=overwrite)
+    if file is not None:
+        check_target(file, overwrite=overwrite)
 
 
-def _write_page(page: Path, content: str | bytes, *, overwrite: bool) -> None:
+def _write_file(file: Path, content: str | bytes, *, overwrite: bool) -> None:
     """Write a page or a picture, whole or not at all."""
     from zckpt.storage.durable import written_files
 
-    with written_files([page], overwrite=overwrite) as (partial_page,):
+    with written_files([file], overwrite=overwrite) as (partial,):
         try:
-            partial_page.write_bytes(content.encode() if isinstance(content, str) else content)
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:
-            raise TargetError("cannot be written", path=page, found=error.strerror) from error
+            raise TargetError("cannot be written", path=file, found=error.strerror) from error
 
 
-def _say_what_is_cached(checkpoints: Iterable[Checkpoint], *, direct: bool, quiet: bool) -> None:
+def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quiet: bool) -> None:
     """Say on standard error which files --direct does not read past the page cache."""
     if direct and not quiet:
         from zckpt.storage.direct import unavailable
@@ -67,43 +107,42 @@ def _say_what_is_cached(checkpoints: Iterable[Checkpoint], *, direct: bool, quie
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
 @page_options
 @takes(Reading)
+@_shows
 def inspect_command(
+    *,
     source: Path,
-    as_json: bool,
     parameters: bool,
     files: bool,
     with_globals: bool,
-    html: Path | None,
-    overwrite: bool,
+    quiet: bool,  # noqa: ARG001
     shared: dict[str, Any],
-) -> None:
+) -> _Shown:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.operations.inspect import inspect
     from zckpt.operations.open import open as opened
 
-    _check_page(html, overwrite=overwrite)
     checkpoint = opened(source, **shared)
     document = inspect(checkpoint, include_globals=with_globals, include_inventory=files).as_dict()
-    if html is not None:
+
+    def text() -> str:
+        from zckpt.report.inspection import render
+
+        return render(document, parameters=parameters, files=files, with_globals=with_globals)
+
+    def page() -> str:
         from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
-        _write_page(html, inspect_page(document, map_of(checkpoint).as_dict()), overwrite=overwrite)
-    if as_json:
-        click.echo(json_text(document))
-        return
-    from zckpt.report.inspection import render
+        return inspect_page(document, map_of(checkpoint).as_dict())
 
-    click.echo(render(document, parameters=parameters, files=files, with_globals=with_globals))
+    return _Shown([], document, text, page)
 
 
 @click.command("diff")
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
-@click.option(
-    "--slots", multiple=True, metavar="SLOT,...", help="Compare these slots only: weight, master, exp_avg, ..."
-)
+@names_option("--slots", "SLOT,...", "Compare these slots only: weight, master, exp_avg, ...")
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare these parameters only; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare tensors only.")
 @click.option(
@@ -115,86 +154,50 @@ def inspect_command(
 @dequantize_option
 @takes(Compared)
 @takes(Reading, suffix="_b")
+@_shows
 def diff_command(
+    *,
     sources: tuple[Path, ...],
-    rtol: float,
-    atol: float,
-    slots: tuple[str, ...],
+    slots: list[str],
     parameters: tuple[str, ...],
     ignore: str | None,
     series: bool,
-    as_json: bool,
-    html: Path | None,
-    overwrite: bool,
     quiet: bool,
-    dequantize: bool,
     shared: dict[str, Any],
     shared_b: dict[str, Any],
-) -> int:
+    **two: Any,  # noqa: ANN401  # what click gives, of two checkpoints
+) -> _Shown:
     """Compare two checkpoints of any formats and world sizes: every slot of every parameter, and their settings.
 
     --tag, --root, --names and --tp-rules are about A, and so are other names; those that end in -b about B.
 
     Exit status 0: equal; 1: different.
     """
-    _check_page(html, overwrite=overwrite)
+    common: dict[str, Any] = {"slots": slots, "parameters": parameters, "reporter": reporter("diff", quiet=quiet)}
     of_each = {*Copying.__annotations__, "names", "tp_rules"}
-    common: dict[str, Any] = {
-        "slots": comma_separated(slots), "parameters": parameters, "reporter": reporter("diff", quiet=quiet),
-        **{key: value for key, value in shared.items() if key in of_each},
-    }  # fmt: skip
-    two: dict[str, Any] = {
-        "rtol": rtol, "atol": atol, "ignore_metadata": ignore == "metadata", "dequantize": dequantize,
-        **{key: value for key, value in shared.items() if key not in of_each},
-        **{f"{key}_b": value for key, value in shared_b.items()},
-    }  # fmt: skip
-    compared = _series(sources, two, common) if series else _difference(sources, two, common)
-    _say_what_is_cached(compared.checkpoints, direct=shared["direct"], quiet=quiet)
-    if html is not None:
-        _write_page(html, compared.page(), overwrite=overwrite)
-    if as_json:
-        click.echo(json_text(compared.found))
-    elif not quiet:
-        click.echo(compared.text)
-    return compared.status
+    for name, value in shared.items():
+        (common if name in of_each else two)[name] = value
+    two |= {"ignore_metadata": ignore == "metadata", **{f"{key}_b": value for key, value in shared_b.items()}}
+    if series:
+        if any(two.values()):
+            raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
+        from zckpt.operations.series import series as series_of
+        from zckpt.report.difference import render_series
+        from zckpt.report.page import series_page
 
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """What `diff` shows of a comparison, and ends with."""
-
-    checkpoints: list[Checkpoint]
-    found: dict[str, Any]
-    text: str
-    page: Callable[[], str]
-    status: int
-
-
-def _difference(sources: tuple[Path, ...], options: dict[str, Any], common: dict[str, Any]) -> _Shown:
-    """Compare two checkpoints."""
+        moved = series_of(sources, **common)
+        found = moved.as_dict()
+        return _Shown(moved.checkpoints, found, lambda: render_series(found, width=width()), lambda: series_page(found))
+    if len(sources) != 2:
+        raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
     from zckpt.operations.diff import diff
     from zckpt.report.difference import render
     from zckpt.report.page import diff_page
 
-    if len(sources) != 2:
-        raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
-    done = diff(sources[0], sources[1], **options, **common)
-    found = done.as_dict()
-    text = render(found, width=width(), paint=paint())
-    return _Shown([done.a, done.b], found, text, lambda: diff_page(found), 0 if done.equal else 1)
-
-
-def _series(sources: tuple[Path, ...], two: dict[str, Any], common: dict[str, Any]) -> _Shown:
-    """Compare each of a run's checkpoints with the next; options about two (`two`) are refused."""
-    from zckpt.operations.series import series
-    from zckpt.report.difference import render_series
-    from zckpt.report.page import series_page
-
-    if any(two.values()):
-        raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
-    done = series(sources, **common)
-    found = done.as_dict()
-    return _Shown(done.checkpoints, found, render_series(found, width=width()), lambda: series_page(found), 0)
+    done = diff(sources[0], sources[1], **two, **common)
+    document = done.as_dict()
+    text = lambda: render(document, width=width(), paint=paint())  # noqa: E731
+    return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
 
 
 @click.command("fingerprint")
@@ -225,10 +228,9 @@ def fingerprint_command(
     Two people compare a terabyte by one line. `zckpt verify --against FILE` tells by what is stored which slot is not
     as it was. State that is each rank's own is not in it; `zckpt diff` compares that, too.
     """
-    from zckpt.compare.digests import digests_path, write_digests
+    from zckpt.compare.digests import bytes_of, digests_path
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.open import open as opened
-    from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **only(Reading, shared))
     if write and (dequantize or any(only(Renaming, shared).values())):
@@ -237,13 +239,12 @@ def fingerprint_command(
             expected="--output FILE, not --write",
         )
     target = output or (digests_path(checkpoint) if write else None)
-    if target is not None:
-        check_target(target, overwrite=overwrite)
+    _check_file(target, overwrite=overwrite)
     others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
     found = fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others)
     _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
     if target is not None:
-        write_digests(found, target, overwrite=overwrite)
+        _write_file(target, bytes_of(found), overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
 
 
@@ -260,16 +261,8 @@ def fingerprint_command(
 @page_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
 @takes(ReadCopied)
-def verify_command(
-    source: Path,
-    deep: bool,
-    against: Path | None,
-    as_json: bool,
-    html: Path | None,
-    overwrite: bool,
-    quiet: bool,
-    shared: dict[str, Any],
-) -> int:
+@_shows
+def verify_command(*, source: Path, deep: bool, against: Path | None, quiet: bool, shared: dict[str, Any]) -> _Shown:
     """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
 
     Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
@@ -277,37 +270,34 @@ def verify_command(
     """
     from zckpt.operations.verify import verify
 
-    _check_page(html, overwrite=overwrite)
     found = verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
-    if found.checkpoint is not None:
-        _say_what_is_cached([found.checkpoint], direct=shared["direct"], quiet=quiet)
-    document = found.as_dict()
-    if html is not None:
+    document, checkpoint = found.as_dict(), found.checkpoint
+
+    def text() -> str:
+        from zckpt.report.verification import render
+
+        return render(document, width=width(), paint=paint())
+
+    def page() -> str:
         from zckpt.operations.map import map as map_of
         from zckpt.report.page import verify_page
 
-        layout = None if found.checkpoint is None else map_of(found.checkpoint).as_dict()
-        _write_page(html, verify_page(document, layout), overwrite=overwrite)
-    if as_json:
-        click.echo(json_text(document))
-    elif not quiet:
-        from zckpt.report.verification import render
+        return verify_page(document, None if checkpoint is None else map_of(checkpoint).as_dict())
 
-        click.echo(render(document, width=width(), paint=paint()))
-    return 0 if found.sound else UNSOUND
+    return _Shown([] if checkpoint is None else [checkpoint], document, text, page, 0 if found.sound else 1)
 
 
 @click.command("map")
 @source_argument
 @click.argument("target", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--slots", multiple=True, metavar="SLOT,...", help="Draw these slots only: weight, master, exp_avg, ...")
+@names_option("--slots", "SLOT,...", "Draw these slots only: weight, master, exp_avg, ...")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print what is drawn as one JSON document; TARGET is optional then."
 )
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
 @takes(Reading)
 def map_command(
-    source: Path, target: Path | None, slots: tuple[str, ...], as_json: bool, overwrite: bool, shared: dict[str, Any]
+    source: Path, target: Path | None, slots: list[str], as_json: bool, overwrite: bool, shared: dict[str, Any]
 ) -> None:
     """Draw which rank holds what of which parameter, to scale, as a picture. Reads no tensor.
 
@@ -315,17 +305,16 @@ def map_command(
     """
     from zckpt.operations.map import map as map_of
 
-    suffix = target.suffix.lower() if target is not None else None
     if target is None and not as_json:
         raise UsageError("nowhere to draw the map", expected="a TARGET in .svg or .png, or --json")
-    if target is not None and suffix not in PICTURES:
+    if target is not None and target.suffix.lower() not in PICTURES:
         raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name in .svg or .png")
-    _check_page(target, overwrite=overwrite)
-    document = map_of(source, slots=comma_separated(slots) or None, **shared).as_dict()
+    _check_file(target, overwrite=overwrite)
+    document = map_of(source, slots=slots or None, **shared).as_dict()
     if target is not None:
         from zckpt.report.picture import png, svg
 
-        _write_page(target, svg(document) if suffix == ".svg" else png(document), overwrite=overwrite)
+        _write_file(target, (svg if target.suffix.lower() == ".svg" else png)(document), overwrite=overwrite)
     if as_json:
         click.echo(json_text(document))
 

@@ -1,56 +1,114 @@
-"""The verbs that write a checkpoint: `consolidate`, `reshard`, `convert`, `strip`."""
+"""The verbs that write: `consolidate`, `reshard`, `convert`, `strip`, `average`, `merge-adapter`.
+
+A command is its options and its help; the verb of its name gets what click makes of them.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import click
 
 from zckpt.cli.options import (
+    ByteSize,
     ConvertCommand,
     Place,
     ReshardCommand,
     comma_separated,
     dequantize_option,
-    exclude_frozen_option,
-    max_shard_size_option,
-    proof_options,
-    show,
+    json_option,
+    names_option,
     source_argument,
-    tied_option,
-    write_options,
+    takes,
+    target_argument,
+    together,
 )
-from zckpt.cli.streams import reporter
+from zckpt.cli.streams import json_text, reporter
+from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import ReadWritten, Renamed
 
-target_argument = click.argument("target", type=Place())
+
+def _runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Add the options that verbs share that write, and run the verb; `label` is what its progress is called."""
+
+    def running(command: Callable[[], None]) -> Callable[..., None]:
+        name = command.__name__.removesuffix("_command")
+
+        def run(*, as_json: bool, quiet: bool, shared: dict[str, Any], **own: Any) -> None:  # noqa: ANN401  # what click gives
+            from zckpt.report.text import written
+
+            verb = getattr(import_module(f"zckpt.operations.{name}"), name)
+            done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+            document = done.as_dict()
+            if as_json:
+                click.echo(json_text(document))
+            elif done.dry_run or not quiet:
+                click.echo(without_controls(written(document)), err=not done.dry_run)
+
+        run.__doc__ = command.__doc__
+        quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+        return together(takes(group), json_option, quiet)(run)  # type: ignore[no-any-return]
+
+    return running
+
+
+def _dtype_option(text: str) -> Callable[[Any], Any]:
+    types = click.Choice(["float32", "bfloat16", "float16", "keep"])
+    return click.option("--dtype", type=types, help=f"Element type of trained parameters{text}")
+
+
+def _config_option(text: str) -> Callable[[Any], Any]:
+    return click.option(
+        "--config",
+        type=Place(),
+        metavar="DIR",
+        help=f"Where config.json, tokenizer and so on are that go into a directory. Default: {text}",
+    )
+
+
+def _numbers(_context: click.Context, _option: click.Parameter, text: str | None) -> list[float] | None:
+    try:
+        return None if text is None else [float(one) for one in text.split(",")]
+    except ValueError as error:
+        raise UsageError("unusable --weights", expected="numbers with commas between them", found=text) from error
+
+
+tied_option = click.option(
+    "--tied",
+    type=click.Choice(["duplicate", "drop"]),
+    default="duplicate",
+    show_default=True,
+    help="Write a tied parameter under all its names, or its owner's only.",
+)
+exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
+max_shard_size_option = click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
+)
+recomputed_option = click.option(
+    "--verify", is_flag=True, help="After writing, compute everything once more and compare every byte."
+)
+proof_options = together(
+    click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE."),
+    click.option("--fingerprint/--no-fingerprint", default=None, help="Record the fingerprint of TARGET with it."),
+)
 
 
 @click.command("consolidate")
 @source_argument
 @target_argument
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16", "keep"]),
-    help="Element type of trained parameters; frozen ones and buffers keep theirs. "
-    "Default: masters as float32, parameters without a master in their own type.",
+@_dtype_option(
+    "; frozen ones and buffers keep theirs. Default: masters as float32, parameters without a master in their own type."
 )
-@click.option(
-    "--slots",
-    multiple=True,
-    metavar="all|SLOT,...",
-    help="Also write these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
-)
+@names_option(
+    "--slots", "all|SLOT,...",
+    "Also write these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
+)  # fmt: skip
 @tied_option
 @exclude_frozen_option
 @max_shard_size_option
-@click.option(
-    "--config",
-    type=Place(),
-    metavar="DIR",
-    help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
-)
+@_config_option("SOURCE, or huggingface/ in it.")
 @dequantize_option
 @click.option(
     "--hyperparameters",
@@ -58,45 +116,14 @@ target_argument = click.argument("target", type=Place())
     metavar="FILE",
     help="JSON list, an object for each param group: for --slots of an elastic SOURCE, which holds none.",
 )
-@write_options(Renamed)
-def consolidate_command(
-    source: Path,
-    target: Path,
-    dtype: str | None,
-    slots: tuple[str, ...],
-    tied: str,
-    exclude_frozen: bool,
-    max_shard_size: int,
-    config: Path | None,
-    dequantize: bool,
-    hyperparameters: Path | None,
-    as_json: bool,
-    quiet: bool,
-    shared: dict[str, Any],
-) -> None:
+@_runs(Renamed)
+def consolidate_command() -> None:
     """Turn a sharded checkpoint into one model.
 
     TARGET x.safetensors is one file, x.pt or x.bin a torch state dict, any other name a directory as Hugging Face
     lays it out, for from_pretrained: safetensors, with the config.json and tokenizer that SOURCE has. Names that end as
     other programs' files do (.gguf, .onnx, .ckpt, ...) are refused.
     """
-    from zckpt.operations.consolidate import consolidate
-
-    done = consolidate(
-        source,
-        target,
-        dtype=dtype,
-        slots=comma_separated(slots),
-        tied=tied,
-        exclude_frozen=exclude_frozen,
-        max_shard_size=max_shard_size,
-        config=config,
-        dequantize=dequantize,
-        hyperparameters=hyperparameters,
-        reporter=reporter("consolidate", quiet=quiet),
-        **shared,
-    )
-    show(done, as_json=as_json, quiet=quiet)
 
 
 @click.command("reshard", cls=ReshardCommand)
@@ -105,19 +132,8 @@ def consolidate_command(
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
 @dequantize_option
-@write_options(Renamed)
-def reshard_command(
-    source: Path,
-    target: Path,
-    world_size: int,
-    verify: bool,
-    fingerprint: bool | None,
-    dequantize: bool,
-    as_json: bool,
-    quiet: bool,
-    shared: dict[str, Any],
-    **options: object,
-) -> None:
+@_runs(Renamed)
+def reshard_command() -> None:
     """Cut a DeepSpeed ZeRO checkpoint for another number of data-, expert- or tensor-parallel ranks, or another stage.
 
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
@@ -128,20 +144,6 @@ def reshard_command(
 
     Megatron's legacy files (mp_rank_TT_PPP) are cut for other tensor-, pipeline- and expert-parallel ranks, too.
     """
-    from zckpt.operations.reshard import reshard
-
-    done = reshard(
-        source,
-        target,
-        world_size=world_size,
-        verify=verify,
-        fingerprint=bool(fingerprint),
-        dequantize=dequantize,
-        reporter=reporter("reshard", quiet=quiet),
-        **shared,
-        **ReshardCommand.typed(options),
-    )
-    show(done, as_json=as_json, quiet=quiet)
 
 
 @click.command("convert", cls=ConvertCommand, short_help="Write a checkpoint in another format, with all of its state.")
@@ -149,34 +151,9 @@ def reshard_command(
 @target_argument
 @proof_options
 @dequantize_option
-@write_options(Renamed)
-def convert_command(
-    source: Path,
-    target: Path,
-    to: str,
-    verify: bool,
-    fingerprint: bool | None,
-    dequantize: bool,
-    as_json: bool,
-    quiet: bool,
-    shared: dict[str, Any],
-    **options: object,
-) -> None:
+@_runs(Renamed)
+def convert_command() -> None:
     """Write a checkpoint in another format, with all of its state."""
-    from zckpt.operations.convert import convert
-
-    done = convert(
-        source,
-        target,
-        to=to,
-        verify=verify,
-        fingerprint=fingerprint,
-        dequantize=dequantize,
-        reporter=reporter("convert", quiet=quiet),
-        **shared,
-        **ConvertCommand.typed(options),
-    )
-    show(done, as_json=as_json, quiet=quiet)
 
 
 @click.command("strip")
@@ -193,35 +170,86 @@ def convert_command(
     "--keep-slots",
     multiple=True,
     metavar="SLOT,...",
+    callback=lambda context, option, values: comma_separated(context, option, values) if values else None,
     help="Remove all slots of the optimizer but these; weights and masters stay. May be repeated.",
 )
-@write_options(ReadWritten)
-def strip_command(
-    source: Path,
-    target: Path,
-    padding: bool,
-    optimizer: bool,
-    unreferenced: bool,
-    keep_slots: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
-    shared: dict[str, Any],
-) -> None:
+@_runs(ReadWritten)
+def strip_command() -> None:
     """Write a checkpoint again without what is not needed; the program it came from loads TARGET.
 
     TARGET has SOURCE's format and form: a file, a run directory or a tag directory. Without any of the first four
     options, what each would save is said and nothing is written.
     """
-    from zckpt.operations.strip import strip
 
-    done = strip(
-        source,
-        target,
-        padding=padding,
-        optimizer=optimizer,
-        unreferenced=unreferenced,
-        keep_slots=comma_separated(keep_slots) if keep_slots else None,
-        reporter=reporter("strip", quiet=quiet),
-        **shared,
-    )
-    show(done, as_json=as_json, quiet=quiet)
+
+@click.command("average")
+@click.argument("sources", type=Place(), nargs=-1, required=True)
+@click.option("--target", "-t", type=Place(), required=True, help="What to write.")
+@click.option(
+    "--weights",
+    metavar="W,...",
+    callback=_numbers,
+    help="One for each SOURCE, in any unit; they are divided by their sum. Default: all the same.",
+)
+@click.option(
+    "--ema",
+    type=float,
+    metavar="D",
+    help="Exponential average in the order given, oldest first: D x what it was + (1 - D) x the next.",
+)
+@_dtype_option(
+    "; frozen ones and buffers keep theirs. Default: float32 where a SOURCE has masters, else the weights' own."
+)
+@names_option(
+    "--slots", "all|SLOT,...",
+    "Also average these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
+)  # fmt: skip
+@click.option(
+    "--from-last",
+    multiple=True,
+    metavar="GLOB",
+    help="Take these tensors from the last SOURCE: integers, say, that are not the same in all. May be repeated.",
+)
+@tied_option
+@exclude_frozen_option
+@max_shard_size_option
+@_config_option("the first SOURCE, or BASE.")
+@recomputed_option
+@_runs(Renamed)
+def average_command() -> None:
+    """Write the mean of checkpoints of one model, of any formats and world sizes, as one model.
+
+    Masters count where there are some, else weights; computed in float32 and rounded once. TARGET is named as that of
+    consolidate: x.safetensors, x.pt, or a directory. Of several SOURCEs, --root is a folder that holds all of them.
+    Names are changed in every SOURCE that has them; a map gives all of them the names that the first has not.
+    """
+
+
+@click.command("merge-adapter")
+@click.argument("base", type=Place())
+@click.argument("adapter", type=Place())
+@target_argument
+@click.option(
+    "--adapter-config",
+    type=Place(),
+    metavar="FILE",
+    help="The adapter_config.json, where it is not with ADAPTER's tensors.",
+)
+@click.option(
+    "--fan-in-fan-out/--no-fan-in-fan-out",
+    default=None,
+    help="Whether square weights lie as (in, out), as in GPT-2, where neither shapes nor others tell.",
+)
+@_dtype_option(". Default: masters as float32, parameters without a master in their own.")
+@tied_option
+@max_shard_size_option
+@_config_option("the first SOURCE, or BASE.")
+@recomputed_option
+@_runs(Renamed, label="merge")
+def merge_adapter_command() -> None:
+    """Write a model with a LoRA adapter of PEFT merged into it.
+
+    BASE is the model that the adapter was trained on, of any format; ADAPTER a directory that PEFT saved, or a
+    checkpoint with an adapter in it, which may be BASE itself. TARGET is named as that of consolidate. Of BASE are
+    --tag, --root, --names and --tp-rules, and the options for other names: those with which ADAPTER was trained.
+    """

@@ -95,14 +95,6 @@ def digests_path_of_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.{FILE_NAME}")
 
 
-def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) -> None:
-    """Write a file of digests, whole or not at all. Raises TargetError: the file exists, or cannot be written."""
-    from zckpt.storage.durable import written_files
-
-    with written_files([target], overwrite=overwrite) as (partial,):
-        partial.write_bytes(bytes_of(found))
-
-
 def bytes_of(found: Fingerprint) -> bytes:
     """Return what a file of digests holds; half a character of a name is written as JSON's escape of it."""
     text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n"

@@ -10,7 +10,6 @@ from zckpt.report.text import count, printable, size, table
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
 
-
 SHOWN_LEFT_OUT = 8
 """Things left out that are listed without `--files`."""
 
@@ -26,33 +25,56 @@ def render(document: dict[str, Any], *, parameters: bool, files: bool, with_glob
         Also list every parameter, file, and global.
     """
     document = printable(document)
-    lines = _heading(document)
-    lines += ["", *_slots(document)]
-    lines += _groups(document)
-    lines += _per_rank(document)
-    lines += _padding(document)
+    slots = [
+        (name, "/".join(slot["dtypes"]), slot["num_parameters"], slot["num_elements"], size(slot["nbytes"]))
+        for name, slot in document["slots"].items()
+    ]
+    lines = [*_heading(document), ""]
+    lines += table(("slot", "dtype", "parameters", "elements", "size"), slots, right=(2, 3, 4))
+    lines += _groups(document["param_groups"])
+    lines += _per_rank(document["per_rank"])
+    lines += _padding(document["padding"])
     if parameters:
         lines += ["", *_parameters(document)]
     if files or with_globals:
-        lines += ["", *_files(document)]
+        lines += ["", *_files(document["files"])]
     if with_globals:
-        lines += ["", *_globals(document)]
+        lines += ["", *(
+            f"{Path(one['path']).name}  {record}  {name}"
+            for one in document["files"] for record, names in one.get("globals", {}).items() for name in names
+        )]  # fmt: skip
     if files and "inventory" in document:
-        lines += ["", *_inventory(document["inventory"]["items"])]
-    lines += _left_out(document["left_out"])
-    lines += [f"warning: {warning}" for warning in document["warnings"]]
-    return "\n".join(lines)
+        items = [
+            (one["fate"], one["kind"], _name(one) + (f" and {one['count'] - 1} more" if one["count"] > 1 else ""),
+             size(one["nbytes"]), one["about"])
+            for one in document["inventory"]["items"]
+        ]  # fmt: skip
+        lines += ["", *table(("fate", "kind", "what", "size", "as"), items, right=(3,))]
+    left = document["left_out"]
+    lines += [f"left out: {_name(one)} ({one['about']})" for one in left[:SHOWN_LEFT_OUT]]
+    if len(left) > SHOWN_LEFT_OUT:
+        lines.append(f"left out: {len(left) - SHOWN_LEFT_OUT} more; --files lists them")
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in document["warnings"])])
+
+
+def _name(item: dict[str, Any]) -> str:
+    return f"{item['file']}:{item['place']}" if item["place"] else item["file"]
 
 
 def _heading(document: dict[str, Any]) -> list[str]:
+    def listed(values: dict[str, Any]) -> str:
+        said = {True: "yes", False: "no"}
+        words = ((key, said[value] if isinstance(value, bool) else value) for key, value in values.items())
+        return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in words)
+
     topology = " ".join(f"{key}={value}" for key, value in document["topology"].items())
     version = f" {document['format_version']}" if document["format_version"] else ""
     stage = "" if document["zero_stage"] is None else f", ZeRO stage {document['zero_stage']}"
     facts = [
         ("source", document["source"]),
         ("format", f"{document['format']}{version}{stage}"),
-        ("details", _facts({key: value for key, value in document["details"].items() if key != "origin"})),
-        ("origin", _facts(document["details"].get("origin", {}))),
+        ("details", listed({key: value for key, value in document["details"].items() if key != "origin"})),
+        ("origin", listed(document["details"].get("origin", {}))),
         ("topology", f"{topology} ({count(document['world_size'], 'rank')})"),
         ("step", document["step"]),
         ("loss scale", document["loss_scale"]),
@@ -72,39 +94,24 @@ def _heading(document: dict[str, Any]) -> list[str]:
     return [f"{name:<11} {value}" for name, value in facts if value not in (None, "")]
 
 
-def _facts(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {_yes(value)}" for key, value in values.items())
+def _groups(groups: list[dict[str, Any]]) -> list[str]:
+    def listed(values: dict[str, Any]) -> str:
+        texts = {k: f"({', '.join(map(str, v))})" if isinstance(v, list) else str(v) for k, v in values.items()}
+        return " ".join(f"{k}={v if len(v) <= 40 else f'{v[:37]}...'}" for k, v in texts.items())
 
-
-def _yes(value: object) -> str:
-    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
-
-
-def _slots(document: dict[str, Any]) -> list[str]:
-    rows = [
-        (name, "/".join(slot["dtypes"]), slot["num_parameters"], slot["num_elements"], size(slot["nbytes"]))
-        for name, slot in document["slots"].items()
-    ]
-    return table(("slot", "dtype", "parameters", "elements", "size"), rows, right=(2, 3, 4))
-
-
-def _groups(document: dict[str, Any]) -> list[str]:
     lines = []
-    for index, group in enumerate(document["param_groups"]):
-        state = " ".join(f"{k}={_short(v)}" for k, v in group["state"].items())
+    for index, group in enumerate(groups):
         own, of = ("state", "parameters", "optimizer"), group.get("optimizer")
-        rest = {k: v for k, v in group.items() if k not in own and v is not None and v is not False}
-        values = " ".join(f"{k}={_short(v)}" for k, v in rest.items())
+        values = listed({k: v for k, v in group.items() if k not in own and v is not None and v is not False})
         lines.append(
             f"group {index}{f' of {of}' if of else ''}: {count(len(group['parameters']), 'parameter')}; "
-            f"{values or '(no hyperparameters)'}" + (f"; state {state}" if state else "")
+            f"{values or '(no hyperparameters)'}" + (f"; state {listed(group['state'])}" if group["state"] else "")
         )
     return ["", *lines] if lines else []
 
 
-def _per_rank(document: dict[str, Any]) -> list[str]:
+def _per_rank(values: list[dict[str, Any]]) -> list[str]:
     """Name the state that each rank has of its own, and where it is."""
-    values = document.get("per_rank", [])
     if not values:
         return []
     keys = ", ".join(dict.fromkeys(one["key"] for one in values))
@@ -115,73 +122,29 @@ def _per_rank(document: dict[str, Any]) -> list[str]:
             "cannot be cut for other ranks"]  # fmt: skip
 
 
-def _short(value: object) -> str:
-    text = "(" + ", ".join(map(str, value)) + ")" if isinstance(value, list) else str(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _padding(document: dict[str, Any]) -> list[str]:
-    padding = document["padding"]
-    if not padding["num_elements"]:
+def _padding(padding: dict[str, Any]) -> list[str]:
+    ranks = [f"rank {one['rank']}: {one['num_elements']:,}" for one in padding["ranks"] if one["num_elements"]]
+    if not ranks:
         return []
-    ranks = [rank for rank in padding["ranks"] if rank["num_elements"]]
-    shown = ", ".join(f"rank {rank['rank']}: {rank['num_elements']:,}" for rank in ranks[:SHOWN_RANKS])
     more = f" and {len(ranks) - SHOWN_RANKS} more ranks" if len(ranks) > SHOWN_RANKS else ""
-    return [
-        "",
-        f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} ({shown}{more})",
-    ]
+    shown = f"({', '.join(ranks[:SHOWN_RANKS])}{more})"
+    return ["", f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} {shown}"]
 
 
 def _parameters(document: dict[str, Any]) -> list[str]:
     rows = []
-    for kind in ("parameters", "buffers", "unnamed"):
+    for kind, own in (("parameters", ""), ("buffers", "buffer"), ("unnamed", "no name")):
         for one in document[kind]:
-            note = "buffer" if kind == "buffers" else "no name" if kind == "unnamed" else ""
-            note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else note
+            note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else own
             shape = "x".join(map(str, one["shape"])) or "scalar"
             rows.append((one["name"], shape, one["dtype"], one["group"], ", ".join(one["slots"]), note))
     return table(("parameter", "shape", "dtype", "group", "slots", ""), rows, right=(3,))
 
 
-def _files(document: dict[str, Any]) -> list[str]:
+def _files(files: list[dict[str, Any]]) -> list[str]:
+    sizes = ("nbytes", "tensor_nbytes", "unreferenced_nbytes")
     rows = [
-        (
-            Path(one["path"]).name,
-            one["role"],
-            one["dp_rank"],
-            one["mp_rank"],
-            size(one["nbytes"]),
-            size(one["tensor_nbytes"]),
-            size(one["unreferenced_nbytes"]),
-        )
-        for one in document["files"]
+        (Path(one["path"]).name, one["role"], one["dp_rank"], one["mp_rank"], *(size(one[key]) for key in sizes))
+        for one in files
     ]
     return table(("file", "role", "dp", "mp", "size", "tensors", "unused"), rows, right=(2, 3, 4, 5, 6))
-
-
-def _inventory(items: list[dict[str, Any]]) -> list[str]:
-    rows = []
-    for one in items:
-        name = f"{one['file']}:{one['place']}" if one["place"] else one["file"]
-        more = f" and {one['count'] - 1} more" if one["count"] > 1 else ""
-        rows.append((one["fate"], one["kind"], f"{name}{more}", size(one["nbytes"]), one["about"]))
-    return table(("fate", "kind", "what", "size", "as"), rows, right=(3,))
-
-
-def _left_out(items: list[dict[str, Any]]) -> list[str]:
-    """Name what no one has read; with `--files` it is in the list above, too."""
-    names = [f"{one['file']}:{one['place']}" if one["place"] else one["file"] for one in items]
-    lines = [f"left out: {name} ({one['about']})" for name, one in zip(names, items, strict=True)][:SHOWN_LEFT_OUT]
-    if len(items) > SHOWN_LEFT_OUT:
-        lines.append(f"left out: {len(items) - SHOWN_LEFT_OUT} more; --files lists them")
-    return lines
-
-
-def _globals(document: dict[str, Any]) -> list[str]:
-    return [
-        f"{Path(one['path']).name}  {record}  {name}"
-        for one in document["files"]
-        for record, names in one.get("globals", {}).items()
-        for name in names
-    ]

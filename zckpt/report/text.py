@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from zckpt.errors import shortened, without_controls
@@ -45,20 +45,15 @@ def printable(value: Value) -> Value:
     if isinstance(value, str):
         cleaned = shortened(without_controls(value.translate(_LINES)), SHOWN_CHARACTERS)
     elif isinstance(value, dict):
-        cleaned = _with_printable_keys(value)
+        cleaned = found = {}
+        for key, one in value.items():
+            text = printable(key)
+            while text in found:  # of another key that differs in what is not shown
+                text = f"{text}'"
+            found[text] = printable(one)
     elif isinstance(value, list):
         cleaned = [printable(one) for one in value]
     return cast("Value", cleaned)
-
-
-def _with_printable_keys(found: dict[object, object]) -> dict[object, object]:
-    cleaned: dict[object, object] = {}
-    for key, value in found.items():
-        text = printable(key)
-        while text in cleaned:  # of another key that differs in what is not shown
-            text = f"{text}'"
-        cleaned[text] = printable(value)
-    return cleaned
 
 
 def fitted(line: str, width: int) -> str:
@@ -66,23 +61,31 @@ def fitted(line: str, width: int) -> str:
     return line if len(line) <= width else line[: max(width - 3, 1)] + "..."
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
     """Return the lines of a table; columns in `right` are aligned to the right."""
-    text = [list(header), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in text) for i in range(len(header))]
+
+    def cell(value: object) -> str:
+        if value is None:
+            return "-"
+        return f"{value:,}" if type(value) is int else shortened(str(value), SHOWN_CELL)
+
+    text = [list(header), *([cell(value) for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*text, strict=True)]
     return [
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
+        "  ".join(f"{one:{'>' if i in right else '<'}{widths[i]}}" for i, one in enumerate(row)).rstrip()
         for row in text
     ]
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if type(value) is int else shortened(str(value), SHOWN_CELL)
+def about(one: Mapping[str, Any]) -> str:
+    """Return format, stage, ranks and step of a checkpoint in a few words."""
+    words = [
+        str(one.get("format") or ""),
+        "" if one.get("zero_stage") is None else f"ZeRO stage {one['zero_stage']}",
+        "" if one.get("world_size") is None else count(one["world_size"], "rank"),
+        "" if one.get("step") is None else f"step {one['step']:,}",
+    ]
+    return ", ".join(filter(None, words))
 
 
 def written(document: dict[str, Any]) -> str:
@@ -137,26 +140,23 @@ def foresight(document: Mapping[str, Any]) -> list[str]:
 def formats(document: Mapping[str, Any]) -> str:
     """Return a table of formats, then the options of each that is written."""
     every = document["formats"]
-    rows = [(one["name"], one["title"], _verbs(one), "" if one["built_in"] else "of another package") for one in every]
+    verbs = (
+        ["read", *(["convert"] if one["written"] else []), *(verb for verb in ("reshard", "strip") if one[verb])]
+        for one in every
+    )
+    rows = [
+        (one["name"], one["title"], ", ".join(its), "" if one["built_in"] else "of another package")
+        for one, its in zip(every, verbs, strict=True)
+    ]
     lines = table(["format", "is", "verbs", ""], rows)
     for one in every:
         if one["written"]:
-            lines += ["", f"--to {one['name']}: {one['writes']}"]
-            lines += table(["", ""], [(f"  {_flag(option)}", _described(option)) for option in one["options"]])[1:]
+            lines += ["", f"--to {one['name']}: {one['writes']}", *table(["", ""], map(_option, one["options"]))[1:]]
     lines += ["", *(f"--map {one['name']}: {one['about']}" for one in document["maps"])]
     return "\n".join(lines + [""] * bool(document["broken"]) + [f"broken: {text}" for text in document["broken"]])
 
 
-def _verbs(one: Mapping[str, Any]) -> str:
-    found = ["read", *(["convert"] if one["written"] else []), *(verb for verb in ("reshard", "strip") if one[verb])]
-    return ", ".join(found)
-
-
-def _flag(option: Mapping[str, Any]) -> str:
-    flag = f"--{option['name'].replace('_', '-')}"
-    return flag if option["type"] == "bool" else f"{flag} {'|'.join(map(str, option['choices'])) or option['type']}"
-
-
-def _described(option: Mapping[str, Any]) -> str:
+def _option(option: Mapping[str, Any]) -> tuple[str, str]:
+    kind = "" if option["type"] == "bool" else f" {'|'.join(map(str, option['choices'])) or option['type']}"
     default = "" if option["default"] is None else f" Default: {option['default']}."
-    return str(option["help"]) + default
+    return f"  --{option['name'].replace('_', '-')}{kind}", f"{option['help']}{default}"

@@ -34,20 +34,19 @@ def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) 
     paint : callable, optional
         Colours a text.
     """
-    painted = paint or _plain
+    painted = paint or (lambda text, _: text)
     document = printable(document)
     width = max(width, MINIMUM_WIDTH)
     lines = _heading(document, width, painted)
     findings = document["findings"]
-    for finding in findings[:SHOWN_FINDINGS]:
-        lines += ["", *_finding(finding, width, painted)]
+    for one in findings[:SHOWN_FINDINGS]:
+        severity = one["severity"]
+        lines += ["", f"{painted(f'{severity:<8}', severity)} {one['code']}  {one['title']}"]
+        for label, text in _facts(one):
+            lines += _wrapped(text, width, f"  {label:<{LABEL_WIDTH}}  ")
     if len(findings) > SHOWN_FINDINGS:
         lines += ["", f"and {count(len(findings) - SHOWN_FINDINGS, 'more finding')}"]
     return "\n".join(lines)
-
-
-def _plain(text: str, _: str) -> str:
-    return text
 
 
 def _heading(document: dict[str, Any], width: int, paint: Paint) -> list[str]:
@@ -55,11 +54,8 @@ def _heading(document: dict[str, Any], width: int, paint: Paint) -> list[str]:
     counts = ", ".join(count(severities[kind], kind) for kind in ("error", "warning", "note") if severities[kind])
     verdict = paint("sound", "good") if document["sound"] else paint("unsound", "error")
     kind = f" ({document['format']})" if document["format"] else ""
-    lines = [f"{verdict}  {document['source']}{kind}"]
     checked = document["checked"]
-    facts = [
-        count(checked[key], noun) for key, noun in (("files", "file"), ("parameters", "parameter"), ("slots", "slot"))
-    ]
+    facts = [count(checked[f"{noun}s"], noun) for noun in ("file", "parameter", "slot")]
     if document["deep"]:
         facts += [
             f"{count(checked['elements'], 'element')} looked at",
@@ -68,22 +64,12 @@ def _heading(document: dict[str, Any], width: int, paint: Paint) -> list[str]:
         ]
     elif checked["elements"]:
         facts.append(f"{count(checked['elements'], 'element')} of masters held against weights")
-    lines += _wrapped(", ".join(facts), width, "checked  ")
+    lines = [f"{verdict}  {document['source']}{kind}", *_wrapped(", ".join(facts), width, "checked  ")]
     if not document["deep"]:
         lines.append("         structure only: --deep reads every byte")
     if document["fingerprint"]:
         lines.append(f"digest   {document['fingerprint']}")
-    if counts:
-        lines.append(f"found    {counts}")
-    return lines
-
-
-def _finding(finding: dict[str, Any], width: int, paint: Paint) -> list[str]:
-    severity = finding["severity"]
-    lines = [f"{paint(f'{severity:<8}', severity)} {finding['code']}  {finding['title']}"]
-    for label, text in _facts(finding):
-        lines += _wrapped(text, width, f"  {label:<{LABEL_WIDTH}}  ")
-    return lines
+    return [*lines, f"found    {counts}"] if counts else lines
 
 
 def _wrapped(text: str, width: int, label: str) -> list[str]:
@@ -98,17 +84,15 @@ def _wrapped(text: str, width: int, label: str) -> list[str]:
 
 
 def _facts(finding: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    names, ranks = finding["parameters"], finding["ranks"]
+    more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
     yield "what", finding["message"]
     if finding["file"]:
         yield "file", finding["file"]
-    if finding["ranks"]:
-        yield "rank" if len(finding["ranks"]) == 1 else "ranks", ", ".join(map(str, finding["ranks"]))
-    names = finding["parameters"]
+    if ranks:
+        yield "rank" if len(ranks) == 1 else "ranks", ", ".join(map(str, ranks))
     if names:
-        more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
         yield "parameter" if len(names) == 1 else "of", ", ".join(names[:SHOWN_NAMES]) + more
-    for key in ("expected", "found"):
+    for key, label in (("expected", "expected"), ("found", "found"), ("advice", "to do")):
         if finding[key] is not None:
-            yield key, finding[key]
-    if finding["advice"]:
-        yield "to do", finding["advice"]
+            yield label, finding[key]

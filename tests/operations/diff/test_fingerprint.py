@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.operations.diff.checkpoints import copied, rewrite
-from zckpt.compare.digests import changes, read_digests, write_digests
+from zckpt.compare.digests import bytes_of, changes, read_digests
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 
 LEAF = 262_144
@@ -101,7 +101,7 @@ def test_changes_name_what_is_gone_and_new(tmp_path: Path) -> None:
 def test_stored_digests_are_checked(tmp_path: Path) -> None:
     found = zckpt.fingerprint(FIXTURES / "s2_bf16_dp2")
     file = tmp_path / "digests.json"
-    write_digests(found, file)
+    file.write_bytes(bytes_of(found))
     assert read_digests(file) == found
     document = json.loads(file.read_text())
     bad: list[tuple[type[Exception], str, Any]] = [

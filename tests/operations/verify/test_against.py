@@ -9,7 +9,7 @@ import pytest
 
 import zckpt
 from tests.operations.verify.mutation import copy, set_element
-from zckpt.compare.digests import FILE_NAME, Fingerprint, read_digests, root, write_digests
+from zckpt.compare.digests import FILE_NAME, Fingerprint, bytes_of, read_digests, root
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.verify import verify
 
@@ -21,7 +21,7 @@ def recorded(tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint, and the file of its digests."""
     run = copy(RUN, tmp_path)
     digests = tmp_path / FILE_NAME
-    write_digests(fingerprint(zckpt.open(run)), digests)
+    digests.write_bytes(bytes_of(fingerprint(zckpt.open(run))))
     return run, digests
 
 
@@ -53,7 +53,7 @@ def test_missing_and_added_values_are_found(recorded: tuple[Path, Path]) -> None
     entries = read_digests(digests).entries
     entries["another"] = entries.pop("fc1.weight")
     del entries["fc2.weight"]["exp_avg"]
-    write_digests(Fingerprint(root(entries), entries), digests, overwrite=True)
+    digests.write_bytes(bytes_of(Fingerprint(root(entries), entries)))
     found = {(f.code, f.parameters) for f in verify(run, against=digests).findings}
     assert found == {("ZC-302", ("another",)), ("ZC-303", ("fc1.weight",)), ("ZC-303", ("fc2.weight",))}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zckpt.report.page.inspection import described, footer, header
 from zckpt.report.page.markup import (
+    code,
     details,
     facts,
     items,
@@ -14,53 +14,55 @@ from zckpt.report.page.markup import (
     nbytes,
     number,
     page,
+    quiet,
     search,
     section,
     table,
     text,
+    verdict,
 )
-from zckpt.report.text import count
+from zckpt.report.text import about, count
+
+DIFFERENT = (
+    '<div class="columns">'
+    + section("Change by layer", '<div id="heat"></div>', identity="heat")
+    + section(
+        "How large the differences are",
+        '<div id="histogram" aria-live="polite"></div>'
+        '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>',
+        identity="histogram",
+    )
+    + "</div>"
+    + search("tensor")
+    + section(
+        "Tensors that differ",
+        '<div id="different"></div><p class="quiet keys">Choose a row to see its histogram.</p>',
+        identity="different",
+    )
+)
+"""What scripts fill, where tensors differ."""
 
 
 def diff_page(document: Mapping[str, Any]) -> str:
     """Return the page of a diff. `document`: what `zckpt diff --json` prints."""
     a, b = document["a"], document["b"]
-    title = f"{name_of(a['source'])} and {name_of(b['source'])}"
-    body = (
-        header(title, "What differs between two checkpoints", _verdict(document) + _facts(document))
-        + '<main id="main">'
-        + items(document.get("warnings", ()), kind="warnings")
-        + _only(document)
-        + _different(document)
-        + _equal(document["equal_slots"])
-        + section("Metadata", _metadata(document["metadata"]), identity="metadata")
-        + "</main>"
-        + footer()
-    )
-    different = document["different"]
-    data = {"different": different, "equal_slots": document["equal_slots"]}
-    return page("diff", title=f"{title}: diff", body=body, data=data)
-
-
-def _verdict(document: Mapping[str, Any]) -> str:
-    if document["equal"]:
-        return '<p class="verdict good"><strong>Equal.</strong> Nothing that was compared differs.</p>'
-    alone = len(document["only_in_a"]) + len(document["only_in_b"])
+    different, equal, metadata = document["different"], document["equal_slots"], document["metadata"]
+    only = {side.upper(): document[f"only_in_{side}"] for side in ("a", "b")}
     counts = [
-        (len(document["different"]), "tensor", "changed"),
-        (alone, "tensor", "on one side only"),
-        (len(document["metadata"]), "metadata value", "changed"),
+        (len(different), "tensor", "changed"),
+        (sum(map(len, only.values())), "tensor", "on one side only"),
+        (len(metadata), "metadata value", "changed"),
     ]
-    words = [f"{count(n, noun)} {what}" for n, noun, what in counts if n]
-    return f'<p class="verdict bad"><strong>Different:</strong> {", ".join(words)}.</p>'
-
-
-def _facts(document: Mapping[str, Any]) -> str:
+    words = ", ".join(f"{count(n, noun)} {what}" for n, noun, what in counts if n)
+    said = (
+        verdict(True, "Equal.", "Nothing that was compared differs.")
+        if document["equal"]
+        else verdict(False, "Different:", f"{words}.")
+    )
     compared = document["compared"]
-    sides = [(f"{side.upper()}", _side(document[side])) for side in ("a", "b")]
-    return facts(
+    head = facts(
         [
-            *sides,
+            *((side, f"{code(one['source'])} {quiet(about(one))}") for side, one in (("A", a), ("B", b))),
             ("Parameters compared", number(compared.get("parameters"))),
             ("Tensors compared", number(compared.get("slots"))),
             ("Elements", number(compared.get("elements"))),
@@ -68,70 +70,37 @@ def _facts(document: Mapping[str, Any]) -> str:
         ],
         broad=("A", "B"),
     )
-
-
-def _side(about: Mapping[str, Any]) -> str:
-    return f'<code>{text(about["source"])}</code> <span class="quiet">{text(described(about))}</span>'
-
-
-def _only(document: Mapping[str, Any]) -> str:
-    found_only = ""
-    for side in ("a", "b"):
-        found = document[f"only_in_{side}"]
-        if found:
-            rows = [(text(one["name"]), text(one["slot"] or "the whole parameter")) for one in found]
-            shown = table(f"Only in {side.upper()}", ("Name", "Slot"), rows)
-            found_only += details(f"Only in {side.upper()} ({len(found):,})", shown)
-    return section("On one side only", found_only, identity="only")
-
-
-def _different(document: Mapping[str, Any]) -> str:
-    if not document["different"]:
-        return ""
-    return (
-        '<div class="columns">'
-        + section("Change by layer", '<div id="heat"></div>', identity="heat")
-        + section(
-            "How large the differences are",
-            '<div id="histogram" aria-live="polite"></div>'
-            '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>',
-            identity="histogram",
-        )
-        + "</div>"
-        + search("tensor")
-        + section(
-            "Tensors that differ",
-            '<div id="different"></div><p class="quiet keys">Choose a row to see its histogram.</p>',
-            identity="different",
-        )
+    alone = "".join(
+        details(f"Only in {side} ({len(found):,})", table(f"Only in {side}", ("Name", "Slot"), (
+            (text(one["name"]), text(one["slot"] or "the whole parameter")) for one in found
+        )))
+        for side, found in only.items() if found
+    )  # fmt: skip
+    same = details(count(len(equal), "tensor"), '<div id="equal"></div>')
+    rows = [
+        (code(one["key"]), *(quiet("not there") if one[side] is None else text(one[side]) for side in ("a", "b")))
+        for one in metadata
+    ]
+    changed = table("Metadata that differs", ("Key", "A", "B"), rows) if rows else ""
+    main = (
+        items(document.get("warnings", ()), kind="warnings")
+        + section("On one side only", alone, identity="only")
+        + (DIFFERENT if different else "")
+        + section("Equal", same if equal else "<p>No tensor is equal on both sides.</p>", identity="equal")
+        + section("Metadata", changed, identity="metadata")
     )
-
-
-def _equal(slots: Sequence[Mapping[str, Any]]) -> str:
-    if not slots:
-        return section("Equal", "<p>No tensor is equal on both sides.</p>", identity="equal")
-    return section("Equal", details(f"{count(len(slots), 'tensor')}", '<div id="equal"></div>'), identity="equal")
-
-
-def _metadata(changes: Sequence[Mapping[str, Any]]) -> str:
-    rows = [(f"<code>{text(one['key'])}</code>", _value(one["a"]), _value(one["b"])) for one in changes]
-    return table("Metadata that differs", ("Key", "A", "B"), rows) if rows else ""
-
-
-def _value(value: object) -> str:
-    return '<span class="quiet">not there</span>' if value is None else text(value)
+    title = f"{name_of(a['source'])} and {name_of(b['source'])}"
+    data = {"different": different, "equal_slots": equal}
+    return page("diff", title, "What differs between two checkpoints", said + head, main, name="diff", data=data)
 
 
 def series_page(document: Mapping[str, Any]) -> str:
     """Return the page of a series. `document`: what `zckpt diff --series --json` prints."""
-    sources, steps = document["sources"], document["steps"]
-    first, last = name_of(sources[0]["source"]), name_of(sources[-1]["source"])
-    rows = [(f"<code>{text(one['source'])}</code>", text(described(one))) for one in sources]
+    sources: Sequence[Mapping[str, Any]] = document["sources"]
+    rows = [(code(one["source"]), text(about(one))) for one in sources]
     listed = table("Checkpoints", ("Checkpoint", "What it is"), rows)
-    subtitle = f"{count(len(sources), 'checkpoint')} of a run, {count(len(document['series']), 'tensor')}"
-    body = (
-        header(f"{first} to {last}", subtitle, "")
-        + f'<main id="main">{search("tensor")}'
+    main = (
+        search("tensor")
         + section(
             "Curves",
             '<ul class="lines" id="lines" aria-label="Lines drawn"></ul><div class="columns even">'
@@ -146,15 +115,10 @@ def series_page(document: Mapping[str, Any]) -> str:
             identity="moved",
         )
         + section("Checkpoints", details(f"All {len(sources)}", listed), identity="sources")
-        + "</main>"
-        + footer()
     )
-    data = {"labels": _labels(sources, steps), "series": document["series"]}
-    return page("series", title=f"{first} to {last}: series", body=body, data=data)
-
-
-def _labels(sources: Sequence[Mapping[str, Any]], steps: Sequence[int | None]) -> list[str]:
-    return [
-        name_of(source["source"]) if step is None else f"step {step:,}"
-        for source, step in zip(sources, steps, strict=True)
-    ]
+    names = [name_of(one["source"]) for one in sources]
+    steps = zip(names, document["steps"], strict=True)
+    labels = [name if step is None else f"step {step:,}" for name, step in steps]
+    subtitle = f"{count(len(sources), 'checkpoint')} of a run, {count(len(document['series']), 'tensor')}"
+    data = {"labels": labels, "series": document["series"]}
+    return page("series", f"{names[0]} to {names[-1]}", subtitle, "", main, name="series", data=data)

@@ -16,6 +16,7 @@ from pathlib import PurePath
 from string import Template
 
 from zckpt.report.text import size
+from zckpt.version import __version__
 
 STYLES = ("base", "tables", "map", "figures", "media")
 """The files of the style sheet; a later one overrides those before it."""
@@ -56,6 +57,21 @@ def nbytes(value: object) -> str:
     return f'<span title="{value:,} bytes">{size(value)}</span>'
 
 
+def verdict(is_good: bool, word: str, rest: str) -> str:
+    """Return what a document comes to; `rest` is HTML."""
+    return f'<p class="verdict {"good" if is_good else "bad"}"><strong>{word}</strong> {rest}</p>'
+
+
+def code(value: object) -> str:
+    """Return a name or a path; nothing where there is none."""
+    return f"<code>{text(value)}</code>" if value else ""
+
+
+def quiet(value: object) -> str:
+    """Return what a reader may pass over."""
+    return f'<span class="quiet">{text(value)}</span>'
+
+
 def facts(pairs: Iterable[tuple[str, str]], *, broad: Sequence[str] = ()) -> str:
     """Return a list of names and values (HTML); those without a value are left out, those in `broad` get a line."""
     rows = "".join(
@@ -69,16 +85,11 @@ def facts(pairs: Iterable[tuple[str, str]], *, broad: Sequence[str] = ()) -> str
 def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     """Return a table; cells are HTML, the first of each row is its heading, columns in `right` are numbers."""
     side = [' class="right"' if i in right else "" for i in range(len(header))]
-    head = "".join(f'<th scope="col"{side[i]}>{text(name)}</th>' for i, name in enumerate(header))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<th scope="row"{side[i]}>{cell}</th>' if i == 0 else f"<td{side[i]}>{cell}</td>"
-            for i, cell in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
+    head = "".join(f'<th scope="col"{its}>{text(name)}</th>' for name, its in zip(header, side, strict=True))
+    body = ""
+    for first, *rest in rows:
+        cells = "".join(f"<td{its}>{cell}</td>" for cell, its in zip(rest, side[1:], strict=True))
+        body += f'<tr><th scope="row"{side[0]}>{first}</th>{cells}</tr>'
     return (
         f'<div class="overflow"><table class="plain"><caption class="unseen">{text(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
@@ -119,27 +130,35 @@ def name_of(source: object) -> str:
     return "/".join(PurePath(str(source)).parts[-2:]) or str(source)
 
 
-def page(kind: str, *, title: str, body: str, data: object) -> str:
+def page(kind: str, heading: str, subtitle: str, rest: str, main: str, *, name: str, data: object) -> str:
     """Return a page.
 
     Parameters
     ----------
     kind : {"inspect", "diff", "series", "verify"}
-    title : str
-        Plain text.
-    body : str
-        HTML in which every text from elsewhere is escaped.
+    heading, subtitle, name : str
+        Plain text: what it is about, what of it, and what kind of page it is.
+    rest, main : str
+        HTML in which every text from elsewhere is escaped: the rest of the head, and the contents.
     data : object
         JSON-able; the scripts read it.
     """
-    style = "\n".join(_asset(f"{name}.css") for name in STYLES)
-    script = '"use strict";\n' + "\n".join(_asset(f"{name}.js") for name in SCRIPTS[kind])
+    style = "\n".join(_asset(f"{one}.css") for one in STYLES)
+    script = '"use strict";\n' + "\n".join(_asset(f"{one}.js") for one in SCRIPTS[kind])
     policy = (
         f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
+    body = (
+        '<a class="unseen skip" href="#main">Skip to the contents</a>'
+        f'<header><h1>{text(heading)}</h1><p class="quiet">{text(subtitle)}</p>{rest}</header>'
+        '<noscript><p class="warnings">The maps and tables of this page need scripts.</p></noscript>'
+        f'<main id="main">{main}</main>'
+        f"<footer>Made by zckpt {text(__version__)}. This page is complete in itself and loads nothing.</footer>"
+    )
+    title = text(f"{heading}: {name}")
     return Template(_asset("page.html")).substitute(
-        policy=policy, title=text(title), style=style, kind=kind, body=body, data=embedded(data), script=script
+        policy=policy, title=title, style=style, kind=kind, body=body, data=embedded(data), script=script
     )
 
 

@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import Any
 
 from zckpt.errors import MissingPackageError
-from zckpt.report.picture.shapes import GROUND, QUIET, SUNKEN, WIDTH, Shape, num_parameters, shapes
+from zckpt.report.picture.shapes import GROUND, QUIET, SUNKEN, WIDTH, Shape, parameters_of, shapes
 from zckpt.report.text import count
 
 
@@ -21,8 +21,7 @@ def svg(map_data: Mapping[str, Any]) -> str:
     """Return the map as an SVG document. `map_data`: from `zckpt.map`."""
     drawn, height = shapes(map_data)
     title = f"Map of {map_data['source']}"
-    parameters = count(num_parameters(map_data), "parameter")
-    about = f"{count(len(map_data['rows']), 'row')} of ranks or files, {parameters} to scale"
+    about = f"{count(len(map_data['rows']), 'row')} of ranks or files, {parameters_of(map_data)} to scale"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" aria-labelledby="title description" font-family="system-ui, Helvetica, Arial, sans-serif">',

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from os.path import commonprefix
 from pathlib import PurePath
 from typing import Any
 
@@ -70,28 +71,49 @@ class Band:
 
     first: int
     end: int
-    label: str
-    slots: list[int]
     ranks: bool
+    label: str = ""
+    slots: list[int] = field(default_factory=list)
     y: float = 0.0
     height: float = 0.0
 
 
-def place_columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[tuple[str, int, int]]]:
+Part = tuple[str, int, int]
+"""What stands over some of the axis, from where to where."""
+
+
+def shapes(map_data: Mapping[str, Any]) -> tuple[list[Shape], int]:
+    """Return what to draw, back to front, and the picture's height."""
+    columns, sections = _columns(map_data)
+    total = max(1, columns[-1].start + columns[-1].numel if columns else 1)
+    scale = (WIDTH - LEFT - RIGHT) / total
+    bands = _bands(map_data)
+    room = WIDTH - LEFT - RIGHT
+    shapes = list(_heading(map_data))
+    shapes += (Shape(LEFT, band.y, room, band.height, fill=SUNKEN) for band in bands)
+    shapes += (Shape(LEFT, band.y - 0.5, room, 1, fill=LINE) for band in bands[1:] if band.height >= BAND_LEAST)
+    for column in columns:
+        shapes += _column(map_data, column, bands, scale)
+    shapes = _joined(shapes)
+    shapes += _labels(columns, sections, bands, scale)
+    shapes += _bars(map_data, bands)
+    return shapes, round(bands[-1].y + bands[-1].height + BOTTOM) if bands else TOP + BOTTOM
+
+
+def _columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[Part]]:
     """Return columns in the order of the param groups, each group's padding behind it; and what stands over them."""
     parameters = [one for one in map_data["parameters"] if one["kind"] != "tied"]
     groups = sorted({p[0] for p in map_data["padding"]} | {p["group"] for p in parameters if p["group"] is not None})
-    owned = [p for p in parameters if p["kind"] != "buffer"]
-    kinds = [(f"group {g}", [p for p in owned if p["group"] == g], g) for g in groups]
-    alone = [p for p in owned if p["group"] is None]
-    kinds.append(("frozen" if all(p["kind"] == "frozen" for p in alone) else "no group", alone, None))
-    kinds.append(("buffers", [p for p in parameters if p["kind"] == "buffer"], None))
+    members: dict[int | str | None, list[Mapping[str, Any]]] = {group: [] for group in (*groups, None, "buffers")}
+    for one in parameters:
+        members["buffers" if one["kind"] == "buffer" else one["group"]].append(one)
+    alone = "frozen" if all(one["kind"] == "frozen" for one in members[None]) else "no group"
     columns: list[Column] = []
-    sections = []
+    sections: list[Part] = []
     at = 0
-    for label, members, group in kinds:
+    for group, own in members.items():
         start = at
-        for member in members:
+        for member in own:
             columns.append(Column(member, at, member["numel"]))
             at += member["numel"]
         column = Column(None, at, 0)
@@ -103,11 +125,12 @@ def place_columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[tuple
             columns.append(column)
             at += column.numel
         if at > start:
+            label = alone if group is None else f"group {group}" if isinstance(group, int) else group
             sections.append((label, start, at))
     return columns, sections
 
 
-def place_bands(map_data: Mapping[str, Any]) -> list[Band]:
+def _bands(map_data: Mapping[str, Any]) -> list[Band]:
     """Return the bands that the rows are drawn as: one each, or some ranks together where there are too many."""
     rows = map_data["rows"]
     ranks = sum(row["dp"] is not None for row in rows)
@@ -121,23 +144,86 @@ def place_bands(map_data: Mapping[str, Any]) -> list[Band]:
         if last is not None and near and row["mp"] == rows[last.first]["mp"]:
             last.end = index + 1
             continue
-        bands.append(Band(index, index + 1, "", [], row["dp"] is not None))
+        bands.append(Band(index, index + 1, row["dp"] is not None))
     height = min(ROW, MOST_HEIGHT / max(1, len(bands)))
     for index, band in enumerate(bands):
-        members = rows[band.first : band.end]
+        first, *_ = members = rows[band.first : band.end]
         band.y, band.height = TOP + index * height, height
         band.slots = [s for s in range(len(map_data["slots"])) if any(row["held"][s] for row in members)]
-        band.label = members[0]["label"] if len(members) == 1 else _range_label(members)
+        band.label = first["label"]
+        if len(members) > 1:
+            slices = "" if first["label"].startswith("rank") else f" mp {first['mp']}"
+            band.label = f"ranks {first['dp']}\u2013{members[-1]['dp']}{slices}"
     return bands
 
 
-def _range_label(members: Sequence[Mapping[str, Any]]) -> str:
-    slices = f" mp {members[0]['mp']}" if not members[0]["label"].startswith("rank") else ""
-    return f"ranks {members[0]['dp']}\u2013{members[-1]['dp']}{slices}"
+def _heading(map_data: Mapping[str, Any]) -> Iterator[Shape]:
+    name = "/".join(PurePath(map_data["source"]).parts[-2:])
+    yield Shape(16, 24, text=cut(name, 700, 17), font=17, bold=True, fill=TEXT)
+    slots = map_data["slots"]
+    held = [sum(row["held"][s] for row in map_data["rows"]) for s in range(len(slots))]
+    stage = "" if map_data["zero_stage"] is None else f", ZeRO stage {map_data['zero_stage']}"
+    about = f"{map_data['format']}{stage}, {parameters_of(map_data)}, {size(sum(held))}"
+    yield Shape(WIDTH - 16, 24, text=about, fill=QUIET, right=True, font=13)
+    x = 16.0
+    legend = [(slot, _colour(slots, i), "") for i, slot in enumerate(slots) if held[i]]
+    if any(one["kind"] == "frozen" for one in map_data["parameters"]):
+        legend.append(("frozen", SLOT_COLOURS[0], "frozen"))
+    if map_data["padding"]:
+        legend.append(("padding", SUNKEN, "padding"))
+    for label, fill, hatch in legend:
+        yield Shape(x, 45, 12, 12, fill=fill, hatch=hatch)
+        yield Shape(x + 18, 51, text=label, fill=TEXT, font=13)
+        x += 18 + len(label) * 13 * CHARACTER + 22
 
 
-def labels(
-    columns: Sequence[Column], sections: Sequence[tuple[str, int, int]], bands: Sequence[Band], scale: float
+def _column(map_data: Mapping[str, Any], column: Column, bands: Sequence[Band], scale: float) -> Iterator[Shape]:
+    x = LEFT + column.start * scale
+    if column.parameter is None:
+        for row, start, numel in column.padding:
+            band = next(band for band in bands if band.first <= row < band.end)
+            width = max(numel * scale, 1.0)
+            yield Shape(x + start * scale, band.y + 1, width, band.height - 2, fill=SUNKEN, hatch="padding")
+        return
+    hatch = "frozen" if column.parameter["kind"] == "frozen" else ""
+    for slots, _, numel, spans in column.parameter["cuts"]:
+        step = column.numel * scale / numel if numel else 0.0
+        for at in range(0, len(spans), SPAN_NUMBERS):
+            row, number, start, share, stop = spans[at : at + SPAN_NUMBERS - 1]
+            for band in bands:
+                first, last = max(band.first, row), min(band.end, row + number)
+                if first >= last:
+                    continue
+                begin, end = start + (first - row) * share, min(start + (last - row) * share, stop)
+                gap = 2.0 if band.height > 20 else 1.0
+                each = (band.height - 2 * gap) / len(band.slots)
+                width = max((end - begin) * step, LEAST)
+                for slot in slots:
+                    y = band.y + gap + band.slots.index(slot) * each
+                    height = each - (1 if each > 6 else 0)
+                    yield Shape(x + begin * step, y, width, height, _colour(map_data["slots"], slot), hatch)
+
+
+def _joined(shapes: Sequence[Shape]) -> list[Shape]:
+    """Return the shapes with neighbours of one height and colour put together, which bounds how many there are."""
+    done: list[Shape] = []
+    open_: dict[tuple[float, float, str, str], int] = {}
+    for one in shapes:
+        if one.text or one.fill in (SUNKEN, LINE):
+            done.append(one)
+            continue
+        key = (one.y, one.height, one.fill, one.hatch)
+        before = done[open_[key]] if key in open_ else None
+        if before and -LEAST * 2 <= one.x - before.x - before.width < LEAST:
+            done[open_[key]] = replace(before, width=max(before.width, one.x + one.width - before.x))
+        else:
+            open_[key] = len(done)
+            done.append(one)
+    return done
+
+
+def _labels(
+    columns: Sequence[Column], sections: Sequence[Part], bands: Sequence[Band], scale: float
 ) -> Iterator[Shape]:
     """Yield the names of sections, of modules where they fit, and of rows."""
     bottom = bands[-1].y + bands[-1].height if bands else TOP
@@ -161,155 +247,27 @@ def labels(
         ranks += band.ranks
 
 
-def _modules(columns: Sequence[Column], scale: float) -> list[tuple[str, int, int]]:
+def _modules(columns: Sequence[Column], scale: float) -> list[Part]:
     """Return neighbouring columns of one module, at the depth at which most names still fit."""
-    best: list[tuple[str, int, int]] = []
+    best: list[Part] = []
     for depth in range(1, 9):
-        found: list[tuple[str, int, int]] = []
+        found: list[Part] = []
         for column in columns:
             if not column.numel or column.parameter is None:
                 continue
             steps = column.parameter["name"].split(".")
             name = ".".join(steps[: min(depth, max(1, len(steps) - 1))])
-            if found and found[-1][0] == name and found[-1][2] == column.start:
-                found[-1] = (name, found[-1][1], column.start + column.numel)
-            else:
-                found.append((name, column.start, column.start + column.numel))
-        named = _without_shared(found)
+            joins = bool(found) and found[-1][0] == name and found[-1][2] == column.start
+            start = found.pop()[1] if joins else column.start
+            found.append((name, start, column.start + column.numel))
+        inner = [name.split(".")[:-1] for name in {name for name, _, _ in found}]
+        shared = len(commonprefix(inner)) if len(inner) > 1 else 0  # noqa: RUF071  # of steps, not of characters
+        named = [(".".join(name.split(".")[shared:]), start, stop) for name, start, stop in found]
         fitting = sum(stop - start for name, start, stop in named if cut(name, (stop - start) * scale - 6, 11) == name)
         if best and (len(found) > MOST_LABELS or fitting < FITTING * sum(stop - start for _, start, stop in named)):
             break
         best = named
     return best
-
-
-def _without_shared(found: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    shared = _shared([name for name, _, _ in found])
-    return [(".".join(name.split(".")[shared:]), start, stop) for name, start, stop in found]
-
-
-def _shared(names: Sequence[str]) -> int:
-    """Return how many leading steps, the last aside, all dotted names have in common."""
-    split = [name.split(".") for name in set(names)]
-    if len(split) < 2:
-        return 0
-    depth = 0
-    while all(len(one) > depth + 1 and one[depth] == split[0][depth] for one in split):
-        depth += 1
-    return depth
-
-
-def colour(slots: Sequence[str], slot: int) -> str:
-    """Return the colour of a slot: weight and master have their own, the others take turns."""
-    fixed = {"weight": 0, "master": 1}
-    if slots[slot] in fixed:
-        return SLOT_COLOURS[fixed[slots[slot]]]
-    others = [name for name in slots if name not in fixed]
-    return SLOT_COLOURS[2 + others.index(slots[slot]) % (len(SLOT_COLOURS) - 2)]
-
-
-def cut(value: str, room: float, font: int) -> str:
-    """Return as much of a text as fits in `room` pixels; empty where that is nothing of use."""
-    most = int(room / (font * CHARACTER))
-    if len(value) <= most:
-        return value
-    return f"{value[: most - 1]}\u2026" if most >= 3 else ""
-
-
-def shapes(map_data: Mapping[str, Any]) -> tuple[list[Shape], int]:
-    """Return what to draw, back to front, and the picture's height."""
-    columns, sections = place_columns(map_data)
-    total = max(1, columns[-1].start + columns[-1].numel if columns else 1)
-    scale = (WIDTH - LEFT - RIGHT) / total
-    bands = place_bands(map_data)
-    shapes = list(_heading(map_data))
-    shapes += _ground(bands)
-    for column in columns:
-        shapes += _column(map_data, column, bands, scale)
-    shapes = _joined(shapes)
-    shapes += labels(columns, sections, bands, scale)
-    shapes += _bars(map_data, bands)
-    return shapes, round(bands[-1].y + bands[-1].height + BOTTOM) if bands else TOP + BOTTOM
-
-
-def _heading(map_data: Mapping[str, Any]) -> Iterator[Shape]:
-    name = "/".join(PurePath(map_data["source"]).parts[-2:])
-    yield Shape(16, 24, text=cut(name, 700, 17), font=17, bold=True, fill=TEXT)
-    held = [sum(row["held"][s] for row in map_data["rows"]) for s in range(len(map_data["slots"]))]
-    stage = "" if map_data["zero_stage"] is None else f", ZeRO stage {map_data['zero_stage']}"
-    about = f"{map_data['format']}{stage}, {count(num_parameters(map_data), 'parameter')}, {size(sum(held))}"
-    yield Shape(WIDTH - 16, 24, text=about, fill=QUIET, right=True, font=13)
-    x = 16.0
-    kinds = {one["kind"] for one in map_data["parameters"]}
-    legend = [(slot, colour(map_data["slots"], i), "") for i, slot in enumerate(map_data["slots"]) if held[i]]
-    legend += [("frozen", SLOT_COLOURS[0], "frozen")] * ("frozen" in kinds)
-    legend += [("padding", SUNKEN, "padding")] * bool(map_data["padding"])
-    for label, fill, hatch in legend:
-        yield Shape(x, 45, 12, 12, fill=fill, hatch=hatch)
-        yield Shape(x + 18, 51, text=label, fill=TEXT, font=13)
-        x += 18 + len(label) * 13 * CHARACTER + 22
-
-
-def _ground(bands: Sequence[Band]) -> Iterator[Shape]:
-    for band in bands:
-        yield Shape(LEFT, band.y, WIDTH - LEFT - RIGHT, band.height, fill=SUNKEN)
-    for band in bands[1:]:
-        if band.height >= BAND_LEAST:
-            yield Shape(LEFT, band.y - 0.5, WIDTH - LEFT - RIGHT, 1, fill=LINE)
-
-
-def _within_band(band: Band, slot: int) -> tuple[float, float]:
-    """Return the top and height of a slot in a band."""
-    gap = 2.0 if band.height > 20 else 1.0
-    each = (band.height - 2 * gap) / len(band.slots)
-    return band.y + gap + band.slots.index(slot) * each, each - (1 if each > 6 else 0)
-
-
-def _column(map_data: Mapping[str, Any], column: Column, bands: Sequence[Band], scale: float) -> Iterator[Shape]:
-    x = LEFT + column.start * scale
-    if column.parameter is None:
-        for row, start, numel in column.padding:
-            band = next(band for band in bands if band.first <= row < band.end)
-            width = max(numel * scale, 1.0)
-            yield Shape(x + start * scale, band.y + 1, width, band.height - 2, fill=SUNKEN, hatch="padding")
-        return
-    hatch = "frozen" if column.parameter["kind"] == "frozen" else ""
-    for slots, _, numel, spans in column.parameter["cuts"]:
-        step = column.numel * scale / numel if numel else 0.0
-        for band, begin, end in _by_band(spans, bands):
-            for slot in slots:
-                y, height = _within_band(band, slot)
-                width = max((end - begin) * step, LEAST)
-                yield Shape(x + begin * step, y, width, height, colour(map_data["slots"], slot), hatch)
-
-
-def _by_band(spans: Sequence[int], bands: Sequence[Band]) -> Iterator[tuple[Band, int, int]]:
-    """Yield what the rows of a band hold together, as elements [begin, end)."""
-    for at in range(0, len(spans), SPAN_NUMBERS):
-        row, number, start, share, stop = spans[at : at + SPAN_NUMBERS - 1]
-        for band in bands:
-            first, last = max(band.first, row), min(band.end, row + number)
-            if first < last:
-                yield band, start + (first - row) * share, min(start + (last - row) * share, stop)
-
-
-def _joined(shapes: Sequence[Shape]) -> list[Shape]:
-    """Return the shapes with neighbours of one height and colour put together, which bounds how many there are."""
-    done: list[Shape] = []
-    open_: dict[tuple[float, float, str, str], int] = {}
-    for one in shapes:
-        if one.text or one.fill in (SUNKEN, LINE):
-            done.append(one)
-            continue
-        key = (one.y, one.height, one.fill, one.hatch)
-        before = done[open_[key]] if key in open_ else None
-        if before and -LEAST * 2 <= one.x - before.x - before.width < LEAST:
-            width = max(before.width, one.x + one.width - before.x)
-            done[open_[key]] = Shape(before.x, one.y, width, one.height, one.fill, one.hatch)
-        else:
-            open_[key] = len(done)
-            done.append(one)
-    return done
 
 
 def _bars(map_data: Mapping[str, Any], bands: Sequence[Band]) -> Iterator[Shape]:
@@ -330,13 +288,30 @@ def _bars(map_data: Mapping[str, Any], bands: Sequence[Band]) -> Iterator[Shape]
         x = float(left)
         for slot in band.slots:
             width = sum(row["held"][slot] for row in members) / len(members) / most * room
-            yield Shape(x, middle - height / 2, width, height, fill=colour(map_data["slots"], slot))
+            yield Shape(x, middle - height / 2, width, height, fill=_colour(map_data["slots"], slot))
             x += width
         width = sum(row["padding"] for row in members) / len(members) / most * room
         if width > LEAST:
             yield Shape(x, middle - height / 2, width, height, fill=SUNKEN, hatch="padding")
 
 
-def num_parameters(map_data: Mapping[str, Any]) -> int:
+def _colour(slots: Sequence[str], slot: int) -> str:
+    """Return the colour of a slot: weight and master have their own, the others take turns."""
+    fixed = ("weight", "master")
+    if slots[slot] in fixed:
+        return SLOT_COLOURS[fixed.index(slots[slot])]
+    others = [name for name in slots if name not in fixed]
+    return SLOT_COLOURS[2 + others.index(slots[slot]) % (len(SLOT_COLOURS) - 2)]
+
+
+def cut(value: str, room: float, font: int) -> str:
+    """Return as much of a text as fits in `room` pixels; empty where that is nothing of use."""
+    most = int(room / (font * CHARACTER))
+    if len(value) <= most:
+        return value
+    return f"{value[: most - 1]}\u2026" if most >= 3 else ""
+
+
+def parameters_of(map_data: Mapping[str, Any]) -> str:
     """Return how many parameters of the model there are, buffers and other names aside."""
-    return sum(one["kind"] in ("parameter", "frozen") for one in map_data["parameters"])
+    return count(sum(one["kind"] in ("parameter", "frozen") for one in map_data["parameters"]), "parameter")
