@@ -2,6 +2,7 @@
 
 zero             ZeRO-1 and 2: one flat buffer for each param group
 zero_redundancy  whole parameters assigned to ranks
+sharded          what these two have in common
 distributed      parameters that live on RPC workers
 states           what state any optimizer has on this rank, and how it is loaded again
 files            sharded optimizers in files; a checkpoint opened for a live model and optimizer

@@ -54,6 +54,17 @@ def copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
+def numbered(groups: Sequence[Group]) -> list[Group]:
+    """Return groups with numbers for parameters, over all groups; values that could be written to are copied."""
+    found: list[Group] = []
+    first = 0
+    for group in groups:
+        made = {key: copied(value) for key, value in group.items() if key != "params"}
+        found.append({**made, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    return found
+
+
 def read_groups(params: object) -> list[Group]:
     """Return param groups that own their lists, names under `param_names` where tensors were given as pairs.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import torch
 from tests.gloo import run
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.zero import stepping
-from zckpt.optim.zero.flat import FlatGroup
 
 NUMEL = 100
 PIECE = 32  # the last piece is a shorter one
@@ -41,10 +41,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+def group_of(master: torch.nn.Parameter) -> Any:
+    return SimpleNamespace(master=master, partition=NUMEL, gradient=None)
+
+
 def train(kind: str, *, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, dict[str, Any], Any]:
     generator = torch.Generator().manual_seed(0)
     master = torch.nn.Parameter(torch.randn(NUMEL, generator=generator))
-    group = FlatGroup([], [], None, 0, 1, False, [], NUMEL, torch.zeros(NUMEL), master)  # type: ignore[arg-type]
+    group = group_of(master)
     optimizer = OPTIMIZERS[kind]([master])
     for _ in range(3):
         group.gradient = torch.randn(NUMEL, generator=generator).to(dtype)
@@ -74,7 +78,7 @@ def test_only_what_must_be_converted_is_stepped_in_pieces(monkeypatch: pytest.Mo
 def test_a_step_that_fails_leaves_the_master_whole(monkeypatch: pytest.MonkeyPatch, *, is_first: bool) -> None:
     monkeypatch.setattr(stepping, "PIECE", PIECE)
     master = torch.nn.Parameter(torch.ones(NUMEL))
-    group = FlatGroup([], [], None, 0, 1, False, [], NUMEL, torch.zeros(NUMEL), master)  # type: ignore[arg-type]
+    group = group_of(master)
     group.gradient = torch.ones(NUMEL, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW([master], lr=0.1)
     if not is_first:

@@ -1,14 +1,13 @@
 """ZeRO-1 and ZeRO-2 as a `torch.optim.Optimizer`: one flat buffer for each param group, cut in equal partitions.
 
 flat              a group's buffer and this rank's masters; the local optimizer, and which optimizers cannot be one
-buckets           which gradients are reduced together, and where each lies in what is sent
-reduction         gradients averaged over ranks while backward makes them, and accumulated here or on the host
-gradients         hooks, and what lies in `grad` once a gradient has been reduced
-backward          passes, windows, and failures
+reduction         gradients in buckets, averaged over ranks while backward makes them, and accumulated
+gradients         what lies in `grad` once a gradient has been reduced
+backward          hooks, passes, windows, and failures
 ddp               DistributedDataParallel's buckets
 stepping          the loss scale, the norm of all gradients, clipping, and the step of a master
 stateful          whole tensors by name, state dicts, weights to all ranks
-optimizer         the class: options, the step, and what ranks without inputs do
+optimizer         the class: options, and the step
 deepspeed_state   state in DeepSpeed's form
 files             DeepSpeed's directories, and experts under their global numbers
 """

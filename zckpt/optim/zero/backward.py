@@ -3,31 +3,91 @@
 A window is what lies between two steps: one backward, or `gradient_accumulation_steps` of them, or what somebody says
 is one. A pass is one backward that is not under `no_sync`. Stage 2 reduces in every pass; stage 1 in the last of a
 window. What no pass has reduced when a step is due, is reduced then.
+
+A parameter has two hooks. One runs before autograd puts a gradient into `grad`, and takes a stand-in out of there; one
+runs afterwards, and keeps the gradient or has it reduced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from zckpt.optim.zero.gradients import GradientOptimizer, ShardedGradient
-
-SHOWN_NAMES = 4
+from zckpt.optim.param_groups import SHOWN, Group
+from zckpt.optim.zero.flat import FlatOptimizer
+from zckpt.optim.zero.gradients import ShardedGradient, ShardedGradients
+from zckpt.optim.zero.reduction import Reducer
+from zckpt.optim.zero.stepping import Scaler, model_rank
 
 
 class WindowFailedError(RuntimeError):
     """On all ranks: a window came to nothing, no rank has stepped, and the next window can begin."""
 
 
-class BackwardOptimizer(GradientOptimizer):
+class BackwardOptimizer(FlatOptimizer):
     """Takes gradients from backward and keeps this rank's partition of their average."""
+
+    ignore_unused_parameters: bool
+    loss_scaler: Scaler
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None,
+        defaults: dict[str, Any],
+    ) -> None:
+        self._external_loss_scale: float | None = None
+        self._local: dict[torch.Tensor, torch.Tensor] = {}
+        self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
+        self._sharded = ShardedGradients()
+        self._syncs = True
+        self._passes = 0
+        self._pass: int | None = None
+        self._last_graph = -1
+        self._is_fresh = False
+        self._is_complete = False
+        self._is_reduced = True
+        self._is_forced = False
+        self._boundary: bool | None = None
+        self._window_is_open = False
+        self._failed = False
+        super().__init__(params, optimizer_class, process_group, defaults)
+        self._reducer = Reducer(self, self._take)
+        self._hook_all()
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss with. One that is set stays; None lets the loss scaler decide again."""
+        return self.loss_scaler.cur_scale if self._external_loss_scale is None else self._external_loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | None) -> None:
+        self._external_loss_scale = scale
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether other ranks have other slices of the model."""
+        return model_rank(self.model_parallel)[1] > 1
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a param group; see `FlatOptimizer.add_param_group`. Raises RuntimeError between backward and step."""
+        if self._is_made and (self._passes or self._pass is not None):
+            raise RuntimeError("a param group cannot be added between backward and step")
+        super().add_param_group(param_group)
+        if self._is_made:
+            self._reducer.forget()
+            self._hook_all()
 
     # --- what users call
 
@@ -127,6 +187,82 @@ class BackwardOptimizer(GradientOptimizer):
             return self._boundary
         return not 0 < self._passes < self.gradient_accumulation_steps
 
+    # --- gradients as they become ready
+
+    def _hook_all(self) -> None:
+        this = weakref.ref(self)  # what hooks hold on to is never collected
+
+        def before_gradient(parameter: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
+            optimizer, its = this(), parameter()
+            if optimizer is not None:
+                optimizer._sharded.take_out()
+            if its is not None and isinstance(its.grad, ShardedGradient):  # of an optimizer that is no more
+                its.grad = None
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._on_gradient(parameter)
+
+        for parameter in self._place.keys() - self._hooks.keys():
+            self._hooks[parameter] = [
+                parameter.register_hook(partial(before_gradient, weakref.ref(parameter))),  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(on_gradient),  # type: ignore[no-untyped-call]
+            ]
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            layout, parameter.grad = parameter.grad.layout, None  # what is left of this pass is to be reduced yet
+            raise ValueError(
+                f"the gradient of {self._name_of(parameter)} is {layout}, and only dense ones can lie "
+                f"in a flat buffer; an embedding makes dense ones with sparse=False"
+            )
+        if not self._syncs:
+            self._keep(parameter)
+            return
+        graph = torch._C._current_graph_task_id()
+        if self._pass is None or (self._pass >= 0 and self._pass != graph):
+            if graph < self._last_graph:  # it has run since before the last one ended
+                self._refuse_nested()
+            self._settle()
+            self._begin_pass(graph=graph)
+        self._take_note(parameter)
+
+    def _take_note(self, parameter: torch.Tensor) -> None:
+        """Keep or reduce a gradient that has become ready."""
+        if self.stage == 1:
+            self._keep(parameter)
+        if self._reduces():
+            self._reducer.ready(parameter)
+
+    def _keep(self, parameter: torch.Tensor) -> None:
+        """Accumulate a gradient on this rank, in the type asked for; autograd does so in the parameter's own."""
+        dtype = self.gradient_accumulation_dtype
+        if dtype is None or dtype == parameter.dtype or parameter.grad is None:
+            return
+        known = self._local.get(parameter)
+        if known is None:
+            self._local[parameter] = parameter.grad.to(dtype)
+        else:
+            known.add_(parameter.grad)
+        parameter.grad = None
+
+    def _take(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's gradient of a parameter, and forget it."""
+        gradient, parameter.grad = parameter.grad, None
+        known = self._local.pop(parameter, None)
+        if known is None:
+            return gradient
+        return known if gradient is None else known.add_(gradient)
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        for index, group in enumerate(self.param_groups):
+            for position, member in enumerate(group["params"]):
+                if member is parameter:
+                    names = group.get("param_names")
+                    return str(names[position]) if names else f"parameter {position} of param group {index}"
+        return "a parameter"
+
     # --- passes
 
     def _begin_pass(self, graph: int | None = None) -> None:
@@ -135,12 +271,9 @@ class BackwardOptimizer(GradientOptimizer):
             self._window_is_open = True
             Join.notify_join_context(self)
         self._pass = -1 if graph is None else graph
-        if graph is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_graph, graph))
-
-    def _end_graph(self, graph: int) -> None:
-        """End the pass of a backward that somebody else runs after all that is to be done at its end: DDP's, too."""
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_own, graph))
+        if graph is not None:  # its end comes after all that is to be done then: DDP's, too
+            at_end = torch.autograd.Variable._execution_engine.queue_callback
+            at_end(partial(at_end, partial(self._end_own, graph)))
 
     def _end_own(self, graph: int) -> None:
         """End the pass of a backward that somebody else runs, unless another has run inside."""
@@ -162,7 +295,7 @@ class BackwardOptimizer(GradientOptimizer):
         reduces = self._reduces() and self._is_synchronised()
         if reduces:
             missing = self._reduce_rest()
-            self._sharded.put(self)
+            self._sharded.put(self, self.groups)
         self._count_pass(reduced=reduces)
         if not self.ignore_unused_parameters:
             self._refuse_unused([] if has_joined else missing)
@@ -207,8 +340,7 @@ class BackwardOptimizer(GradientOptimizer):
 
     def _has_gradients(self) -> bool:
         """Tell whether somebody has put gradients into `grad` since the last pass."""
-        every = (parameter for group in self.groups for parameter in group.parameters)
-        return any(p.grad is not None and not isinstance(p.grad, ShardedGradient) and p.numel() for p in every)
+        return any(p.grad is not None and not isinstance(p.grad, ShardedGradient) and p.numel() for p in self._place)
 
     def _settle(self) -> None:
         """After a failure here, go through this window with the other ranks, who learn of it in their step."""
@@ -237,9 +369,16 @@ class BackwardOptimizer(GradientOptimizer):
 
     def _step_along(self) -> None:
         """Take part in one window and its step, without inputs."""
+        self._window_is_open = True  # the others have said so
+        with contextlib.suppress(WindowFailedError):  # those that train raise it
+            if self._go_along():
+                self._step_or_fail()
+
+    def _go_along(self) -> bool:
+        """Take part in one window without inputs, and tell whether a step comes next."""
         self._passes = 0
         self._complete_window(has_joined=True)
-        self._step_or_fail()
+        return True
 
     @abstractmethod
     def _step_or_fail(self) -> None:
@@ -247,10 +386,9 @@ class BackwardOptimizer(GradientOptimizer):
 
     def _end_window(self) -> None:
         """Forget the gradients of a window and begin the next one."""
-        self._sharded.clear()
-        for group in self.groups:
-            for parameter in group.parameters:
-                parameter.grad = None
+        self._sharded.are_in = False
+        for parameter in self._place:
+            parameter.grad = None
         self._local.clear()
         self._reducer.end_window()
         self._passes = 0
@@ -268,8 +406,8 @@ class BackwardOptimizer(GradientOptimizer):
         for rank, unused in enumerate(gathered):
             if unused:
                 self._end_window()
-                more = f" and {len(unused) - SHOWN_NAMES} more" if len(unused) > SHOWN_NAMES else ""
+                more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
                 raise WindowFailedError(
-                    f"no gradient on rank {rank} for {', '.join(unused[:SHOWN_NAMES])}{more}; "
+                    f"no gradient on rank {rank} for {', '.join(unused[:SHOWN])}{more}; "
                     f"ignore_unused_parameters=True takes them for zero"
                 )

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zckpt.optim.param_groups import Group
 from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero.backward import BackwardOptimizer
-from zckpt.optim.zero.buckets import Bucket, fill
+from zckpt.optim.zero.reduction import Bucket, fill
 
 
 class DdpOptimizer(BackwardOptimizer):
@@ -125,11 +125,10 @@ class DdpOptimizer(BackwardOptimizer):
             return super()._reduce_rest()
         for bucket, future in self._by_hook:
             found = zip(bucket.parameters(), reduced_gradients(bucket, future), strict=True)
-            ours = [(parameter, gradient) for parameter, gradient in found if parameter in self._place]
-            self._reducer.accept(*zip(*ours, strict=True)) if ours else None
+            self._reducer.accept({parameter: gradient for parameter, gradient in found if parameter in self._place})
         self._by_hook.clear()
         rest = [member for member in self._reducer.members if member.parameter not in self._ddp_reduced]
-        for members in fill(rest, self._reducer.rules.reduce_bucket_size):
+        for members in fill(rest, self.reduce_bucket_size):
             self._launch([(member.parameter, member.parameter.grad) for member in members])
         self._reducer.drain()
         self._ddp_reduced.clear()
@@ -148,15 +147,15 @@ class DdpOptimizer(BackwardOptimizer):
 
     # --- ranks without inputs, and failures
 
-    def _step_along(self) -> None:
+    def _go_along(self) -> bool:
         if not self.is_attached:
-            super()._step_along()
-            return
+            return super()._go_along()
         self._sharded.take_out()
         self._end_pass(has_joined=True)  # DDP has called the hook with zeros, if the others reduced
-        if self._is_due() and (self._is_reduced or self.gradient_accumulation_steps > 1):
+        steps = self._is_due() and (self._is_reduced or self.gradient_accumulation_steps > 1)
+        if steps:
             self._complete_window(has_joined=True)
-            self._step_or_fail()
+        return steps
 
     def _fail_pass(self) -> None:
         """After a failure in a pass with DDP, whose ranks wait for this one, only forget what has been begun."""

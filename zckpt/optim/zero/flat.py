@@ -15,8 +15,7 @@ D-Adaptation: all tensors together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
+from zckpt.optim.sharded import ShardedOptimizer
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
     FlatShare,
@@ -36,22 +36,27 @@ from zckpt.state.partition import (
     round_robin_order,
 )
 
-PIECE = 1 << 20  # elements that weights and masters are compared in: at most 4 MiB of what masters round to
-PIECE_OF_GPU = 1 << 25  # each of them is waited for
+PIECE = 1 << 20
+"""Elements that are compared, or stepped, at once: at most 4 MiB fit caches, and begin where vector instructions do."""
+
+PIECE_OF_GPU = 1 << 25  # each of them is waited for; takes longer than its kernels' launches
 
 
-@dataclass(eq=False)
 class FlatGroup:
     """One param group's flat buffer, of which the parameters are views, and this rank's partition of its masters.
 
     Parameters
     ----------
-    parameters : list of Tensor
-        Those that are trained, in the order of the buffer.
-    numbers : list of int
-        Which of the param group's trained parameters each of these is.
+    trained : sequence of Tensor
+        In the param group's order. `parameters` has them in the order of the buffer, and `numbers` which of the param
+        group's trained parameters each of those is.
     process_group : ProcessGroup
         The ranks that share the buffer.
+    optimizer : FlatOptimizer
+        Whose options say how it is cut, and where masters are.
+
+    Attributes
+    ----------
     pads : list of int, elements
         After each parameter.
     partition : int, elements
@@ -64,23 +69,42 @@ class FlatGroup:
         Averaged gradients of this rank's partition, of the type they are accumulated in; made when they first come.
     """
 
-    parameters: list[torch.Tensor]
-    numbers: list[int]
-    process_group: dist.ProcessGroup
-    rank: int
-    world_size: int
-    is_expert: bool
-    pads: list[int]
-    partition: int
-    flat: torch.Tensor
-    master: torch.nn.Parameter
-    gradient: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        trained: Sequence[torch.Tensor],
+        process_group: dist.ProcessGroup,
+        optimizer: FlatOptimizer,
+        *,
+        is_expert: bool,
+    ) -> None:
+        _check(trained)
+        self.process_group, self.is_expert = process_group, is_expert
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.numbers = list(range(len(trained)))
+        if optimizer.round_robin_gradients:
+            self.numbers = round_robin_order(len(trained), self.world_size)
+        self.parameters = [trained[number] for number in self.numbers]
+        dtype = trained[0].dtype if trained else torch.float32
+        device = trained[0].device if trained else torch.device("cpu")
+        multiple = max(PARAMETER_ALIGNMENT_NBYTES // dtype.itemsize, 1) if optimizer.parameter_alignment else 1
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.numels = [shape.numel() for shape in self.shapes]
+        self.pads = alignment_padding(self.numels, multiple)
         self.starts = flat_starts(self.numels, self.pads)
+        self.partition = flat_partition_numel(self.total, self.world_size)
         self.own = self.shares_of(self.rank)
+        self.gradient: torch.Tensor | None = None
+        self.flat = torch.zeros(self.partition * self.world_size, dtype=dtype, device=device)
+        master = torch.empty(
+            self.partition,
+            dtype=dtype if optimizer.fp16_master_weights_and_gradients else torch.float32,
+            device="cpu" if optimizer.offload else device,
+            pin_memory=optimizer.offload and device.type == "cuda" and self.partition > 0,
+        )
+        self.point()
+        if optimizer.broadcast_weights:
+            broadcast_first([self.flat], process_group)
+        self.master = torch.nn.Parameter(master.copy_(self.weights))
 
     @property
     def total(self) -> int:
@@ -169,53 +193,55 @@ def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.Process
             here.copy_(wire.view(here.dtype).view(here.shape))
 
 
-class FlatOptimizer(Optimizer):
-    """Param groups of the model's parameters, and a local optimizer of this rank's partition of each."""
+class FlatOptimizer(ShardedOptimizer):
+    """Param groups of the model's parameters, and a local optimizer of this rank's partition of each.
+
+    Options are those of ZeroOptimizer, and are there before this is made.
+    """
+
+    stage: int
+    model_parallel: Any
+    norm_type: float
+    expert_data_parallel_groups: Mapping[str, dist.ProcessGroup]
+    round_robin_gradients: bool
+    parameter_alignment: bool
+    fp16_master_weights_and_gradients: bool
+    reduce_bucket_size: int
+    reduce_scatter: bool
+    overlap_comm: bool
+    communication_data_type: torch.dtype | None
+    gradient_predivide_factor: float | None
+    gradient_accumulation_steps: int
+    gradient_accumulation_dtype: torch.dtype | None
+    offload: bool
+    broadcast_weights: bool
+    allow_per_tensor: bool
 
     def __init__(
         self,
         params: Any,
         optimizer_class: Callable[..., Optimizer],
-        *,
         process_group: dist.ProcessGroup | None,
-        expert_data_parallel_groups: Mapping[str, dist.ProcessGroup] | None,
-        round_robin_gradients: bool,
-        parameter_alignment: bool,
-        fp16_master_weights_and_gradients: bool,
-        offload: bool,
-        broadcast_weights: bool,
-        allow_per_tensor: bool,
         defaults: dict[str, Any],
     ) -> None:
-        if not allow_per_tensor:
-            refuse_per_tensor(optimizer_class)
-        given = param_groups.read_groups(params)
-        self.process_group = param_groups.read_process_group(process_group)
-        self.world_size = dist.get_world_size(self.process_group)
-        self.rank = dist.get_rank(self.process_group)
-        self.expert_data_parallel_groups = dict(expert_data_parallel_groups or {})
-        self.round_robin_gradients = round_robin_gradients
-        self.parameter_alignment = parameter_alignment
-        self.fp16_master_weights_and_gradients = fp16_master_weights_and_gradients
-        self.offload = offload
-        self.broadcast_weights = broadcast_weights
+        self._refuse_per_tensor(optimizer_class)
         self.groups: list[FlatGroup] = []
         self._place: dict[torch.Tensor, tuple[FlatGroup, int]] = {}
         self._names: dict[str, torch.Tensor] | None = None
-        self._is_made = False
-        super().__init__(given, dict(defaults))
-        local = [self._local_group(group, flat) for group, flat in zip(self.param_groups, self.groups, strict=True)]
-        self.optim = optimizer_class(local, **defaults)
-        if not isinstance(self.optim, Optimizer):
-            raise ValueError(  # noqa: TRY004  # as torch
-                f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}"
-            )
-        if not allow_per_tensor:
-            refuse_per_tensor(type(self.optim))  # which a function may have made
-        self.defaults = self.optim.defaults
-        self.state = self.optim.state
-        param_groups.sync(self.optim.param_groups, self.param_groups)
+        super().__init__(params, optimizer_class, process_group, defaults)
+        self._make_local(list(map(_local_group, self.param_groups, self.groups)))
+        self._refuse_per_tensor(type(self.optim))  # which a function may have made
         self._is_made = True
+
+    def _refuse_per_tensor(self, optimizer_class: Any) -> None:
+        """Raise ValueError for a class that is known to train otherwise on slices."""
+        is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+        if is_class and not self.allow_per_tensor and is_per_tensor(optimizer_class):
+            raise ValueError(
+                f"{optimizer_class.__name__} looks at whole tensors, and a ZeroOptimizer steps slices of a flat "
+                f"buffer: it would train otherwise than unsharded. ZeroRedundancyOptimizer({optimizer_class.__name__}) "
+                f"steps whole tensors; allow_per_tensor=True takes the slices for what they are"
+            )
 
     # --- groups
 
@@ -229,78 +255,30 @@ class FlatOptimizer(Optimizer):
         TypeError, ValueError
             As `torch.optim.Optimizer`; ValueError for several element types or devices in one group.
         """
-        made = param_groups.read_group(param_group)
-        trained = [parameter for parameter in made["params"] if parameter.requires_grad]
-        self._let_go(trained)
-        super().add_param_group(made)
+        group = param_groups.read_group(param_group)
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        new = set(trained)
+        for one in self.param_groups if self._is_made else ():  # where some were frozen, and no flat buffer has them
+            kept = [index for index, p in enumerate(one["params"]) if p in self._place or p not in new]
+            one.update(param_groups.selected(one, kept))
+        super().add_param_group(group)
         self._names = None
-        self.groups.append(self._flat_group(self.param_groups[-1], trained))
-        flat = self.groups[-1]
+        is_expert, process_group = bool(group.get("moe", False)), self.process_group
+        if is_expert:
+            name: Any = group.get("name")
+            if name not in self.expert_data_parallel_groups:
+                raise ValueError(
+                    f"a param group of experts, {name!r}, whose process group is not among expert_data_parallel_groups"
+                )
+            process_group = self.expert_data_parallel_groups[name]
+        flat = FlatGroup(trained, process_group, self, is_expert=is_expert)
+        self.groups.append(flat)
         if self.broadcast_weights:
-            broadcast_first([p for p in made["params"] if p not in set(trained)], flat.process_group)
+            broadcast_first([p for p in group["params"] if p not in new], process_group)
         self._place |= {parameter: (flat, position) for position, parameter in enumerate(flat.parameters)}
         if self._is_made:
-            self.optim.add_param_group(self._local_group(self.param_groups[-1], flat))
+            self.optim.add_param_group(_local_group(group, flat))
             param_groups.sync(self.optim.param_groups, self.param_groups)
-
-    def _let_go(self, trained: list[torch.Tensor]) -> None:
-        """Take parameters that no flat buffer has out of the groups they were frozen in."""
-        for parameter in trained:
-            if parameter in self._place:
-                continue
-            for group in self.param_groups:
-                for index, member in enumerate(group["params"]):
-                    if member is parameter:
-                        del group["params"][index]
-                        if "param_names" in group:
-                            del group["param_names"][index]
-                        break
-
-    def _flat_group(self, group: Group, trained: list[torch.Tensor]) -> FlatGroup:
-        """Move a group's trained parameters into a flat buffer, and make this rank's masters of them."""
-        is_expert = bool(group.get("moe", False))
-        process_group = self._process_group_of(group) if is_expert else self.process_group
-        _check(trained)
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        numbers = list(range(len(trained)))
-        if self.round_robin_gradients:
-            numbers = round_robin_order(len(trained), world_size)
-        parameters = [trained[number] for number in numbers]
-        dtype = parameters[0].dtype if parameters else torch.float32
-        device = parameters[0].device if parameters else torch.device("cpu")
-        multiple = max(PARAMETER_ALIGNMENT_NBYTES // dtype.itemsize, 1) if self.parameter_alignment else 1
-        numels = [parameter.numel() for parameter in parameters]
-        pads = alignment_padding(numels, multiple)
-        partition = flat_partition_numel(sum(numels) + sum(pads), world_size)
-        flat = torch.zeros(partition * world_size, dtype=dtype, device=device)
-        master = torch.empty(
-            partition,
-            dtype=dtype if self.fp16_master_weights_and_gradients else torch.float32,
-            device="cpu" if self.offload else device,
-            pin_memory=self.offload and device.type == "cuda" and partition > 0,
-        )
-        made = FlatGroup(
-            parameters, numbers, process_group, rank, world_size, is_expert, pads, partition, flat,
-            torch.nn.Parameter(master),
-        )  # fmt: skip
-        made.point()
-        if self.broadcast_weights:
-            broadcast_first([flat], process_group)
-        master.copy_(made.weights)
-        return made
-
-    def _process_group_of(self, group: Group) -> dist.ProcessGroup:
-        """Return the process group of a param group of experts."""
-        name = group.get("name")
-        if name not in self.expert_data_parallel_groups:
-            raise ValueError(
-                f"a param group of experts, {name!r}, whose process group is not among expert_data_parallel_groups"
-            )
-        return self.expert_data_parallel_groups[name]
-
-    @staticmethod
-    def _local_group(group: Group, flat: FlatGroup) -> Group:
-        return {**param_groups.hyperparameters(group), "params": [flat.master]}
 
     # --- names
 
@@ -324,17 +302,9 @@ class FlatOptimizer(Optimizer):
             raise ValueError(f"{name} was frozen when the optimizer was made, and has no state")
         return self._place[parameter]
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(_BOUND)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(_BOUND)
-
-
-_BOUND = (
-    "a ZeroOptimizer is bound to its process group and to its parameters' memory and cannot be copied or pickled: make "
-    "a new one of the copied parameters and give it this one's state_dict()"
-)
+def _local_group(group: Group, flat: FlatGroup) -> Group:
+    return {**param_groups.hyperparameters(group), "params": [flat.master]}
 
 
 # --- optimizers that look at whole tensors
@@ -355,15 +325,3 @@ NAMES = frozenset(
 def is_per_tensor(optimizer_class: type) -> bool:
     """Tell whether a class is known, or derived from one that is known, to step elements that depend on each other."""
     return any(base.__name__.lower().replace("_", "") in NAMES for base in optimizer_class.__mro__)
-
-
-def refuse_per_tensor(optimizer_class: object) -> None:
-    """Raise ValueError for a class that is known to train otherwise on slices."""
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-        return
-    if is_per_tensor(optimizer_class):
-        raise ValueError(
-            f"{optimizer_class.__name__} looks at whole tensors, and a ZeroOptimizer steps slices of a flat buffer: "
-            f"it would train otherwise than unsharded. ZeroRedundancyOptimizer({optimizer_class.__name__}) steps whole "
-            f"tensors; allow_per_tensor=True takes the slices for what they are"
-        )

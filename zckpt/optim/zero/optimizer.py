@@ -1,16 +1,13 @@
-"""The optimizer: its options, the step, and what ranks without inputs do."""
+"""The optimizer: its options, and the step."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
@@ -18,8 +15,6 @@ from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
 from zckpt.optim.zero.stateful import StatefulOptimizer, publish, wait_for
 from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler
-
-logger = logging.getLogger(__name__)
 
 REDUCE_BUCKET_SIZE = 1 << 23
 ALLGATHER_BUCKET_SIZE = 1 << 27
@@ -110,7 +105,7 @@ class ZeroOptimizer(StatefulOptimizer):
         stage: int = 2,
         process_group: dist.ProcessGroup | None = None,
         expert_data_parallel_groups: Mapping[str, dist.ProcessGroup] | None = None,
-        model_parallel: ModelParallel | None = None,
+        model_parallel: ModelParallel = None,
         round_robin_gradients: bool = False,
         parameter_alignment: bool = False,
         fp16_master_weights_and_gradients: bool = False,
@@ -132,42 +127,45 @@ class ZeroOptimizer(StatefulOptimizer):
         allow_per_tensor: bool = False,
         **defaults: Any,
     ) -> None:
-        _check_choices(stage=stage, norm_type=norm_type, gradient_predivide_factor=gradient_predivide_factor)
-        _check_least(1, reduce_bucket_size=reduce_bucket_size, allgather_bucket_size=allgather_bucket_size)
-        _check_least(1, gradient_accumulation_steps=gradient_accumulation_steps)
-        _check_least(0, clip_grad=clip_grad)
+        if stage not in (1, 2):
+            raise ValueError(f"stage must be 1 or 2, not {stage!r}")
+        if norm_type not in (2.0, math.inf):
+            raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")
+        if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
+            raise ValueError(f"gradient_predivide_factor must be above 0, not {gradient_predivide_factor!r}")
+        for what, least, number in (
+            ("reduce_bucket_size", 1, reduce_bucket_size),
+            ("allgather_bucket_size", 1, allgather_bucket_size),
+            ("gradient_accumulation_steps", 1, gradient_accumulation_steps),
+            ("clip_grad", 0, clip_grad),
+        ):
+            if not number >= least:
+                raise ValueError(f"{what} must be at least {least}, not {number!r}")
+        self.stage = stage
+        self.expert_data_parallel_groups = dict(expert_data_parallel_groups or {})
+        self.model_parallel = model_parallel
+        self.round_robin_gradients = round_robin_gradients
+        self.parameter_alignment = parameter_alignment
+        self.fp16_master_weights_and_gradients = fp16_master_weights_and_gradients
+        self.reduce_bucket_size = int(reduce_bucket_size)
+        self.allgather_bucket_size = allgather_bucket_size
+        self.reduce_scatter = reduce_scatter
+        self.overlap_comm = overlap_comm
+        self.communication_data_type = communication_data_type
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self.ignore_unused_parameters = ignore_unused_parameters
+        self.gradient_accumulation_steps = int(gradient_accumulation_steps)
+        self.gradient_accumulation_dtype = gradient_accumulation_dtype
+        self.loss_scaler = read_scaler(loss_scale)
         self.clip_grad = clip_grad
         self.norm_type = float(norm_type)
-        self.allgather_bucket_size = allgather_bucket_size
+        self.offload = offload
         self.elastic_checkpoint = elastic_checkpoint
-        self.model_parallel = model_parallel
+        self.broadcast_weights = broadcast_weights
+        self.allow_per_tensor = allow_per_tensor
         self.overflow = False
         self.last_grad_norm: float | None = None
-        super().__init__(
-            params,
-            optimizer_class,
-            stage=stage,
-            rules={
-                "reduce_bucket_size": int(reduce_bucket_size),
-                "reduce_scatter": reduce_scatter,
-                "overlap_comm": overlap_comm,
-                "communication_data_type": communication_data_type,
-                "gradient_predivide_factor": gradient_predivide_factor,
-            },
-            ignore_unused_parameters=ignore_unused_parameters,
-            gradient_accumulation_steps=int(gradient_accumulation_steps),
-            gradient_accumulation_dtype=gradient_accumulation_dtype,
-            loss_scaler=read_scaler(loss_scale),
-            process_group=process_group,
-            expert_data_parallel_groups=expert_data_parallel_groups,
-            round_robin_gradients=round_robin_gradients,
-            parameter_alignment=parameter_alignment,
-            fp16_master_weights_and_gradients=fp16_master_weights_and_gradients,
-            offload=offload,
-            broadcast_weights=broadcast_weights,
-            allow_per_tensor=allow_per_tensor,
-            defaults=defaults,
-        )
+        super().__init__(params, optimizer_class, process_group, defaults)
 
     # --- the step
 
@@ -228,30 +226,19 @@ class ZeroOptimizer(StatefulOptimizer):
                     parameter.grad = None
 
     def _step_or_fail(self) -> None:
-        norm = stepping.global_norm(
-            self.groups,
-            self.process_group,
-            norm_type=self.norm_type,
-            model_parallel=self.model_parallel,
-            failed=self._failed,
-        )
+        norm = stepping.global_norm(self, failed=self._failed)
         scale = self.loss_scale
         size = float(norm)
         self.overflow = not math.isfinite(size)
         self.last_grad_norm = size / scale
         try:
-            if self.overflow:
-                self._refuse_failure()
+            if self.overflow and self.is_any(self._failed):
+                raise WindowFailedError("backward failed on another rank: no rank has stepped")
             self.loss_scaler.update(self.overflow)
             if not self.overflow:
                 self._step_groups(stepping.divisor(norm, scale, self.clip_grad))
         finally:
             self._end_window()
-
-    def _refuse_failure(self) -> None:
-        """Raise RuntimeError on all ranks if the norm is infinite because one has failed."""
-        if self.is_any(self._failed):
-            raise WindowFailedError("backward failed on another rank: no rank has stepped")
 
     def is_any(self, mine: bool) -> bool:
         """Tell whether it is so on any rank, of those of other slices of the model, too. All call it together."""
@@ -275,49 +262,3 @@ class ZeroOptimizer(StatefulOptimizer):
             self.optim.param_groups = every
         wait_for(handles)
         param_groups.sync(every, self.param_groups)
-
-    # --- uneven inputs
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  # for all that join together
-        """Return what a rank without inputs does while others train: it adds zeros, and steps its partition."""
-        return _StepHook(self)
-
-    @property
-    def join_device(self) -> torch.device:
-        """The device that ranks agree on."""
-        return self.groups[0].flat.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The ranks that join."""
-        return self.process_group
-
-
-def _check_choices(*, stage: int, norm_type: float, gradient_predivide_factor: float | None) -> None:
-    """Raise ValueError for an option that has few values, or half of them."""
-    if stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, not {stage!r}")
-    if norm_type not in (2.0, math.inf):
-        raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")
-    if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor must be above 0, not {gradient_predivide_factor!r}")
-
-
-def _check_least(least: int, **given: float) -> None:
-    """Raise ValueError for an option that is less, or no number that can be compared."""
-    for what, number in given.items():
-        if not number >= least:
-            raise ValueError(f"{what} must be at least {least}, not {number!r}")
-
-
-class _StepHook(JoinHook):
-    """Trains along with ranks that still have inputs."""
-
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Take part in one window and its step."""
-        self.optimizer._window_is_open = True  # the others have said so
-        with contextlib.suppress(WindowFailedError):  # those that train raise it
-            self.optimizer._step_along()

@@ -4,43 +4,153 @@ All ranks reduce the same buckets in the same order, whatever the order in which
 whether all do: a parameter without gradient on a rank adds zeros there. So no rank waits for another for ever.
 Averages are accumulated in place, or in pinned memory of the host: copies off a GPU run on a stream of their own, while
 backward goes on.
+
+A bucket is filled with whole parameters in the order in which their gradients become ready. Of each process group and
+element type that it has parameters of, it has a message: a contiguous range of elements. Where owners get what they own
+and nobody the rest, a message has the extents of one owner after those of another.
+
+    by parameter   | a0 a0 | b0 b1 | c1 c1 |       for all-reduce     (a0: of parameter a, owned by rank 0)
+    by owner       | a0 a0 b0 | b1 c1 c1 |         for a reduction to each owner
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero.buckets import Bucket, Member, Message, OwnedExtent, fill, make_bucket, members_of
-from zckpt.optim.zero.flat import FlatGroup
+from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How gradients are averaged. See `ZeroOptimizer`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A parameter whose gradient is reduced: which one of a group, in the order of its buffer."""
 
-    process_group: dist.ProcessGroup
-    reduce_bucket_size: int
-    reduce_scatter: bool
-    overlap_comm: bool
-    communication_data_type: torch.dtype | None
-    gradient_predivide_factor: float | None
-    accumulation_dtype: torch.dtype | None
-    accumulation_device: torch.device | None
-    pin: bool
+    group: FlatGroup
+    position: int
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The parameter itself."""
+        return self.group.parameters[self.position]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.group.numels[self.position]
 
 
-@dataclass(eq=False)
-class _Flight:
-    """A bucket on its way."""
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedExtent:
+    """A range of one parameter's gradient that one rank owns.
 
-    bucket: Bucket
-    sent: list[tuple[Message, torch.Tensor]]
-    handles: list[dist.Work]
+    Parameters
+    ----------
+    owner : int
+        Rank in the group's process group.
+    start, numel : int, elements
+        Within the flattened parameter.
+    position : int, elements
+        Within the owner's partition.
+    """
+
+    member: Member
+    owner: int
+    start: int
+    numel: int
+    position: int
+
+    @classmethod
+    def each_of(cls, member: Member) -> Iterator[OwnedExtent]:
+        """Yield what each rank owns of a parameter."""
+        begin, partition, at = member.group.starts[member.position], member.group.partition, 0
+        while at < member.numel:
+            owner, position = divmod(begin + at, partition)
+            numel = min(member.numel - at, partition - position)
+            yield cls(member, owner, at, numel, position)
+            at += numel
+
+
+class Message:
+    """What one process group reduces of a bucket, as one range of elements of one type.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        Of groups that have the same ranks.
+    dtype : torch.dtype
+        What is sent.
+    by_owner : bool
+        Whether only owners get the result, and not all ranks.
+
+    Attributes
+    ----------
+    extents : list of (OwnedExtent, int)
+        Each with its offset in the message, by that.
+    own : list of (OwnedExtent, int)
+        Those of this rank.
+    owned : dict of int to (int, int)
+        For each owner its offset and number of elements, where they are by owner.
+    """
+
+    def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, *, by_owner: bool) -> None:
+        self.group, self.dtype, self.device = members[0].group, dtype, device
+        every = [extent for member in members for extent in OwnedExtent.each_of(member)]
+        if by_owner:
+            every.sort(key=lambda extent: extent.owner)  # stable
+        self.extents: list[tuple[OwnedExtent, int]] = []
+        self.owned: dict[int, tuple[int, int]] = {}
+        self.numel = 0
+        for extent in every:
+            offset, numel = self.owned.get(extent.owner, (self.numel, 0))
+            self.owned[extent.owner] = offset, numel + extent.numel
+            self.extents.append((extent, self.numel))
+            self.numel += extent.numel
+        self.own = [one for one in self.extents if one[0].owner == self.group.rank]
+
+    @property
+    def kind(self) -> tuple[int, torch.dtype, torch.device]:
+        """What messages have in common that can be sent from the same memory."""
+        return id(self.group.process_group), self.dtype, self.device
+
+    def send(self, wire: torch.Tensor, *, by_owner: bool) -> list[dist.Work]:
+        """Begin to sum it over its ranks: each owner gets its own, or all ranks get all of it."""
+        group = self.group.process_group
+        if self.group.world_size == 1:
+            return []
+        if not by_owner:
+            return [dist.all_reduce(wire, group=group, async_op=True)]
+        return [
+            dist.reduce(wire[at : at + numel], dst=dist.get_global_rank(group, owner), group=group, async_op=True)
+            for owner, (at, numel) in self.owned.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Parameters that are reduced together."""
+
+    members: list[Member]
+    messages: list[Message]
+
+
+def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
+    """Yield the members of each bucket: at most `size` elements, or one parameter that is larger."""
+    bucket: list[Member] = []
+    numel = 0
+    for member in members:
+        if not member.numel:
+            continue
+        if bucket and numel + member.numel > size:
+            yield bucket
+            bucket, numel = [], 0
+        bucket.append(member)
+        numel += member.numel
+    if bucket:
+        yield bucket
 
 
 class Reducer:
@@ -48,40 +158,34 @@ class Reducer:
 
     Parameters
     ----------
+    optimizer : FlatOptimizer
+        Whose options say how gradients are averaged.
     take : callable
         Gives this rank's gradient of a parameter, or None, and frees it.
-    while_backward : bool
-        Whether to reduce gradients as they become ready, and not in the order of the parameters when all are.
-    whole_till_then : bool
-        Whether all gradients are there, whole, when the first are reduced. What this rank owns then gets its memory
-        when the others' is free.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[FlatGroup],
-        rules: Rules,
-        take: Callable[[torch.Tensor], torch.Tensor | None],
-        *,
-        while_backward: bool,
-        whole_till_then: bool,
-    ) -> None:
-        self.groups = groups
-        self.rules = rules
+    def __init__(self, optimizer: FlatOptimizer, take: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self.optimizer, self.groups = optimizer, optimizer.groups
         self._take = take
-        self._while_backward = while_backward
+        self._while_backward = optimizer.stage == 2 or optimizer.overlap_comm  # and not in the order of parameters
+        # Stage 1 has all gradients, whole, when the first are reduced: what this rank owns gets memory as those go.
+        whole_till_then = optimizer.stage == 1 and optimizer.gradient_accumulation_steps > 1 and not optimizer.offload
         self._held: deque[tuple[OwnedExtent, torch.Tensor]] | None = deque() if whole_till_then else None
-        self._world_size = dist.get_world_size(rules.process_group)
-        self._buffers: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._pins = optimizer.offload and any(group.flat.is_cuda for group in self.groups)
+        self._buffers: dict[tuple[int, tuple[int, torch.dtype, torch.device]], torch.Tensor] = {}
         self._deliveries = Deliveries()
         self._accumulated: set[torch.Tensor] = set()
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[tuple[Bucket, list[tuple[Message, torch.Tensor]], list[dist.Work]]] = deque()
         self._turn = 0
         self.forget()
 
     def forget(self) -> None:
         """Forget the order of gradients: param groups have changed."""
-        self.members = members_of(self.groups)
+        self.members = [  # in the optimizer's order, not that of the buffers
+            Member(group, position)
+            for group in self.groups
+            for position in sorted(range(len(group.parameters)), key=group.numbers.__getitem__)
+        ]
         self._member = {member.parameter: member for member in self.members}
         self._buckets: list[Bucket] | None = None
         self._times: dict[torch.Tensor, int] = {}
@@ -147,15 +251,6 @@ class Reducer:
         first = bucket.members[0].parameter  # one that is alone is sent from where it is, if backward has made it
         self.launch(bucket, values, keep=first not in self._ready)
 
-    def _lay_out(self, early: Sequence[Member], late: Sequence[Member]) -> list[Bucket]:
-        """Fill buckets; with what has a gradient in each backward, and then with what may have one."""
-        size = self.rules.reduce_bucket_size
-        made = [self._bucket(its) for its in (*fill(early, size), *fill(late, size))]
-        self._bucket_of = {m.parameter: index for index, bucket in enumerate(made) for m in bucket.members}
-        self._late = {member.parameter for member in late}
-        self._buckets = made
-        return made
-
     def _agreed(self) -> list[Bucket]:
         """Let all ranks fill buckets as the gradients of this backward became ready on the first; the rest come last.
 
@@ -165,50 +260,57 @@ class Reducer:
         if self._while_backward:
             turn = {parameter: index for index, parameter in enumerate(self._times)}
             early.sort(key=lambda number: turn[self.members[number].parameter])
-        order = [*early, *sorted(set(range(len(self.members))) - set(early))]
-        if not order:
-            return self._lay_out([], [])
-        agreed = torch.tensor([len(early), *order], device=self.members[0].parameter.device)
-        root = dist.get_global_rank(self.rules.process_group, 0)
-        dist.broadcast(agreed, src=root, group=self.rules.process_group)
-        count, *order = agreed.tolist()
-        members = [self.members[number] for number in order]
-        return self._lay_out(members[:count], members[count:])
+        count, order = len(early), [*early, *sorted(set(range(len(self.members))) - set(early))]
+        if order:
+            group, device = self.optimizer.process_group, self.members[0].parameter.device
+            agreed = torch.tensor([count, *order], device=device)
+            dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
+            count, *order = agreed.tolist()
+        members, size = [self.members[number] for number in order], self.optimizer.reduce_bucket_size
+        self._late = {member.parameter for member in members[count:]}
+        made = [self._bucket(its) for some in (members[:count], members[count:]) for its in fill(some, size)]
+        self._bucket_of = {m.parameter: index for index, bucket in enumerate(made) for m in bucket.members}
+        self._buckets = made
+        return made
 
     # --- one bucket
 
-    def bucket_of(self, parameters: Sequence[torch.Tensor]) -> Bucket:
+    def bucket_of(self, parameters: Iterable[torch.Tensor]) -> Bucket:
         """Return a bucket of these parameters."""
         return self._bucket([self._member[parameter] for parameter in parameters])
 
-    def _bucket(self, members: Sequence[Member]) -> Bucket:
-        return make_bucket(members, dtype=self.rules.communication_data_type, by_owner=self.rules.reduce_scatter)
+    def _bucket(self, members: list[Member]) -> Bucket:
+        by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type
+        kinds: dict[tuple[int, torch.dtype, torch.device], list[Member]] = {}
+        for member in members:
+            parameter = member.parameter
+            kind = (id(member.group.process_group), sent or parameter.dtype, parameter.device)
+            kinds.setdefault(kind, []).append(member)
+        return Bucket(members, [Message(its, kind[1], kind[2], by_owner=by_owner) for kind, its in kinds.items()])
 
     def launch(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> None:
         """Send gradients of a bucket's members; `drain` waits for the result. They are overwritten, or kept."""
-        while len(self._flights) >= (2 if self.rules.overlap_comm else 1):
+        overlap = self.optimizer.overlap_comm
+        while len(self._flights) >= (2 if overlap else 1):
             self._land()
-        self._turn = 1 - self._turn if self.rules.overlap_comm else 0
+        self._turn = 1 - self._turn if overlap else 0
         values = {
             member.parameter: None if gradient is None else gradient.detach().reshape(-1)
             for member, gradient in zip(bucket.members, gradients, strict=True)
         }
         sent = [(message, self._pack(message, values, keep=keep)) for message in bucket.messages]
-        handles = [
-            handle for message, wire in sent for handle in _send(message, wire, reduce=self.rules.reduce_scatter)
-        ]
-        self._flights.append(_Flight(bucket, sent, handles))
-        if not self.rules.overlap_comm:
+        handles = [one for message, wire in sent for one in message.send(wire, by_owner=self.optimizer.reduce_scatter)]
+        self._flights.append((bucket, sent, handles))
+        if not overlap:
             self._land()
 
-    def accept(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-        """Keep what this rank owns of gradients that have been averaged already."""
-        values = dict(zip(parameters, (gradient.detach().reshape(-1) for gradient in gradients), strict=True))
-        for message in self.bucket_of(parameters).messages:
-            for extent in message.extents:
-                value = values[extent.member.parameter]
-                self._receive(message, extent, value[extent.start : extent.start + extent.numel])
-        self._accumulated |= set(parameters)
+    def accept(self, averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Keep what this rank owns of gradients, by parameter, that have been averaged already."""
+        for message in self.bucket_of(averages).messages:
+            for extent, _ in message.own:
+                value = averages[extent.member.parameter].detach().reshape(-1)
+                self._receive(extent, value[extent.start : extent.start + extent.numel])
+        self._accumulated |= averages.keys()
 
     def drain(self) -> None:
         """Wait for all buckets that are on their way."""
@@ -223,52 +325,59 @@ class Reducer:
 
     def _pack(self, message: Message, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
         """Return what is sent: gradients, divided as far as they are to be before the reduction."""
-        factor = self.rules.gradient_predivide_factor
-        first = message.extents[0].member
-        is_alone = all(extent.member is first for extent in message.extents)
+        first = message.extents[0][0].member
+        is_alone = all(extent.member is first for extent, _ in message.extents)
         alone = values[first.parameter] if is_alone and not keep else None
         if alone is not None and alone.dtype == message.dtype:
-            _divide(alone, alone, self._world_size, factor)
+            self._divide(alone, alone)
             return alone
         wire = self._buffer(message)
-        for extent in message.extents:
-            into = wire[extent.offset : extent.offset + extent.numel]
+        for extent, offset in message.extents:
+            into = wire[offset : offset + extent.numel]
             value = values[extent.member.parameter]
             if value is None:
                 into.zero_()
             else:
-                _divide(value[extent.start : extent.start + extent.numel], into, self._world_size, factor)
+                self._divide(value[extent.start : extent.start + extent.numel], into)
         return wire
+
+    def _divide(self, value: torch.Tensor, into: torch.Tensor) -> None:
+        """Divide by the world size, or by the factor of it that comes before the reduction."""
+        factor, world_size = self.optimizer.gradient_predivide_factor, self.optimizer.world_size
+        if factor is None and world_size > 1:
+            torch.div(value, world_size, out=into)
+        elif factor is not None and factor != 1.0:
+            torch.mul(value, 1.0 / factor, out=into)
+        elif into is not value:
+            into.copy_(value)
 
     def _buffer(self, message: Message) -> torch.Tensor:
         """Return memory for a message; of each kind there are two to take turns with, or one."""
-        key = (self._turn, id(message.process_group), message.dtype, message.device)
+        key = (self._turn, message.kind)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < message.numel:
-            like = [one.numel for bucket in self._buckets or [] for one in bucket.messages if _is_like(one, message)]
-            buffer = torch.empty(max([message.numel, *like]), dtype=message.dtype, device=message.device)
-            self._buffers[key] = buffer
+            every = [message, *(one for bucket in self._buckets or [] for one in bucket.messages)]
+            numel = max(one.numel for one in every if one.kind == message.kind)
+            buffer = self._buffers[key] = torch.empty(numel, dtype=message.dtype, device=message.device)
         self._deliveries.before_reuse(message.device)
         return buffer[: message.numel]
 
     def _land(self) -> None:
         """Wait for the oldest bucket and keep what this rank owns of it."""
-        flight = self._flights.popleft()
-        for handle in flight.handles:
+        bucket, sent, handles = self._flights.popleft()
+        for handle in handles:
             handle.wait()
-        factor = self.rules.gradient_predivide_factor
-        for message, wire in flight.sent:
-            for extent in message.extents:
-                received = wire[extent.offset : extent.offset + extent.numel]
-                if extent.owner == message.rank and factor is not None and factor != self._world_size:
-                    received.mul_(factor / self._world_size)
-                self._receive(message, extent, received)
-        self._accumulated |= {member.parameter for member in flight.bucket.members}
+        factor, world_size = self.optimizer.gradient_predivide_factor, self.optimizer.world_size
+        for message, wire in sent:
+            for extent, offset in message.own:
+                received = wire[offset : offset + extent.numel]
+                if factor is not None and factor != world_size:
+                    received.mul_(factor / world_size)
+                self._receive(extent, received)
+        self._accumulated |= {member.parameter for member in bucket.members}
 
-    def _receive(self, message: Message, extent: OwnedExtent, received: torch.Tensor) -> None:
+    def _receive(self, extent: OwnedExtent, received: torch.Tensor) -> None:
         """Keep an average that this rank owns; in memory of its own, where that of the whole comes later."""
-        if extent.owner != message.rank:
-            return
         if self._held is None or extent.member.group.gradient is not None:
             self._deliver(extent, received, add=extent.member.parameter in self._accumulated)
         else:
@@ -282,37 +391,10 @@ class Reducer:
     def _gradient(self, group: FlatGroup) -> torch.Tensor:
         """Return a group's accumulated gradients; padding stays zero."""
         if group.gradient is None:
-            dtype = self.rules.accumulation_dtype or group.flat.dtype
-            device = self.rules.accumulation_device or group.flat.device
-            group.gradient = torch.zeros(group.partition, dtype=dtype, device=device, pin_memory=self.rules.pin)
+            dtype = self.optimizer.gradient_accumulation_dtype or group.flat.dtype
+            device = "cpu" if self.optimizer.offload else group.flat.device
+            group.gradient = torch.zeros(group.partition, dtype=dtype, device=device, pin_memory=self._pins)
         return group.gradient
-
-
-def _is_like(one: Message, other: Message) -> bool:
-    return (one.process_group, one.dtype, one.device) == (other.process_group, other.dtype, other.device)
-
-
-def _send(message: Message, wire: torch.Tensor, *, reduce: bool) -> list[dist.Work]:
-    """Begin to sum a message over its ranks: each owner gets its own, or all ranks get all of it."""
-    group = message.process_group
-    if dist.get_world_size(group) == 1:
-        return []
-    if not reduce:
-        return [dist.all_reduce(wire, group=group, async_op=True)]
-    return [
-        dist.reduce(wire[offset : offset + numel], dst=dist.get_global_rank(group, owner), group=group, async_op=True)
-        for owner, offset, numel in message.owned
-    ]
-
-
-def _divide(value: torch.Tensor, into: torch.Tensor, world_size: int, factor: float | None) -> None:
-    """Divide by the world size, or by the factor of it that comes before the reduction."""
-    if factor is None and world_size > 1:
-        torch.div(value, world_size, out=into)
-    elif factor is not None and factor != 1.0:
-        torch.mul(value, 1.0 / factor, out=into)
-    elif into is not value:
-        into.copy_(value)
 
 
 class Deliveries:

@@ -11,9 +11,9 @@ DeepSpeed's loss scalers (0.4 to 0.19), whose names the attributes have: they go
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,35 +21,23 @@ from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import copied
-from zckpt.optim.zero.flat import FlatGroup
+from zckpt.optim.zero.flat import PIECE, PIECE_OF_GPU, FlatGroup, FlatOptimizer
 
 NORM_PIECE = 1 << 20  # elements, 8 MiB of float64
 
 
-class ModelParallel(Protocol):
-    """The ranks that hold the other slices of the model, as Megatron's `mpu` names them."""
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the ranks that hold the model together."""
-        ...
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return how many they are."""
-        ...
-
-    def get_model_parallel_rank(self) -> int:
-        """Return which of them this is."""
-        ...
+ModelParallel = Any
+"""The ranks that hold the other slices of the model, as Megatron's `mpu` names them; None: the model is whole."""
 
 
-def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
+def model_rank(model_parallel: ModelParallel) -> tuple[int, int]:
     """Return which slice of the model this rank has, and of how many."""
     if model_parallel is None:
         return 0, 1
     return model_parallel.get_model_parallel_rank(), model_parallel.get_model_parallel_world_size()
 
 
-def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) -> bool:
+def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel) -> bool:
     """Tell whether this rank counts a parameter: its own slice of one, or, on the first rank, one that all have.
 
     Source: the attributes `model_parallel` and `tensor_model_parallel` (Megatron), `ds_pipe_replicated` (DeepSpeed).
@@ -61,26 +49,10 @@ def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) ->
     return model_rank(model_parallel)[0] == 0
 
 
-def global_norm(
-    groups: Sequence[FlatGroup],
-    process_group: dist.ProcessGroup,
-    *,
-    norm_type: float,
-    model_parallel: ModelParallel | None,
-    failed: bool = False,
-) -> torch.Tensor:
+def global_norm(optimizer: FlatOptimizer, *, failed: bool = False) -> torch.Tensor:
     """Return the norm of all gradients, as they are (scaled by the loss scale). All ranks call it together.
 
-    Parameters
-    ----------
-    groups : sequence of FlatGroup
-        Their `gradient` is the average over ranks.
-    process_group : ProcessGroup
-        All data-parallel ranks.
-    norm_type : float
-        2.0 or infinity.
-    failed : bool
-        This rank has no gradients to speak of: the norm is infinite.
+    `failed`: this rank has no gradients to speak of: the norm is infinite.
 
     Returns
     -------
@@ -92,12 +64,13 @@ def global_norm(
     Source: ZeRO-1/2 of DeepSpeed 0.19: per parameter in float64, per group in float32, experts averaged over the ranks
     that share them.
     """
+    groups, norm_type, model_parallel = optimizer.groups, optimizer.norm_type, optimizer.model_parallel
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
     partial = [_partial(group, norm_type, model_parallel) for group in groups]
     if failed:
         partial = [torch.full_like(one, math.inf) for one in partial]
-    handles = [dist.all_reduce(one, op=op, group=process_group, async_op=True) for one in partial]
+    handles = [dist.all_reduce(one, op=op, group=optimizer.process_group, async_op=True) for one in partial]
     for handle in handles:
         handle.wait()
     if model_parallel is not None and model_rank(model_parallel)[1] > 1:
@@ -113,7 +86,7 @@ def global_norm(
     return total
 
 
-def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel | None) -> torch.Tensor:
+def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel) -> torch.Tensor:
     """Return this rank's contribution of a group: the largest magnitude, or the sum of the powers of magnitudes."""
     device = group.flat.device
     gradient = group.gradient
@@ -144,9 +117,6 @@ def divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> float:
 
 
 # --- the step of a master
-
-PIECE = 1 << 20  # elements; a power of two, so that pieces begin where vector instructions do; fits caches
-PIECE_OF_GPU = 1 << 25  # takes longer than its kernels' launches
 
 
 def step(optimizer: Optimizer, group: FlatGroup, divisor: float) -> None:

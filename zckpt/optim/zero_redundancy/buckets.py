@@ -27,15 +27,9 @@ class BucketAssignment:
     `offset` is the position of the first among the bucket's parameters, `tensor` flat, and they are views of it.
     """
 
-    bucket_index: int
     parameters: list[torch.Tensor]
     offset: int
     tensor: torch.Tensor | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.parameters[0].device
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +101,7 @@ def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
         for number, (begin, end) in enumerate(largest):
             owner = free[number] if info.shard_buckets else index % info.world_size
             held[owner] += sum(numels[begin:end])
-            found[owner][index] = BucketAssignment(index, parameters[begin:end], begin)
+            found[owner][index] = BucketAssignment(parameters[begin:end], begin)
             info.assigned_ranks_per_bucket[index].add(owner)
             if owner == rank:
                 info.offsets[index] = len(info.params_per_rank[owner])

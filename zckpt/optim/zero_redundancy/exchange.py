@@ -47,28 +47,38 @@ class Bucket:
     parameters: list[torch.Tensor]
     tensor: torch.Tensor | None = None
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether what is sent is one parameter's own memory."""
+        return self.tensor is None and len(self.parameters) == 1 and self.parameters[0].is_contiguous()
 
-@dataclass(slots=True)
-class Gathered:
-    """A buffer of equal shares, [world size x width elements], that an all-gather completes; by rank what is in it."""
-
-    tensor: torch.Tensor
-    width: int
-    shares: list[Bucket]
+    def wire(self, *, mine: bool) -> torch.Tensor:
+        """Return the tensor that is sent or received."""
+        if self.tensor is not None:
+            return self.tensor
+        first = self.parameters[0]
+        if self.is_direct:
+            return first.data.view(-1)
+        if mine:
+            return torch.cat([p.data.reshape(-1) for p in self.parameters])
+        return torch.empty(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
 
 
 @dataclass(slots=True)
 class Exchange:
-    """All that is sent after a step."""
+    """All that is sent after a step.
+
+    `gathered` are buffers of equal shares of all ranks, which an all-gather completes; `views` are flat tensors of
+    which parameters are views.
+    """
 
     buckets: list[Bucket] = field(default_factory=list)
-    gathered: list[Gathered] = field(default_factory=list)
+    gathered: list[torch.Tensor] = field(default_factory=list)
+    views: list[tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
 
     def is_intact(self) -> bool:
         """Tell whether parameters are still where they were put: `p.data = x` takes one out of its bucket."""
-        views = [bucket for bucket in self.buckets if bucket.tensor is not None]
-        views += [share for gathered in self.gathered for share in gathered.shares]
-        return all(is_flat(share.tensor, share.parameters) for share in views if share.tensor is not None)
+        return all(is_flat(elements, parameters) for elements, parameters in self.views)
 
 
 def by_kind(shares: Sequence[Sequence[torch.Tensor]]) -> dict[Kind, list[list[torch.Tensor]]]:
@@ -123,19 +133,15 @@ def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bo
             continue
         if gather and width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
-            each = enumerate(zip(ranks, torch.split(whole, width), strict=True))
-            views = [Bucket(rank, parameters, elements) for rank, (parameters, elements) in each]
-            exchange.gathered.append(Gathered(whole, width, views))
+            exchange.gathered.append(whole)
+            views = list(zip(torch.split(whole, width), ranks, strict=True))
         else:
-            views = [
-                Bucket(rank, parameters, torch.empty(numels[rank], dtype=dtype, device=device))
-                for rank, parameters in enumerate(ranks)
-                if numels[rank]
-            ]
-            exchange.buckets += views
-        for view in views:
-            if view.tensor is not None:
-                flatten(view.tensor, view.parameters)
+            made = [torch.empty(numel, dtype=dtype, device=device) for numel in numels]
+            views = list(zip(made, ranks, strict=True))
+            exchange.buckets += [Bucket(rank, its, one) for rank, (one, its) in enumerate(views) if one.numel()]
+        for elements, parameters in views:
+            flatten(elements, parameters)
+        exchange.views += views
     return exchange
 
 
@@ -164,46 +170,21 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
     """Send this rank's parameters and receive all others'. All ranks of the group call it together."""
     if world_size == 1:
         return
-    sent: list[tuple[Bucket, torch.Tensor]] = []
     handles = []
-    for gathered in exchange.gathered:
-        own = gathered.tensor[rank * gathered.width : (rank + 1) * gathered.width]
-        handles.append(all_gather_flat(gathered.tensor, own, group=group, async_op=True))
-    for bucket in exchange.buckets:
-        tensor = _tensor(bucket, mine=bucket.rank == rank)
-        sent.append((bucket, tensor))
+    for whole in exchange.gathered:
+        own = whole.view(world_size, -1)[rank]
+        handles.append(all_gather_flat(whole, own, group=group, async_op=True))
+    sent = [(bucket, bucket.wire(mine=bucket.rank == rank)) for bucket in exchange.buckets]
+    for bucket, tensor in sent:
         source = dist.get_global_rank(group, bucket.rank)
         handles.append(dist.broadcast(tensor, src=source, group=group, async_op=True))
     for handle in handles:
         handle.wait()
     for bucket, tensor in sent:
-        if bucket.rank != rank and bucket.tensor is None and not _is_direct(bucket):
-            unpack(tensor, bucket.parameters)
-
-
-def _is_direct(bucket: Bucket) -> bool:
-    return len(bucket.parameters) == 1 and bucket.parameters[0].is_contiguous()
-
-
-def _tensor(bucket: Bucket, *, mine: bool) -> torch.Tensor:
-    """Return the tensor that is sent or received."""
-    if bucket.tensor is not None:
-        return bucket.tensor
-    first = bucket.parameters[0]
-    if _is_direct(bucket):
-        return first.data.view(-1)
-    if mine:
-        return torch.cat([p.data.reshape(-1) for p in bucket.parameters])
-    numel = sum(p.numel() for p in bucket.parameters)
-    return torch.empty(numel, dtype=first.dtype, device=first.device)
-
-
-def unpack(tensor: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-    """Copy a flat tensor into parameters, end to end."""
-    at = 0
-    for parameter in parameters:
-        parameter.data.copy_(tensor[at : at + parameter.numel()].view(parameter.shape))
-        at += parameter.numel()
+        if bucket.rank != rank and bucket.tensor is None and not bucket.is_direct:
+            its = bucket.parameters
+            for parameter, elements in zip(its, torch.split(tensor, [p.numel() for p in its]), strict=True):
+                parameter.data.copy_(elements.view(parameter.shape))
 
 
 State = dict[int, dict[str, Any]]
@@ -215,167 +196,87 @@ State = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU."""
+    """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU.
+
+    Of one without dimensions, such as `step`, the value goes along.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
+    value: float | complex | None = None
 
+    @classmethod
+    def of(cls, value: object) -> object:
+        """Return what is said of a value: itself, if it is no tensor."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        lying = value if is_dense(value) else torch.empty(value.shape, device="meta")
+        number = None if value.dim() else value.item()
+        return cls(tuple(value.shape), lying.stride(), value.dtype, value.device.type == "cpu", number)
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A tensor of no dimension, such as `step`: its value goes with the description."""
-
-    value: float | complex
-    dtype: torch.dtype
-    on_cpu: bool
-
-
-def collect(
-    state: Mapping[int, Mapping[str, Any]], about: object, group: dist.ProcessGroup, to: int
-) -> tuple[State, list[Any]] | None:
-    """Return the state of all ranks on the CPU, and what each said, on rank `to` of the group; None on the others.
-
-    Parameters
-    ----------
-    state : mapping
-        This rank's state by global parameter number. Nothing of it is kept: tensors are copied.
-    about : object
-        What else this rank has to say: small, and without tensors.
-    group : ProcessGroup
-    to : int
-    """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    gathered: list[Any] = [(_described(state), about)]
-    if world_size > 1:
-        mine, gathered = gathered[0], [None] * world_size
-        target = dist.get_global_rank(group, to)
-        dist.gather_object(mine, gathered if rank == to else None, dst=target, group=group)
-    device = wire_device(group)
-    if rank != to:
-        for one in state.values():
-            _send(one, to, group, device)
-        return None
-    found: State = {}
-    for source, (described, _) in enumerate(gathered):
-        for number, one in described.items():
-            found[number] = _kept(state[number]) if source == rank else _receive(one, source, group, device, "cpu")
-    return {number: found[number] for number in sorted(found)}, [said for _, said in gathered]
+    def receive(self, source: int, group: dist.ProcessGroup, to: torch.device) -> torch.Tensor:
+        """Return the tensor that another rank sends, on a device; what was on the CPU stays there."""
+        if self.on_cpu:
+            to = torch.device("cpu")
+        if self.value is not None:
+            return torch.tensor(self.value, dtype=self.dtype, device=to)
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=wire_device(group))
+        if tensor.numel():
+            dist.recv(flat(tensor).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
+        return tensor.to(to)
 
 
 def move(
     state: Mapping[int, Mapping[str, Any]],
     about: object,
-    parameters: Sequence[torch.Tensor],
     before: Sequence[int],
     after: Sequence[int],
     group: dist.ProcessGroup,
+    devices: Sequence[torch.device] | None = None,
 ) -> tuple[State, list[Any]]:
-    """Return this rank's state when parameters go to other ranks, and what all ranks said. Called on all of them.
+    """Return the state that this rank is to have, and what all ranks said. Called on all of them.
 
     Parameters
     ----------
-    state, about : mapping, object
-        As for `collect`.
-    parameters : sequence of Tensor
-        All of them: state goes to the device of its parameter.
+    state : mapping
+        This rank's, by global parameter number.
+    about : object
+        What else this rank has to say: small, and without tensors.
     before, after : sequence of int
-        The rank in the group that has each parameter.
+        The rank in the group that has, and is to have, the state of each parameter.
+    group : ProcessGroup
+    devices : sequence of torch.device, optional
+        To which that of each parameter goes. By default it goes to the CPU, and what stays on its rank is copied.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    described = {number: {key: Described.of(value) for key, value in one.items()} for number, one in state.items()}
     gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, (_described(state), about), group=group)
-    device = wire_device(group)
+    dist.all_gather_object(gathered, (described, about), group=group)
     found: State = {}
     for number, (source, target) in enumerate(zip(before, after, strict=True)):
-        described = gathered[source][0].get(number)
-        if described is None:
+        its = gathered[source][0].get(number)
+        if its is None:
             continue
         if rank == source == target:
-            found[number] = dict(state[number])
+            found[number] = dict(state[number]) if devices else {k: _on_cpu(v) for k, v in state[number].items()}
         elif rank == source:
-            _send(state[number], target, group, device)
+            for value in state[number].values():
+                if isinstance(value, torch.Tensor) and value.dim() and value.numel():
+                    tensor = value.detach() if is_dense(value) else value.detach().contiguous()
+                    sent = flat(tensor).to(wire_device(group)).view(torch.uint8)
+                    dist.send(sent, dst=dist.get_global_rank(group, target), group=group)
         elif rank == target:
-            found[number] = _receive(described, source, group, device, parameters[number].device)
+            to = devices[number] if devices else torch.device("cpu")
+            found[number] = {
+                key: one.receive(source, group, to) if isinstance(one, Described) else one for key, one in its.items()
+            }
     return found, [said for _, said in gathered]
 
 
-def send_gradients(parameters: Sequence[torch.Tensor], to: int, group: dist.ProcessGroup) -> None:
-    """Send the gradients of some parameters to a rank, and which of them have one."""
-    device = wire_device(group)
-    target = dist.get_global_rank(group, to)
-    dist.send(torch.tensor([p.grad is not None for p in parameters], device=device), dst=target, group=group)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            _send({"gradient": parameter.grad}, to, group, device)
-
-
-def receive_gradients(parameters: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
-    """Receive the gradients of some parameters; one that is there already is written to."""
-    device = wire_device(group)
-    present = torch.empty(len(parameters), dtype=torch.bool, device=device)
-    dist.recv(present, src=dist.get_global_rank(group, source), group=group)
-    for parameter, has in zip(parameters, present.tolist(), strict=True):
-        if not has:
-            parameter.grad = None
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        described = {"gradient": _about(parameter.grad)}
-        parameter.grad.copy_(_receive(described, source, group, device, parameter.device)["gradient"])
-
-
-def _described(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, object]]:
-    """Return what is said of state: a tensor's form, a single number, or the value itself."""
-    return {number: {key: _about(value) for key, value in one.items()} for number, one in state.items()}
-
-
-def _about(value: object) -> object:
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.dim():
-        lying = value if is_dense(value) else torch.empty(value.shape, device="meta")
-        return Described(tuple(value.shape), lying.stride(), value.dtype, value.device.type == "cpu")
-    return Number(value.item(), value.dtype, value.device.type == "cpu")
-
-
-def _send(values: Mapping[str, Any], to: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send a parameter's tensors, one after the other."""
-    for value in values.values():
-        if isinstance(value, torch.Tensor) and value.dim() and value.numel():
-            tensor = value.detach() if is_dense(value) else value.detach().contiguous()
-            dist.send(flat(tensor).to(device).view(torch.uint8), dst=dist.get_global_rank(group, to), group=group)
-
-
-def _receive(
-    described: Mapping[str, object],
-    source: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    to: torch.device | str,
-) -> dict[str, Any]:
-    """Return a parameter's state from another rank, on a device; what was on the CPU stays there."""
-    found: dict[str, Any] = {}
-    for key, about in described.items():
-        if isinstance(about, Number):
-            found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else to)
-        elif isinstance(about, Described):
-            tensor = torch.empty_strided(about.shape, about.stride, dtype=about.dtype, device=device)
-            if tensor.numel():
-                dist.recv(flat(tensor).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
-            found[key] = tensor.to("cpu" if about.on_cpu else to)
-        else:
-            found[key] = about
-    return found
-
-
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies on the CPU."""
-    return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
-        for key, value in values.items()
-    }
+def _on_cpu(value: object) -> object:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
 
 
 def wire_device(group: dist.ProcessGroup) -> torch.device:

@@ -1,41 +1,31 @@
-"""The optimizer: the step, after backward or along with it, and state."""
+"""The optimizer: which rank has which parameters, the step, after backward or along with it, and state."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, numbered, selected
+from zckpt.optim.sharded import ShardedOptimizer
 from zckpt.optim.zero_redundancy import exchange, state_dicts
-from zckpt.optim.zero_redundancy.buckets import BucketAssignment, OverlapStatus, assign, flatten
-from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer, packed
+from zckpt.optim.zero_redundancy.buckets import BucketAssignment, OverlapInfo, OverlapStatus, assign, flatten
 from zckpt.optim.zero_redundancy.state_dicts import PARTITION, GroupOfPart
+from zckpt.state.partition import greedy_partition
 
 logger = logging.getLogger(__name__)
 
 
-class _StepHook(JoinHook):
-    """Steps along with ranks that still have inputs."""
-
-    def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Step this rank's share and take part in the exchange; where the step overlaps, DDP's own join hook does."""
-        if not self.optimizer._overlap_with_ddp:
-            self.optimizer._step_joined()
-
-
-class ZeroRedundancyOptimizer(PartitionedOptimizer):
+class ZeroRedundancyOptimizer(ShardedOptimizer):
     """An optimizer whose state is spread over ranks, each of which steps some of the parameters for all.
 
     Parameters
@@ -68,8 +58,6 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     An `optimizer_class` whose step looks at all parameters together, as LBFGS does, sees its rank's share only.
     """
 
-    _consolidated: dict[str, Any] | None = None
-
     def __init__(
         self,
         params: Any,
@@ -79,12 +67,126 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        self._bucket_assignments: list[dict[int, BucketAssignment]] = []
+        self.parameters_as_bucket_view = parameters_as_bucket_view and not overlap_with_ddp
+        self._overlap_with_ddp = overlap_with_ddp
+        self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
+        """Which rank steps which share of which bucket of DDP; empty until that is known."""
+        self._all_params: list[torch.Tensor] = []
+        self._trained: set[torch.Tensor] = set()
         self._stepped: dict[int, Group] = {}
         self._step_lock = threading.Lock()
-        super().__init__(
-            params, optimizer_class, process_group, parameters_as_bucket_view, overlap_with_ddp, defaults=defaults
-        )
+        self._consolidated: dict[str, Any] | None = None
+        self._forget()
+        super().__init__(params, optimizer_class, process_group, defaults)
+        self.global_rank = dist.get_global_rank(self.process_group, self.rank)
+        self._overlap_info = OverlapInfo(self.world_size)
+        self._note_trained()
+        self._settle()
+        self._is_made = True
+
+    # --- which rank has what
+
+    def _forget(self) -> None:
+        """Forget what follows from the param groups."""
+        self._partition: list[list[Group]] | None = None
+        self._is_greedy = True
+        self._exchange: exchange.Exchange | None = None
+        for cached in ("_param_to_rank", "_param_to_index"):
+            self.__dict__.pop(cached, None)
+
+    def _partition_parameters(self) -> list[list[Group]]:
+        """Return the param groups of each rank."""
+        if self._partition is None:
+            numels = [[p.numel() for p in group["params"]] for group in self.param_groups]
+            self._partition = self._groups_of(greedy_partition(numels, self.world_size))
+        return self._partition
+
+    def _groups_of(self, chosen: Iterable[Sequence[Sequence[int]]]) -> list[list[Group]]:
+        """Return the groups of each rank, which has these parameters of each."""
+        return [list(map(selected, self.param_groups, indices)) for indices in chosen]
+
+    def _repartition(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Assign all parameters to ranks again, those in none of the shares to the first; state is forgotten."""
+        self._forget()
+        self._is_greedy = False
+        every = enumerate(group["params"] for group in self.param_groups)
+        where = {parameter: (number, index) for number, its in every for index, parameter in enumerate(its)}
+        rest = where.keys() - {parameter for share in shares for parameter in share}
+        chosen: list[list[list[int]]] = [[[] for _ in self.param_groups] for _ in shares]
+        for rank, share in enumerate(shares):
+            for parameter in (*share, *([p for p in where if p in rest] if rank == 0 else ())):
+                if parameter in where:  # DDP may have others
+                    number, index = where[parameter]
+                    chosen[rank][number].append(index)
+        self._partition = self._groups_of(chosen)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make a local optimizer, without state, of what this rank has, and buckets, if parameters are views."""
+        self._make_local([dict(group) for group in self._partition_parameters()[self.rank]])
+        if self.parameters_as_bucket_view:
+            self._exchange = self._make_exchange()
+
+    @cached_property
+    def _param_to_rank(self) -> dict[torch.Tensor, int]:
+        """The rank that steps each parameter."""
+        every = enumerate(self._partition_parameters())
+        return {p: rank for rank, groups in every for group in groups for p in group["params"]}
+
+    @property
+    def _index_to_param(self) -> list[torch.Tensor]:
+        """Parameters by number: position over all groups, in order."""
+        return list(self._param_to_index)
+
+    @cached_property
+    def _param_to_index(self) -> dict[torch.Tensor, int]:
+        """The number of each parameter."""
+        every = (parameter for group in self.param_groups for parameter in group["params"])
+        return {parameter: index for index, parameter in enumerate(every)}
+
+    @property
+    def shares(self) -> list[int]:
+        """Elements that each rank steps; a step takes as long as the largest share."""
+        return [sum(p.numel() for group in groups for p in group["params"]) for groups in self._partition_parameters()]
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a param group; its parameters are assigned to ranks, and those of earlier groups stay where they are.
+
+        All ranks must add the same.
+
+        Raises
+        ------
+        RuntimeError
+            Parameters are not where they were assigned at first: DDP's buckets, or a part that was loaded, decided.
+        """
+        if self._is_made and (self._overlap_info.status != OverlapStatus.UNINITIALIZED or not self._is_greedy):
+            raise RuntimeError(
+                "a param group cannot be added once the buckets of DDP, or a part that was loaded, have decided which "
+                "rank has which parameter"
+            )
+        super().add_param_group(param_groups.read_group(param_group))
+        self._all_params.extend(self.param_groups[-1]["params"])
+        if self._is_made:
+            self._forget()
+            self.optim.add_param_group(dict(self._partition_parameters()[self.rank][-1]))
+            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._note_trained()
+            if self.parameters_as_bucket_view:
+                self._exchange = self._make_exchange()
+
+    def _about_groups(self, preferred: int = 0) -> tuple[dict[int, Group], list[int]]:
+        """Return the hyperparameters that this rank sends to others, by group, and the rank that sends each group's.
+
+        Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
+        """
+        partition = self._partition_parameters()
+        ranks = (preferred, *range(self.world_size))
+        holders = [
+            next((rank for rank in ranks if partition[rank][index]["params"]), preferred)
+            for index in range(len(self.param_groups))
+        ]
+        every = enumerate(zip(self.param_groups, holders, strict=True))
+        return {i: param_groups.plain(group) for i, (group, holder) in every if holder == self.rank}, holders
 
     # --- the step
 
@@ -121,14 +223,20 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         With `gradients`, one for each of its parameters in order, those are used and parameters without one left alone.
         """
         Join.notify_join_context(self)
-        if self._join_config.enable and gradients is None:
-            return self._step_in_join(closure, **kwargs)
         if gradients is not None:
             mine = [p for group in self.optim.param_groups for p in group["params"]]
             self._step_gradients({p: g for p, g in zip(mine, gradients, strict=True) if g is not None})
             self._end_step()
             return None
-        return self._step_share(closure, **kwargs)
+        if not self._join_config.enable:
+            return self._step_share(closure, **kwargs)
+        loss = None  # ranks that have run out of inputs need the gradients of their shares
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._give_gradients(has_inputs=True)
+        returned = self._step_share(**kwargs)
+        return returned if closure is None else loss
 
     def _step_share(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self._note_trained()
@@ -173,6 +281,25 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self.param_groups[index].update(values)
         self._stepped.clear()
 
+    # --- what is exchanged
+
+    def _note_trained(self) -> None:
+        """Take parameters that are trained, or have a gradient all the same, into what is exchanged."""
+        new = {p for p in self._all_params if p not in self._trained and (p.requires_grad or p.grad is not None)}
+        if new:
+            self._trained |= new
+            self._exchange = None
+
+    def _make_exchange(self) -> exchange.Exchange:
+        shares = [
+            [p for group in groups for p in group["params"] if p in self._trained]
+            for groups in self._partition_parameters()
+        ]
+        if not self.parameters_as_bucket_view:
+            return exchange.plain_exchange(shares)
+        gather = exchange.wire_device(self.process_group).type != "cpu"
+        return exchange.bucket_view_exchange(shares, gather=gather)
+
     def _sync_params(self) -> None:
         if self._exchange is None or not self._exchange.is_intact():
             self._exchange = self._make_exchange()
@@ -180,26 +307,21 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     # --- overlap with DDP
 
-    @property
-    def _bucket_assignments_per_rank(self) -> list[dict[int, BucketAssignment]]:
-        """Which rank steps which share of which bucket of DDP; empty until that is known."""
-        return self._bucket_assignments
-
     def _init_zero_for_overlap(self) -> None:
         """Assign the buckets of DDP to ranks, and move state to where it is needed from now on."""
         info = self._overlap_info
-        self._bucket_assignments = assign(info, self.rank)
-        for assignments in self._bucket_assignments:
+        self._bucket_assignments_per_rank = assign(info, self.rank)
+        for assignments in self._bucket_assignments_per_rank:
             for assignment in assignments.values():
                 flatten(assignment)
-        before = self._param_to_rank
-        held = self._local_part()
+        before, held = self._param_to_rank, self._local_part()
         about, holders = self._about_groups()
         self._repartition(info.params_per_rank)
-        parameters, after = self._index_to_param, self._param_to_rank
+        parameters = self._index_to_param
         moved, gathered = exchange.move(
-            held, about, parameters, [before[p] for p in parameters], [after[p] for p in parameters], self.process_group
-        )
+            held, about, [before[p] for p in parameters], [self._param_to_rank[p] for p in parameters],
+            self.process_group, [p.device for p in parameters],
+        )  # fmt: skip
         for index, holder in enumerate(holders):
             self.param_groups[index].update(gathered[holder][index])
         for number, values in moved.items():
@@ -208,25 +330,12 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     # --- uneven inputs
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  # for all that join together
-        """Return what a rank without inputs does while others still step: it steps its share, with their gradients."""
-        return _StepHook(self)
-
-    def _step_in_join(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        """Step this rank's share where ranks may have run out of inputs; those need the gradients of their shares."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._give_gradients(has_inputs=True)
-        returned = self._step_share(**kwargs)
-        return returned if closure is None else loss
-
-    def _step_joined(self) -> None:
-        """Step along without inputs."""
-        self._give_gradients(has_inputs=False)
-        self._step_share()
-        self._sync_params()
+    def _step_along(self) -> None:
+        """Step without inputs; where the step overlaps, DDP's own join hook does."""
+        if not self._overlap_with_ddp:
+            self._give_gradients(has_inputs=False)
+            self._step_share()
+            self._sync_params()
 
     def _give_gradients(self, *, has_inputs: bool) -> None:
         """Let the first rank that has inputs give the others, which have old gradients, those of their shares."""
@@ -234,15 +343,25 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         gathered = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(self.world_size)]
         mine = torch.tensor([int(has_inputs)], dtype=torch.int32, device=device)
         dist.all_gather(gathered, mine, group=self.process_group)
-        active = [rank for rank, one in enumerate(gathered) if one.item()]
-        for rank, groups in enumerate(self._partition_parameters()):
-            share = [p for group in groups for p in group["params"]]
-            if rank in active or not share:
+        active = {rank for rank, one in enumerate(gathered) if one.item()}
+        if len(active) == self.world_size:
+            return
+        parameters, first = self._index_to_param, min(active)
+        after = [self._param_to_rank[parameter] for parameter in parameters]
+        given = {
+            number: {"grad": parameter.grad}
+            for number, parameter in enumerate(parameters)
+            if self.rank == first and after[number] not in active and parameter.grad is not None
+        }
+        devices = [parameter.device for parameter in parameters]
+        moved, _ = exchange.move(given, None, [first] * len(after), after, self.process_group, devices)
+        for number, parameter in enumerate(parameters):
+            if self.rank in active or after[number] != self.rank:
                 continue
-            if self.rank == active[0]:
-                exchange.send_gradients(share, rank, self.process_group)
-            elif self.rank == rank:
-                exchange.receive_gradients(share, active[0], self.process_group)
+            if parameter.grad is None or number not in moved:
+                parameter.grad = moved.get(number, {}).get("grad")
+            else:  # it may be a view of a bucket
+                parameter.grad.copy_(moved[number]["grad"])
 
     # --- state
 
@@ -264,10 +383,10 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         self._consolidated = None
         param_groups.sync(self.param_groups, self.optim.param_groups)
         about, holders = self._about_groups(to)
-        collected = exchange.collect(self._local_part(), about, self.process_group, to)
-        if collected is not None:
-            whole, gathered = collected
-            made = packed(self.param_groups)
+        before = list(map(self._param_to_rank.__getitem__, self._index_to_param))
+        whole, gathered = exchange.move(self._local_part(), about, before, [to] * len(before), self.process_group)
+        if self.rank == to:
+            made = numbered(self.param_groups)
             for index, holder in enumerate(holders):
                 made[index].update(gathered[holder][index])
             self._consolidated = {"state": whole, "param_groups": made}
@@ -298,8 +417,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             ranks = [self._param_to_rank[parameter] for parameter in self._index_to_param]
             made = {
                 "state": self._local_part(),
-                "param_groups": [GroupOfPart(group) for group in packed(self.param_groups)],
-                PARTITION: state_dicts.part_of(self.rank, self.world_size, ranks),
+                "param_groups": [GroupOfPart(group) for group in numbered(self.param_groups)],
+                PARTITION: {"rank": self.rank, "world_size": self.world_size, "ranks": ranks},
             }
         for change in self._optimizer_state_dict_post_hooks.values():
             made = change(self, made) or made

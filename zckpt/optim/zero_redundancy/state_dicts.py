@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from zckpt.errors import UnsupportedError
 from zckpt.optim.param_groups import SHOWN, Group, check_shapes, copied, hyperparameters, matched
+from zckpt.optim.param_groups import numbered as numbered_groups
 from zckpt.optim.tensors import copied_like
-from zckpt.optim.zero_redundancy.partitioned import packed
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
@@ -54,11 +54,6 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.
         if number in state_dict["state"]:
             check_shapes(number, state_dict["state"][number], parameter)
     return found
-
-
-def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, object]:
-    """Return what a rank's own part says of itself."""
-    return {"rank": rank, "world_size": world_size, "ranks": list(ranks)}
 
 
 def saved_ranks(
@@ -129,7 +124,7 @@ def sharded(groups: Sequence[Group], state: Mapping[int, Mapping[str, Any]]) -> 
     `groups`: all; `state`: by number, of this rank's parameters, those without state included.
     """
     called = labels(groups)
-    made = packed(groups)
+    made = numbered_groups(groups)
     for group in made:
         group["params"] = [called[number] for number in group["params"]]
     return {

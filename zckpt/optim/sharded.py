@@ -1,0 +1,105 @@
+"""What sharded optimizers have in common: param groups that all ranks know, and a local optimizer of a rank's share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+
+from zckpt.optim import param_groups
+from zckpt.optim.param_groups import Group
+
+
+class ShardedOptimizer(Optimizer, Joinable):
+    """An optimizer of which each rank steps its share, with `optim`, and has the state of that."""
+
+    optim: Optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        process_group: dist.ProcessGroup | None,
+        defaults: dict[str, Any],
+    ) -> None:
+        given = param_groups.read_groups(params)
+        self._optimizer_class = optimizer_class
+        self._is_made = False
+        self._own_state: Any = {}
+        Joinable.__init__(self)
+        self.process_group = param_groups.read_process_group(process_group)
+        self.world_size = dist.get_world_size(self.process_group)
+        self.rank = dist.get_rank(self.process_group)
+        self._given_defaults = defaults
+        Optimizer.__init__(self, given, dict(defaults))
+
+    def _make_local(self, groups: Sequence[Group]) -> None:
+        """Make the local optimizer, whose defaults and hyperparameters are everyone's."""
+        self.optim = self._optimizer_class(groups, **self._given_defaults)
+        if not isinstance(self.optim, Optimizer):
+            raise ValueError(  # noqa: TRY004  # as torch
+                f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}"
+            )
+        self.defaults = {**self.optim.defaults, **self._given_defaults}
+        param_groups.sync(self.optim.param_groups, self.param_groups)
+
+    @property
+    def state(self) -> Any:
+        """State of this rank's share: that of its local optimizer."""
+        return self.optim.state if "optim" in self.__dict__ else self._own_state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if "optim" in self.__dict__:
+            self.optim.state = value
+        else:
+            self._own_state = value
+
+    # --- uneven inputs
+
+    @abstractmethod
+    def _step_along(self) -> None:
+        """Take part in a step of ranks that still have inputs."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  # for all that join together
+        """Return what a rank without inputs does while others train: it takes part in their steps."""
+        return _StepHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device that ranks agree on: that of the first parameter."""
+        devices = (parameter.device for group in self.param_groups for parameter in group["params"])
+        return next(devices, torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that join."""
+        return self.process_group
+
+    # --- what cannot be
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} is bound to its process group and to its parameters' memory and cannot be copied "
+            f"or pickled: make a new one of the copied parameters and give it this one's state_dict()"
+        )
+
+
+class _StepHook(JoinHook):
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Step along with ranks that still have inputs."""
+        self.optimizer._step_along()
