@@ -96,24 +96,18 @@ def layer_from(entry: object) -> AutoLayer:
     ):
         raise DamagedFileError(f"unreadable {KEY}", expected="layers with their experts and ranks",
                                found=str(entry)[:80])  # fmt: skip
-    number = known.get("moe_layer_id")
+    number, placement = known.get("moe_layer_id"), known.get("expert_placement")
     layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
-    _check_placement(layer, known.get("expert_placement"))
-    return layer
-
-
-def _check_placement(layer: AutoLayer, placement: object) -> None:
-    if placement is None:
-        return
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
     held = {one.get("rank"): one.get("experts") for one in ranks or [] if isinstance(one, dict)}
     count = layer.per_rank
-    if held != {rank: list(range(rank * count, (rank + 1) * count)) for rank in range(layer.degree)}:
+    if placement is not None and held != {r: list(range(r * count, (r + 1) * count)) for r in range(degree)}:
         raise UnsupportedError(
             f"the experts of {layer.prefix} are not placed on ranks in order",
             expected=f"{count} on each of {layer.degree} ranks, one after the other",
             found=str(held)[:80],
         )
+    return layer
 
 
 def check_kind(
@@ -242,12 +236,17 @@ def layers_for(
             "checkpoint_format": "zero3_partitioned" if sharded else "per_expert_files",
             "checkpoint_format_version": 1 if sharded else None,
         }
-        if isinstance(entry.get("expert_placement"), dict):
+        if isinstance(placement := entry.get("expert_placement"), dict):
             ranks = [{"rank": r, "experts": list(range(r * per, (r + 1) * per))} for r in range(degree)]
-            changed["expert_placement"] = {**entry["expert_placement"], "ep_size": degree, "ranks": ranks}
-        if isinstance(entry.get("affine_maps"), dict):
-            maps = {name: _map(one, count, degree) for name, one in entry["affine_maps"]["params"].items()}
-            changed["affine_maps"] = {**entry["affine_maps"], "params": maps}
+            changed["expert_placement"] = {**placement, "ep_size": degree, "ranks": ranks}
+        if isinstance(maps := entry.get("affine_maps"), dict):  # where the slices of a tensor are in the whole
+            shares, params = shares_of([[per] * degree], degree), {}
+            for name, known in maps["params"].items():
+                logical = known["logical_shape"]
+                rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
+                entry_of = map_entry(Rule(SLICED, (count, *rest), 0, shares), degree)
+                params[name] = {**known, "ranks": entry_of["ranks"]}
+            changed["affine_maps"] = {**maps, "params": params}
         more = changed if sharded else {}  # which DeepSpeed does not load without; some lists leave them out
         found.append({key: changed.get(key, value) for key, value in {**entry, **more}.items()})
     return found
@@ -284,14 +283,6 @@ def with_layers(model: ModelShard) -> Mapping[str, object]:
     if not listed or not isinstance(info, dict) or KEY not in info:
         return model.content
     return {**model.content, INFO_KEY: {**info, KEY: listed}}
-
-
-def _map(known: Mapping[str, object], experts: int, degree: int) -> dict[str, object]:
-    """Return where the slices of a tensor are in the whole, as DeepSpeed writes it down."""
-    logical = known["logical_shape"]
-    rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
-    rule = Rule(SLICED, (experts, *rest), 0, shares_of([[experts // degree] * degree], degree))
-    return {**known, "ranks": map_entry(rule, degree)["ranks"]}
 
 
 def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes
-from zckpt.formats.deepspeed.flat import Slots
-from zckpt.formats.deepspeed.per_parameter import ShardPadding, cut_parameters
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.per_parameter import Cut, cut_parameters
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Padding, Slot
+from zckpt.state import WEIGHT
 from zckpt.state.views import concat
 
 if TYPE_CHECKING:
@@ -34,25 +33,8 @@ GROUPS_KEY = "ds_zero_partition_groups"
 _EXPERTS = "autoep_expert"
 
 
-@dataclass(slots=True)
-class Cut:
-    """What the shards of all ranks make up: shape, slots and sub-group of each parameter, and the padding."""
-
-    shapes: Shapes
-    slots: Slots
-    sub_groups: dict[str, int]
-    padding: list[Padding]
-    spans: list[ShardPadding]
-    degree: int = 1
-
-
-def has_own_groups(members: Sequence[OptimizerShard]) -> bool:
-    """Tell whether some sub-groups have experts."""
-    return any(one.families == [_EXPERTS] for one in _groups(members[0]))
-
-
 def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]) -> Cut:
-    """Return what `cut_parameters` does, of sub-groups that have experts and of those that all ranks share.
+    """Return what the shards of ranks make up where sub-groups may have experts; those without all ranks share.
 
     Parameters
     ----------
@@ -68,32 +50,29 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     UnsupportedError
         A sub-group is shared in another way.
     """
-    of_experts = [one.families == [_EXPERTS] for one in _groups(members[0])]
-    layers = auto_experts(models[0])
+    of_experts, layers = [one.families == [_EXPERTS] for one in _groups(members[0])], auto_experts(models[0])
     every = {name: shape for group in models[0].param_shapes or [] for name, shape in group.items()}
-    dense = {name: shape for name, shape in every.items() if name not in layers}
+    if not any(of_experts):
+        return cut_parameters(every, members, keys)
     experts = {name: shape for name, shape in every.items() if name in layers}
     sharing = _sharing(members, of_experts)
     check_shapes(experts, layers, len(sharing))
     _check_numbers(models, sharing)
     own = [_only(member, of_experts, wanted=False) for member in members]
-    slots, sub_groups, padding = cut_parameters(dense, own, keys)
-    found = Cut({**every}, slots, sub_groups, padding, [ShardPadding(dense, own, keys)], len(sharing))
-    parts: dict[str, list[dict[str, Slot]]] = {name: [] for name in experts}
-    for ranks in sharing:
-        own = [_only(members[rank], of_experts, wanted=True) for rank in ranks]
-        slots, sub_groups, padding = cut_parameters(experts, own, keys)
-        for name, one in slots.items():
-            parts[name].append(one)
-        found.sub_groups |= sub_groups
-        found.padding += padding
-        found.spans.append(ShardPadding(experts, own, keys))
+    found = cut_parameters({name: shape for name, shape in every.items() if name not in layers}, own, keys)
+    found.degree, found.shapes = len(sharing), every
+    parts = [cut_parameters(experts, [_only(members[rank], of_experts, wanted=True) for rank in ranks], keys)
+             for ranks in sharing]  # fmt: skip
+    for part in parts:
+        found.sub_groups |= part.sub_groups
+        found.padding += part.padding
+        found.spans += part.spans
     for name, shape in experts.items():
         found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
         found.slots[name] = {
-            key: concat([one[key] for one in parts[name]], 0)
-            for key in parts[name][0]
-            if all(key in one for one in parts[name])
+            key: concat([one.slots[name][key] for one in parts], 0)
+            for key in parts[0].slots[name]
+            if all(key in one.slots[name] for one in parts)
         }
     return found
 
@@ -103,29 +82,28 @@ def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
 
     Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
     """
-    layers, found = auto_layers(model), {}
-    groups = [*(model.param_shapes or []), model.frozen_shapes or {}] if layers else []
-    listed = {name for group in groups for name in group}
-    for layer in layers:
+    found: dict[str, str] = {}
+    listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
+
+    def is_copy(name: str, first: str) -> bool:
+        """Tell whether two tensors have one shape, one type and, in a sample, the same values."""
+        from zckpt.compare.weights import rounds_to
+
+        one, other = model.module[name], model.module.get(first)
+        if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        return rounds_to(*(slot_of(WEIGHT, tensor, model.path) for tensor in (other, one)))
+
+    for layer in auto_layers(model):
         module = layer.prefix.removesuffix(".experts")
         for name in model.module:
             rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
             first = f"{module}.router.gate.{rest[1]}" if rest else ""
             if not name.startswith(f"{module}.") or name == first:
                 continue
-            if (name not in listed and first in listed) if parameterwise else _is_copy(model, name, first):
+            if (name not in listed and first in listed) if parameterwise else is_copy(name, first):
                 found[name] = first
     return found
-
-
-def _is_copy(model: ModelShard, name: str, first: str) -> bool:
-    """Tell whether two tensors of a model file have one shape, one type and, in a sample, the same values."""
-    from zckpt.compare.weights import rounds_to
-
-    one, other = model.module[name], model.module.get(first)
-    if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return rounds_to(*(slot_of(WEIGHT, tensor, model.path) for tensor in (other, one)))
 
 
 class _Group(NamedTuple):

@@ -12,8 +12,8 @@ from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_experts
 from zckpt.formats.deepspeed.code_groups import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
-from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
+from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.quantised import of_slices

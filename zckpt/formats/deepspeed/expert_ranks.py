@@ -26,10 +26,10 @@ from typing import Generic, TypeVar
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import auto_experts
-from zckpt.formats.deepspeed.directory import EXPERT, Shard
+from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.origin import RankFiles
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, weights_of
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate
 from zckpt.torchfile import Tensor, TorchFile, plain
@@ -114,9 +114,8 @@ class Spread(Generic[T]):
 
     def shared(self, degree: int) -> list[list[T]]:
         """Return for each expert rank the members that share its experts, by the partition that they have."""
-        placement = Placement(len(self.members), self.data_first)
-        count = len(self.members) // degree
-        return [[self.members[placement.rank(e, p, degree)] for p in range(count)] for e in range(degree)]
+        rank, count = Placement(len(self.members), self.data_first).rank, len(self.members) // degree
+        return [[self.members[rank(e, p, degree)] for p in range(count)] for e in range(degree)]
 
 
 def sharing(
@@ -150,7 +149,6 @@ def sharing(
 
 
 Weights = dict[str, tuple[str, Tensor]]
-Files = Sequence[tuple[Shard, TorchFile]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,25 +191,13 @@ class ExpertFiles:
                         "parameter", name, name, slot_of(WEIGHT, tensor, path), slot_of(WEIGHT, used, where), lane
                     )
 
-    def lanes_of(self, name: str) -> set[int]:
-        """Return the model-parallel ranks under which a weight is."""
-        return {lane for lane, weights in self.by_lane.items() if name in weights}
 
-
-def expert_files(files: Files, named: Mapping[str, dict[str, object]]) -> ExpertFiles:
-    """Return what the files of experts hold.
-
-    Parameters
-    ----------
-    named : mapping of str to dict
-        Content of each file, by path.
-    """
+def expert_files(files: Sequence[tuple[Shard, TorchFile]]) -> ExpertFiles:
+    """Return what the files of experts hold."""
     by_lane: dict[int, Weights] = {}
     layers: dict[str, int] = {}
-    for shard, _ in files:
-        if shard.role != EXPERT:
-            continue
-        tensors = {name: one for name, one in named[shard.path].items() if isinstance(one, Tensor)}
+    for shard, file in files:
+        tensors = weights_of(file)
         by_lane.setdefault(shard.mp_rank or 0, {}).update({n: (shard.path, one) for n, one in tensors.items()})
         for name in filter(is_expert, tensors):
             layers.setdefault(layer_of(name), shard.layer or 0)
@@ -239,18 +225,21 @@ def spread_over(
     """
     data_first = is_data_first(model)
     alone = Spread(ranks[lane], 1, data_first, auto_experts(model).keys())
-    dp, tp = len(ranks[lane]), len(ranks)
+    members, dp, tp = ranks[lane], len(ranks[lane]), len(ranks)
     if tp == 1 or any(len(one) != dp for one in ranks):
         return alone
-    every = over_all(ranks, data_first)
+    every, named = over_all(ranks, data_first), []
+    if members and members[0].stage != 3:
+        counts = members[0].partition_count
+        named = [list(group) for group in model.param_shapes][: len(counts)] if model.param_shapes is not None else [
+            [name for member in members for name in (member.mappings or [{}] * (index + 1))[index]]
+            for index in range(len(counts))
+        ]  # fmt: skip
     totals = _totals(files, model)
-    for index, names in enumerate(_names_of_groups(model, ranks[lane]) if dp and ranks[lane][0].stage != 3 else []):
-        if not every.are_experts(names):
+    for names, count in zip(named, members[0].partition_count if named else (), strict=True):
+        if not every.are_experts(names) or count < 1 or dp * tp % count:
             continue
         local = experts_per_rank(names)
-        count = ranks[lane][0].partition_count[index]
-        if count < 1 or dp * tp % count:
-            continue
         if all(totals.get(layer) == number * dp * tp // count for layer, number in local.items()):
             _check_order(every, dp * tp // count, local, files)
             return every
@@ -272,28 +261,16 @@ def spread_of(ranks: Sequence[RankFiles], files: RankFiles) -> Spread[OptimizerS
     return over_all([one.members for one in ranks], data_first)
 
 
-def _names_of_groups(model: ModelShard, members: Sequence[OptimizerShard]) -> list[list[str]]:
-    if model.param_shapes is not None:
-        return [list(group) for group in model.param_shapes][: len(members[0].partition_count)]
-    return [
-        list(dict.fromkeys(name for member in members for name in (member.mappings or [{}] * (index + 1))[index]))
-        for index in range(len(members[0].partition_count))
-    ]
-
-
 def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
     """Return the experts of each layer: as many as files speak of, or as the model file says, if that is more."""
-    said = plain(model.content.get("num_experts"))
-    recorded = said if isinstance(said, list) else []
+    recorded = plain(model.content.get("num_experts"))
+    found = [(layer_of(name), number + 1) for name in files.all() if (number := expert_number(name)) is not None]
+    if isinstance(recorded, list):
+        known = {layer: recorded[number] for layer, number in files.layers.items() if number < len(recorded)}
+        found += [(layer, count) for layer, count in known.items() if type(count) is int]
     totals: dict[str, int] = {}
-    for name in files.all():
-        number = expert_number(name)
-        if number is not None:
-            layer = layer_of(name)
-            totals[layer] = max(totals.get(layer, 0), number + 1)
-    for layer, number in files.layers.items():
-        if number < len(recorded) and type(recorded[number]) is int:
-            totals[layer] = max(totals.get(layer, 0), recorded[number])
+    for layer, count in found:
+        totals[layer] = max(totals.get(layer, 0), count)
     return totals
 
 
@@ -301,12 +278,11 @@ def _check_order(spread: Spread[OptimizerShard], degree: int, local: Mapping[str
     """Raise unless each expert is, or is missing, under the mp_rank of the first rank that has it."""
     placement = Placement(len(spread.members), spread.data_first)
     for name in files.all():
-        number = expert_number(name)
-        layer = layer_of(name)
+        number, layer = expert_number(name), layer_of(name)
         if number is None or layer not in local:
             continue
         writer = placement.rank(number // local[layer] % degree, 0, degree) % spread.lanes
-        found = files.lanes_of(name)
+        found = {lane for lane, weights in files.by_lane.items() if name in weights}
         if writer not in found:
             raise UnsupportedError(
                 f"the weights of expert {number} are not in the file of the rank that has it, if tensor-parallel ranks "

@@ -138,33 +138,32 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str
     UnsupportedError
         They are not layer by layer and expert by expert, so that their order at another degree is not known.
     """
-    layers: dict[str, dict[int, list[str]]] = {}
-    for name in names[0]:
-        match = _EXPERT.fullmatch(name)
-        if match:
-            layers.setdefault(match["before"], {}).setdefault(int(match["number"]), []).append(match["after"])
-    counts = {layer: len(found) * len(names) for layer, found in layers.items()}
-
-    def assigned(ranks: int) -> list[list[str]]:
-        return [
-            [
-                f"{layer}{number}{after}"
-                for layer, found in layers.items()
-                for number in range(rank * counts[layer] // ranks, (rank + 1) * counts[layer] // ranks)
-                for after in found[min(found)]
-            ]
-            for rank in range(ranks)
-        ]
-
-    for layer, count in counts.items():
+    every = [name for of_rank in names for name in of_rank if is_expert(name)]
+    totals = experts_per_rank(every)
+    for layer, count in totals.items():
         check_divides(layer, count, degree)
-    if assigned(len(names)) != [list(one) for one in names]:
+    if _dealt(every, len(names), totals) != [list(one) for one in names]:
         raise UnsupportedError(
             "the optimizer has its experts neither layer by layer nor expert by expert: their order over other ranks "
             "is not known",
             expected="--expert-parallel-size left out",
         )
-    return assigned(degree)
+    return _dealt(every, degree, totals)
+
+
+def _dealt(names: Iterable[str], degree: int, totals: Mapping[str, int]) -> list[list[str]]:
+    """Return the names of experts, layer by layer and expert by expert, for each of so many ranks.
+
+    Layers, and an expert's parameters, come as they first do.
+    """
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in names:
+        layers.setdefault(layer_of(name), {}).setdefault(expert_number(name) or 0, []).append(name)
+    ranks: dict[int, list[str]] = {rank: [] for rank in range(degree)}
+    for layer, numbers in layers.items():
+        for number in sorted(numbers):  # one that is none of so many is of no such rank
+            ranks.setdefault(number // max(totals[layer] // degree, 1), []).extend(numbers[number])
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 Files = Sequence[tuple[Shard, TorchFile]]
@@ -205,18 +204,16 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     degree = named_degree(group)
     for layer in dict.fromkeys(map(layer_of, sparse)):
         check_divides(layer, totals[layer], degree)
-    every = _by_layer(sparse)
+    ranks = _dealt(sparse, degree, totals)
+    every = [name for names in ranks for name in names]
     per_rank = {layer: max(total // degree, 1) for layer, total in totals.items()}
-    ranks: list[list[str]] = [[] for _ in range(degree)]
-    for name in every:
-        ranks[(expert_number(name) or 0) // per_rank[layer_of(name)]].append(name)
     local = [[local_name(name, rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
     if any(one != local[0] for one in local):
         raise UnsupportedError(
             f"a param group that does not have the same of the experts of each of {degree} ranks, as DeepSpeed's has",
             found=listed(every, most=4),
         )
-    return [name for names in ranks for name in names]
+    return every
 
 
 def mixed(others: Sequence[str], experts: Sequence[str]) -> UnsupportedError:
@@ -250,14 +247,6 @@ def check_split(groups: Sequence[ParamGroup]) -> None:
                     found=str(group.hyperparameters.get("name"))[:80],
                 )
             last[key] = number
-
-
-def _by_layer(names: Iterable[str]) -> list[str]:
-    """Return names layer by layer and expert by expert; layers and an expert's parameters come as they first do."""
-    layers: dict[str, dict[int, list[str]]] = {}
-    for name in names:
-        layers.setdefault(layer_of(name), {}).setdefault(expert_number(name) or 0, []).append(name)
-    return [name for numbers in layers.values() for number in sorted(numbers) for name in numbers[number]]
 
 
 def numbers_of_experts(names: Iterable[str]) -> list[int]:

@@ -9,15 +9,16 @@ reordered, so that they are wrong there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
+from zckpt.formats.deepspeed.values import quantised_keys
 from zckpt.formats.torch_files.tensors import span_of, unresolved
 from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
-from zckpt.state.partition import FlatShare, flat_padding, flat_partition_numel, flat_shares, flat_starts
+from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
 from zckpt.torchfile import Tensor
 
 Slots = dict[str, dict[str, Slot]]
@@ -52,11 +53,6 @@ class FlatGroup:
     pads: Sequence[int] | None
     mappings_hold: bool
 
-    @property
-    def numels(self) -> list[int]:
-        """Number of elements of each parameter."""
-        return [math.prod(shape) for shape in self.shapes.values()]
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -70,27 +66,6 @@ class Case:
     low: int
     high: int
     others: frozenset[str] = frozenset()
-
-
-def flat_cases(
-    group: FlatGroup, members: Sequence[OptimizerShard], others: Sequence[frozenset[str]] | None = None
-) -> list[Case]:
-    """Return the cases of a flat group: whole partitions in the rigid form, possibly stripped ones in the elastic.
-
-    Parameters
-    ----------
-    members : sequence of OptimizerShard
-        The ranks that share the group, in order.
-    others : sequence of frozenset of str, optional
-        For each of them the keys of tensors that do not have a value for each element, whatever their size.
-    """
-    total = flat_starts(group.numels, group.pads)[-1]
-    partition = partition_numel(group, members, total)
-    needed = [partition - flat_padding(total, partition, position) for position in range(len(members))]
-    return [
-        Case(member, group.index, need if member.elastic else partition, partition, aside)
-        for member, need, aside in zip(members, needed, others or [frozenset()] * len(members), strict=True)
-    ]
 
 
 def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
@@ -130,63 +105,241 @@ def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
     return groups
 
 
-def cut_group(
-    group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str]
-) -> tuple[Slots, list[Padding], list[PaddingSpan]]:
-    """Return the slots of a group's parameters, the padding of each rank, and where all of it lies, zero or not.
+class Partitions:
+    """A flat group as the ranks that share it have it.
 
     Parameters
     ----------
+    group : FlatGroup
     members : sequence of OptimizerShard
         The ranks that share the group, in order.
-    keys : set of str
-        Per-element state, from `element_slots`.
+
+    Attributes
+    ----------
+    aside : list of frozenset of str
+        For each rank the keys of tensors that do not have a value for each element, whatever their size.
 
     Raises
     ------
     LayoutError
-        Sizes, paddings or mappings disagree with the shapes.
+        The partitions do not fit the shapes.
+
+    Notes
+    -----
+    Versions before 0.4 padded to the world size only; whichever rule fits the tensors of all ranks is the one.
     """
-    starts = flat_starts(group.numels, group.pads)
-    partition = partition_numel(group, members, starts[-1])
-    names = list(group.shapes)
-    present = {key for m in members for key in m.tensors[group.index]} & keys
-    paddings: list[Padding] = []
-    padding_spans: list[PaddingSpan] = []
-    numels, ranks = group.numels, range(len(members))
-    assigned = [list(flat_shares(numels, starts, partition, position)) for position in ranks]
-    for position, member in enumerate(members):
-        _check_mappings(group, member, names, assigned, position)
-        _check_paddings(group, member, position, len(members), partition, starts[-1])
-        numel = flat_padding(starts[-1], partition, position)
-        nbytes = sum(numel * tensor.itemsize for tensor in member.element_tensors(group.index, keys).values())
-        own = list(_padding_spans(member, group.index, partition, assigned[position], keys))
-        kept = ZERO_WITHOUT_GRADIENTS - (GROWS_WITH_RMS if "RMS" in member.scalars[group.index] else frozenset())
-        kept = kept if _moves_padding(member, group.index) else kept | {MASTER}
-        zeros = tuple(span for span in own if span.slot in kept)
-        paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
-        padding_spans += own
-    slots: Slots = {name: {} for name in names}
-    for key in (MASTER, *sorted(present)):
-        tensors = [_checked(group.index, key, *one) for one in zip(members, assigned, strict=True)]
-        dtype = _dtype(members, group.index, key)
-        files = cut_files(tensors, [member.path for member in members])
-        for index, (name, shape) in enumerate(group.shapes.items()):
-            spans: Sequence[Span] = CutSpans(files, shape, starts[index], partition) if files is not None else ()
-            slots[name][key] = Slot(key, dtype, shape, spans)
-        for name, found in _spelled_out(group, members, tensors, assigned).items() if files is None else ():
-            slots[name][key] = Slot(key, dtype, group.shapes[name], tuple(found))
-    return slots, paddings, padding_spans
 
+    def __init__(self, group: FlatGroup, members: Sequence[OptimizerShard]) -> None:
+        self.group, self.members, self.index = group, members, group.index
+        self.names, self.numels = list(group.shapes), [math.prod(shape) for shape in group.shapes.values()]
+        self.starts = flat_starts(self.numels, group.pads)
+        self.aside = [quantised_keys(member.tensors[group.index]) for member in members]
+        total, world = self.starts[-1], len(members)
+        found = [member.masters[group.index].numel for member in members]
 
-def _moves_padding(member: OptimizerShard, group: int) -> bool:
-    """Tell whether an optimizer may step masters that have no gradient: Lion, whose groups have betas and no eps.
+        def misfits(partition: int) -> list[int]:
+            least = [partition - flat_padding(total, partition, rank) for rank in range(world)]
+            return [rank for rank in range(world) if not least[rank] <= found[rank] <= partition]
 
-    An update is a sign, and that of zero is 1 in DeepSpeed's CPULion (0.14 to 0.19, `copysign`), by which padding moves
-    as far as the learning rate in every step. An elastic file does not say which optimizer it was.
-    """
-    known = member.groups[group] if group < len(member.groups) else None
-    return member.elastic if known is None else "betas" in known and "eps" not in known
+        first, before = flat_partition_numel(total, world), -(-total // world)
+        self.partition = before if misfits(first) and not misfits(before) else first
+        self.shares = [list(flat_shares(self.numels, self.starts, self.partition, rank)) for rank in range(world)]
+        if wrong := misfits(self.partition):
+            for position in range(world):
+                self._check_rank(position)
+            raise LayoutError(
+                f"group {group.index}: partitions do not fit the parameters",
+                path=members[wrong[0]].path,
+                expected=f"{first} elements on each of {world} ranks for {total} in all, padding aside",
+                found=f"{found[:16]} on ranks {[m.rank for m in members][:16]}",
+                advice="a file belongs to another run or world size",
+                ranks=[members[rank].rank for rank in wrong],
+            )
+
+    def padding(self, position: int) -> int:
+        """Return how many elements at the end of a rank's partition belong to no parameter."""
+        return flat_padding(self.starts[-1], self.partition, position)
+
+    def tensors(self, key: str) -> list[Tensor | None]:
+        """Return what each rank has of a slot."""
+        return [m.masters[self.index] if key == MASTER else m.tensors[self.index].get(key) for m in self.members]
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the cases of the ranks: whole partitions in the rigid form, possibly stripped ones in the elastic."""
+        for position, (member, others) in enumerate(zip(self.members, self.aside, strict=True)):
+            least = self.partition - (self.padding(position) if member.elastic else 0)
+            yield Case(member, self.index, least, self.partition, others)
+
+    def cut(self, keys: set[str]) -> tuple[Slots, list[Padding], list[PaddingSpan]]:
+        """Return the slots of the parameters, the padding of each rank, and where all of it lies, zero or not.
+
+        Parameters
+        ----------
+        keys : set of str
+            Per-element state, from `element_slots`.
+
+        Raises
+        ------
+        LayoutError
+            Sizes, paddings or mappings disagree with the shapes.
+        """
+        paddings: list[Padding] = []
+        padded: list[PaddingSpan] = []
+        for position, member in enumerate(self.members):
+            self._check_records(position)
+            tensors, numel = member.element_tensors(self.index, keys), self.padding(position)
+            own = list(self._padding_spans(position, tensors))
+            zeros = ZERO_WITHOUT_GRADIENTS
+            if "RMS" in member.scalars[self.index]:
+                zeros -= GROWS_WITH_RMS
+            # Lion, whose groups have betas and no eps, may step masters that have no gradient: an update is a sign,
+            # and that of zero is 1 in DeepSpeed's CPULion (0.14 to 0.19, `copysign`), by which padding moves as far as
+            # the learning rate in every step. An elastic file does not say which optimizer it was.
+            known = member.groups[self.index] if self.index < len(member.groups) else None
+            if not (member.elastic if known is None else "betas" in known and "eps" not in known):
+                zeros |= {MASTER}
+            nbytes = numel * sum(tensor.itemsize for tensor in tensors.values())
+            of_zero = tuple(span for span in own if span.slot in zeros)
+            paddings.append(Padding(member.rank, self.index, numel, nbytes, of_zero))
+            padded += own
+        slots: Slots = {name: {} for name in self.names}
+        for key in (MASTER, *sorted(keys & {key for member in self.members for key in member.tensors[self.index]})):
+            held, dtype = self._checked(key)
+            files = cut_files(held, [member.path for member in self.members])
+            spelled = self._spelled_out(held) if files is None else {}
+            for name, shape, start in zip(self.names, self.group.shapes.values(), self.starts, strict=False):
+                one_by_one = tuple(spelled.get(name, ()))
+                spans = CutSpans(files, shape, start, self.partition) if files is not None else one_by_one
+                slots[name][key] = Slot(key, dtype, shape, spans)
+        return slots, paddings, padded
+
+    def _spelled_out(self, tensors: Sequence[Tensor]) -> dict[str, list[Span]]:
+        """Return the spans of each parameter, one by one."""
+        spans: dict[str, list[Span]] = {name: [] for name in self.names}
+        for member, tensor, shares in zip(self.members, tensors, self.shares, strict=True):
+            for one in shares:
+                name = self.names[one.index]
+                extent = Extent.flat(self.group.shapes[name], one.start, one.numel)
+                spans[name].append(span_of(tensor, member.path, extent, first=one.position))
+        return spans
+
+    def _check_records(self, position: int) -> None:
+        """Hold what a rank's file records of its padding and its shares against those that it is assigned."""
+        member, recorded, computed = self.members[position], self._recorded(position), self._assigned(position)
+        if recorded is not None and recorded != computed:
+            self._check_rank(position)
+            name = next(name for name in [*computed, *recorded] if computed.get(name) != recorded.get(name))
+            raise LayoutError(
+                f"rank {member.rank}: param_shapes and param_slice_mappings disagree on {name}",
+                path=member.path,
+                expected=f"(start, numel) {computed.get(name)}",
+                found=recorded.get(name),
+                advice="the file belongs to another run, or its layout is one that zckpt does not know",
+                ranks=[member.rank],
+                parameters=[name],
+            )
+        if member.paddings is None:
+            return
+        found = member.paddings[self.index] if self.index < len(member.paddings) else None
+        world, spread = len(self.members), self.padding(position)
+        on_last = world * self.partition - self.starts[-1] if position == world - 1 else 0
+        if found not in (spread, on_last):
+            raise LayoutError(
+                f"rank {member.rank}, group {self.index}: the recorded padding is not that of its partition",
+                path=member.path,
+                expected=f"{spread} elements",
+                found=found,
+                advice="the file belongs to another run or world size",
+                ranks=[member.rank],
+            )
+
+    def _recorded(self, position: int) -> dict[str, tuple[int, int]] | None:
+        """Return what a rank's file records of its shares; None where it records none, or wrong ones."""
+        mappings = self.members[position].mappings
+        if mappings is None or not self.group.mappings_hold:
+            return None
+        held = mappings[self.index] if self.index < len(mappings) else {}
+        return {name: address for name, address in held.items() if address[1]}
+
+    def _assigned(self, position: int) -> dict[str, tuple[int, int]]:
+        return {self.names[one.index]: (one.position, one.numel) for one in self.shares[position]}
+
+    def _check_rank(self, position: int) -> None:
+        """Raise if a file records the shares of another rank than its name says."""
+        member, recorded = self.members[position], self._recorded(position)
+        others = [rank for rank in range(len(self.members)) if recorded and recorded == self._assigned(rank)]
+        if others and position not in others:
+            raise LayoutError(
+                f"is named as the file of rank {member.rank} and holds the share of another",
+                path=member.path,
+                expected=f"shares of {', '.join(list(self._assigned(position))[:4]) or 'nothing'}",
+                found=f"those of rank {others[0]}: {', '.join(list(recorded or ())[:4])}",
+                advice="give the files of these ranks their own names back",
+                code=WRONG_RANK,
+                ranks=sorted({member.rank, *others}),
+            )
+
+    def _checked(self, key: str) -> tuple[list[Tensor], str]:
+        """Return each rank's tensor of a slot, which has to hold its shares, or any where it has none; and its type."""
+        found: list[Tensor] = []
+        dtypes: dict[str, OptimizerShard] = {}
+        for member, tensor, shares in zip(self.members, self.tensors(key), self.shares, strict=True):
+            found.append(member.masters[self.index] if tensor is None else tensor)
+            if tensor is not None:
+                dtypes[tensor.dtype] = member
+            whose = f"rank {member.rank}, group {self.index}: {key}"
+            end = shares[-1].position + shares[-1].numel if shares else 0
+            if tensor is None and shares:
+                raise LayoutError(
+                    f"rank {member.rank} has no {key} for group {self.index}, other ranks have",
+                    path=member.path,
+                    code=SLOT_MISSING,
+                    ranks=[member.rank],
+                )
+            if shares and not found[-1].is_contiguous:
+                raise UnsupportedError(
+                    f"{whose} is a view with strides",
+                    path=member.path,
+                    expected="a partition, element after element",
+                    found=f"shape {found[-1].shape}, strides {found[-1].strides}",
+                    advice="resume in the program that saved it",
+                )
+            if end > found[-1].numel:
+                raise LayoutError(
+                    f"{whose} is too short",
+                    path=member.path,
+                    expected=f"at least {end} elements",
+                    found=found[-1].numel,
+                    ranks=[member.rank],
+                )
+        if len(dtypes) > 1:
+            raise LayoutError(
+                f"group {self.index}: {key} has several element types over the ranks",
+                path=list(dtypes.values())[-1].path,
+                found=", ".join(sorted(dtypes)),
+                code=DTYPES_DIFFER,
+                ranks=sorted(member.rank for member in dtypes.values()),
+            )
+        return found, next(iter(dtypes))
+
+    def _padding_spans(self, position: int, tensors: Mapping[str, Tensor]) -> Iterator[PaddingSpan]:
+        """Yield where the padding of a rank's partition is: at its end and between aligned parameters.
+
+        A stripped tensor may still have it behind its end, in its storage. Of masters, and of state that is zero
+        without gradients, it is zero.
+        Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
+        """
+        shares = self.shares[position]
+        ends = [0, *(one.position + one.numel for one in shares)]
+        gaps = [gap for gap in zip(ends, [*(one.position for one in shares), self.partition], strict=True)
+                if gap[0] < gap[1]]  # fmt: skip
+        for key, tensor in tensors.items():
+            limit = tensor.storage.offset + tensor.storage.nbytes
+            for start, end in gaps:
+                low = tensor.offset + start * tensor.itemsize
+                high = min(tensor.offset + end * tensor.itemsize, limit)
+                if low < high:
+                    yield PaddingSpan(key, self.members[position].path, low, high - low)
 
 
 def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | None:
@@ -203,187 +356,3 @@ def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | Non
         return None
     offsets = tuple(tensor.offset for tensor in tensors)
     return CutFiles(tuple(paths), offsets, tensors[0].dtype, tensors[0].byteorder)
-
-
-def _spelled_out(
-    group: FlatGroup, members: Sequence[OptimizerShard], tensors: Sequence[Tensor], assigned: Sequence[list[FlatShare]]
-) -> dict[str, list[Span]]:
-    """Return the spans of each parameter, one by one."""
-    names, shapes = list(group.shapes), list(group.shapes.values())
-    spans: dict[str, list[Span]] = {name: [] for name in names}
-    for member, tensor, shares in zip(members, tensors, assigned, strict=True):
-        for one in shares:
-            extent = Extent.flat(shapes[one.index], one.start, one.numel)
-            spans[names[one.index]].append(span_of(tensor, member.path, extent, first=one.position))
-    return spans
-
-
-def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
-    """Return the partition's size, checked against the tensors of every rank.
-
-    Versions before 0.4 padded to the world size only; whichever rule fits the tensors is the one.
-    """
-    world = len(members)
-    found = [member.masters[group.index].numel for member in members]
-    for partition in (flat_partition_numel(total, world), -(-total // world)):
-        needed = [min(max(total - rank * partition, 0), partition) for rank in range(world)]
-        if all(need <= have <= partition for need, have in zip(needed, found, strict=True)):
-            return partition
-    first = flat_partition_numel(total, world)
-    starts = flat_starts(group.numels, group.pads)
-    numels = group.numels
-    assigned = [list(flat_shares(numels, starts, first, position)) for position in range(world)]
-    _check_ranks(group, members, range(world), list(group.shapes), assigned)
-    wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
-    raise LayoutError(
-        f"group {group.index}: partitions do not fit the parameters",
-        path=members[wrong[0]].path if wrong else members[0].path,
-        expected=f"{first} elements on each of {world} ranks for {total} in all, padding aside",
-        found=f"{found[:16]} on ranks {[m.rank for m in members][:16]}",
-        advice="a file belongs to another run or world size",
-        ranks=wrong,
-    )
-
-
-def _check_paddings(
-    group: FlatGroup, member: OptimizerShard, position: int, world: int, partition: int, total: int
-) -> None:
-    if member.paddings is None:
-        return
-    found = member.paddings[group.index] if group.index < len(member.paddings) else None
-    spread = flat_padding(total, partition, position)
-    on_last = world * partition - total if position == world - 1 else 0
-    if found not in (spread, on_last):
-        raise LayoutError(
-            f"rank {member.rank}, group {group.index}: the recorded padding is not that of its partition",
-            path=member.path,
-            expected=f"{spread} elements",
-            found=found,
-            advice="the file belongs to another run or world size",
-            ranks=[member.rank],
-        )
-
-
-def _check_mappings(
-    group: FlatGroup, member: OptimizerShard, names: list[str], assigned: Sequence[list[FlatShare]], position: int
-) -> None:
-    """Hold what a rank's file records of its shares against those that it is assigned."""
-    if member.mappings is None or not group.mappings_hold:
-        return
-    recorded = member.mappings[group.index] if group.index < len(member.mappings) else {}
-    recorded = {name: address for name, address in recorded.items() if address[1]}
-    computed = _addresses(names, assigned[position])
-    if recorded == computed:
-        return
-    _check_ranks(group, [member], [position], names, assigned)
-    for name in [*computed, *recorded]:
-        if computed.get(name) != recorded.get(name):
-            raise LayoutError(
-                f"rank {member.rank}: param_shapes and param_slice_mappings disagree on {name}",
-                path=member.path,
-                expected=f"(start, numel) {computed.get(name)}",
-                found=recorded.get(name),
-                advice="the file belongs to another run, or its layout is one that zckpt does not know",
-                ranks=[member.rank],
-                parameters=[name],
-            )
-
-
-def _check_ranks(
-    group: FlatGroup,
-    members: Sequence[OptimizerShard],
-    positions: Sequence[int],
-    names: Sequence[str],
-    assigned: Sequence[list[FlatShare]],
-) -> None:
-    """Raise if a file records the shares of another rank than its name says."""
-    for position, member in zip(positions, members, strict=True):
-        if member.mappings is None or not group.mappings_hold or group.index >= len(member.mappings):
-            continue
-        recorded = {name: address for name, address in member.mappings[group.index].items() if address[1]}
-        computed = _addresses(names, assigned[position])
-        others = [rank for rank, one in enumerate(assigned) if recorded and recorded == _addresses(names, one)]
-        if others and position not in others:
-            raise LayoutError(
-                f"is named as the file of rank {member.rank} and holds the share of another",
-                path=member.path,
-                expected=f"shares of {', '.join(list(computed)[:4]) or 'nothing'}",
-                found=f"those of rank {others[0]}: {', '.join(list(recorded)[:4])}",
-                advice="give the files of these ranks their own names back",
-                code=WRONG_RANK,
-                ranks=sorted({member.rank, *others}),
-            )
-
-
-def _addresses(names: Sequence[str], shares: Iterable[FlatShare]) -> dict[str, tuple[int, int]]:
-    return {names[f.index]: (f.position, f.numel) for f in shares}
-
-
-def _checked(group: int, key: str, member: OptimizerShard, shares: Sequence[FlatShare]) -> Tensor:
-    """Return a rank's tensor of a slot, which has to hold its shares; where it has none, any tensor."""
-    tensor = member.masters[group] if key == MASTER else member.tensors[group].get(key)
-    if tensor is None and shares:
-        raise LayoutError(
-            f"rank {member.rank} has no {key} for group {group}, other ranks have",
-            path=member.path,
-            code=SLOT_MISSING,
-            ranks=[member.rank],
-        )
-    if tensor is None:
-        return member.masters[group]
-    if shares and not tensor.is_contiguous:
-        raise UnsupportedError(
-            f"rank {member.rank}, group {group}: {key} is a view with strides",
-            path=member.path,
-            expected="a partition, element after element",
-            found=f"shape {tensor.shape}, strides {tensor.strides}",
-            advice="resume in the program that saved it",
-        )
-    for one in shares[-1:]:
-        if one.position + one.numel > tensor.numel:
-            raise LayoutError(
-                f"rank {member.rank}, group {group}: {key} is too short",
-                path=member.path,
-                expected=f"at least {one.position + one.numel} elements",
-                found=tensor.numel,
-                ranks=[member.rank],
-            )
-    return tensor
-
-
-def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
-    dtypes = {
-        tensor.dtype: member
-        for member in members
-        for tensor in [member.masters[group] if key == MASTER else member.tensors[group].get(key)]
-        if tensor is not None
-    }
-    if len(dtypes) > 1:
-        raise LayoutError(
-            f"group {group}: {key} has several element types over the ranks",
-            path=list(dtypes.values())[-1].path,
-            found=", ".join(sorted(dtypes)),
-            code=DTYPES_DIFFER,
-            ranks=sorted(member.rank for member in dtypes.values()),
-        )
-    return next(iter(dtypes))
-
-
-def _padding_spans(
-    member: OptimizerShard, group: int, partition: int, shares: Sequence[FlatShare], keys: set[str]
-) -> Iterator[PaddingSpan]:
-    """Yield where the padding of a rank's partition is: at its end and between aligned parameters.
-
-    A stripped tensor may still have it behind its end, in its storage. Of masters, and of state that is zero without
-    gradients, it is zero.
-    Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
-    """
-    ends = [0, *(f.position + f.numel for f in shares)]
-    gaps = [gap for gap in zip(ends, [*(f.position for f in shares), partition], strict=True) if gap[0] < gap[1]]
-    for key, tensor in member.element_tensors(group, keys).items():
-        limit = tensor.storage.offset + tensor.storage.nbytes
-        for start, end in gaps:
-            low = tensor.offset + start * tensor.itemsize
-            high = min(tensor.offset + end * tensor.itemsize, limit)
-            if low < high:
-                yield PaddingSpan(key, member.path, low, high - low)

@@ -47,6 +47,18 @@ class RankState:
     tied: frozenset[str] = frozenset()
     transposed: bool = False
 
+    @classmethod
+    def gathered(cls, states: Sequence[RankState]) -> RankState:
+        """Return one with what each of several ranks has of its own: no parameters, buffers and groups yet."""
+        found = cls(0, expert_parallel=max(state.expert_parallel for state in states))
+        for state in states:
+            found.padding += state.padding
+            found.padding_spans += state.padding_spans
+            found.per_rank += state.per_rank
+            found.duplicates += state.duplicates
+            found.warnings += state.warnings
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:

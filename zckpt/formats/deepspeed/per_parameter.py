@@ -6,8 +6,9 @@ The padding of a shard is memory that nobody initialised; it is never read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
@@ -22,10 +23,20 @@ if TYPE_CHECKING:
     from zckpt.state.cuts import Ranges
 
 
-def cut_parameters(
-    shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]
-) -> tuple[Slots, dict[str, int], list[Padding]]:
-    """Return the slots of all parameters, the sub-group of each, and how much padding each rank has.
+@dataclass(slots=True)
+class Cut:
+    """What the shards of all ranks make up: shape, slots and sub-group of each parameter, and the padding."""
+
+    shapes: Shapes
+    slots: Slots
+    sub_groups: dict[str, int]
+    padding: list[Padding]
+    spans: list[Iterable[PaddingSpan]]
+    degree: int = 1
+
+
+def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]) -> Cut:
+    """Return what the shards of ranks make up.
 
     Parameters
     ----------
@@ -41,82 +52,55 @@ def cut_parameters(
     LayoutError
         The shards of a rank do not add up to its sub-groups.
     """
-    _check_partition_groups(members)
-    world = len(members)
-    walk = _walk_all(shapes, members)
-    paddings = _paddings(shapes, members, keys, walk)
-    files: dict[tuple[int, str], _Files] = {}
+    for member in members:
+        special = member.content.get("ds_zero_partition_groups") or []
+        listed = special if isinstance(special, list) else [{"partition_count": 0}]
+        counts = {g.get("partition_count") for g in listed if isinstance(g, dict)}
+        if counts - {len(members), None}:
+            raise UnsupportedError(
+                "sub-groups that are cut over other numbers of ranks than there are, and no list of layers of experts, "
+                "which are what DeepSpeed cuts so: whose elements they are is not known",
+                path=member.path,
+                expected=f"{len(members)} ranks",
+                found=sorted(map(str, counts)),
+            )
+    world, walk = len(members), _walk(shapes, members[0], len(members))
+    for member in members[1:]:
+        if (sizes := _sizes(member)) != _sizes(members[0]) and _walk(shapes, member, world) != walk:
+            raise _mismatch(member, world, shapes, sizes)
+    places: dict[int, list[tuple[int, int]]] = {}
+    files: dict[tuple[int, str], tuple[list[Tensor | None], CutFiles | None]] = {}
     slots: Slots = {name: {} for name in shapes}
     for name, index, at in walk:
+        shape, numel = shapes[name], math.prod(shapes[name])
+        places.setdefault(index, []).append((at, numel))
         for key in (MASTER, *sorted(keys[index])):
             if (index, key) not in files:
-                files[index, key] = _Files(members, index, key)
-            spans = files[index, key].spans(shapes[name], at, world)
-            if spans is not None:
-                slots[name][key] = Slot(key, files[index, key].dtype, shapes[name], spans)
-    return slots, {name: index for name, index, _ in walk}, paddings
-
-
-class _Files:
-    """The tensors of one slot of one sub-group in the files of all ranks, of which some may have none."""
-
-    def __init__(self, members: Sequence[OptimizerShard], index: int, key: str) -> None:
-        tensors = [m.masters[index] if key == MASTER else m.tensors[index].get(key) for m in members]
-        self._tensors = [
-            (rank, member.path, tensor)
-            for rank, (member, tensor) in enumerate(zip(members, tensors, strict=True))
-            if tensor is not None
-        ]
-        self._cut: CutFiles | None = None
-        if len(self._tensors) == len(members):
-            self._cut = cut_files([tensor for _, _, tensor in self._tensors], [path for _, path, _ in self._tensors])
-
-    @property
-    def dtype(self) -> str:
-        """Element type of the first tensor."""
-        return self._tensors[0][2].dtype
-
-    def spans(self, shape: Shape, at: int, world: int) -> Sequence[Span] | None:
-        """Return where a parameter lies whose shards begin at element `at`; None if no rank has any of it."""
-        numel = math.prod(shape)
-        if self._cut is not None:
-            return CutSpans(self._cut, shape, 0, shard_numel(numel, world), at)
-        found = []
-        for rank, path, tensor in self._tensors:
-            start, count = shard_share(numel, world, rank)
-            if count:
-                found.append(span_of(tensor, path, Extent.flat(shape, start, count), first=at))
-        return tuple(found) if self._tensors else None
-
-
-def _walk_all(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[tuple[str, int, int]]:
-    """Return for each parameter its sub-group and where its shard starts there, which is one for all ranks."""
-    found, sizes = _walk(shapes, members[0], len(members)), [master.numel for master in members[0].masters]
-    for member in members[1:]:
-        other = [master.numel for master in member.masters]
-        if other != sizes and _walk(shapes, member, len(members)) != found:
-            raise _mismatch(member, len(members), shapes, other)
-    return found
-
-
-def _paddings(
-    shapes: Shapes,
-    members: Sequence[OptimizerShard],
-    keys: Mapping[int, Set[str]],
-    walk: Sequence[tuple[str, int, int]],
-) -> list[Padding]:
-    """Return the padding of each rank and sub-group."""
-    numels: dict[int, list[int]] = {}
-    for name, index, _ in walk:
-        numels.setdefault(index, []).append(math.prod(shapes[name]))
-    pads = {index: shard_paddings(found, len(members)) for index, found in sorted(numels.items())}
-    found = []
+                held = [m.masters[index] if key == MASTER else m.tensors[index].get(key) for m in members]
+                present = [tensor for tensor in held if tensor is not None]
+                alike = len(present) == world
+                files[index, key] = held, cut_files(present, [m.path for m in members]) if alike else None
+            held, line = files[index, key]
+            spans: Sequence[Span] = ()
+            if line is not None:
+                spans = CutSpans(line, shape, 0, shard_numel(numel, world), at)
+            else:
+                shares = ((*shard_share(numel, world, rank), member) for rank, member in enumerate(members))
+                spans = tuple(
+                    span_of(tensor, member.path, Extent.flat(shape, start, count), first=at)
+                    for tensor, (start, count, member) in zip(held, shares, strict=True)
+                    if tensor is not None and count
+                )
+            for first in [tensor for tensor in held if tensor is not None][:1]:
+                slots[name][key] = Slot(key, first.dtype, shape, spans)
+    paddings = []
+    pads = {index: shard_paddings([numel for _, numel in its], world) for index, its in sorted(places.items())}
     for rank, member in enumerate(members):
         for index, pad in pads.items():
-            tensors = member.element_tensors(index, keys[index])
-            nbytes = pad[rank] * sum(tensor.itemsize for tensor in tensors.values())
-            found.append(Padding(member.rank, index, pad[rank], nbytes))
-    return found
+            itemsizes = sum(tensor.itemsize for tensor in member.element_tensors(index, keys[index]).values())
+            paddings.append(Padding(member.rank, index, pad[rank], pad[rank] * itemsizes))
+    sub_groups = {name: index for name, index, _ in walk}
+    return Cut(dict(shapes), slots, sub_groups, paddings, [ShardPadding(members, keys, places)])
 
 
 def by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[Padding]:
@@ -132,70 +116,61 @@ FEWEST_SHARDS = 1 << 13
 """Shards of which the padding is worked out for all at once; of fewer, one by one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardPadding:
     """Where the padding of all ranks' shards is: worked out again each time, for there may be millions of spans.
 
     Parameters
     ----------
-    shapes, members, keys
+    members, keys
         As for `cut_parameters`.
+    places : mapping of int to list of (int, int)
+        Of each sub-group where shards begin in it, and how many elements their parameters have.
     """
 
-    shapes: Shapes
     members: Sequence[OptimizerShard]
     keys: Mapping[int, Set[str]]
-    _ranks: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
-    _starts: dict[int, Ranges] = field(default_factory=dict, repr=False, compare=False)
+    places: Mapping[int, Sequence[tuple[int, int]]]
 
     def __iter__(self) -> Iterator[PaddingSpan]:
-        """Yield what lies end to end in each slot of each sub-group of a rank."""
-        if self.is_large:
-            for rank, member in enumerate(self.members):
-                for key, ranges in self._of(rank):
-                    for low, high in ranges.tolist():
-                        yield PaddingSpan(key, member.path, low, high - low)
-            return
+        """Yield what lies in each slot of each sub-group of a rank."""
         world = len(self.members)
-        for name, index, at in _walk_all(self.shapes, self.members):
-            numel = math.prod(self.shapes[name])
-            for rank, member in enumerate(self.members):
-                _, count = shard_share(numel, world, rank)
-                left = shard_numel(numel, world) - count
-                for key, tensor in member.element_tensors(index, self.keys[index]).items() if left else ():
-                    offset = tensor.offset + (at + count) * tensor.itemsize
-                    yield PaddingSpan(key, member.path, offset, left * tensor.itemsize)
+        for rank, member in enumerate(self.members):
+            for index, places in self.places.items():
+                shares = [(at, shard_numel(numel, world), shard_share(numel, world, rank)[1]) for at, numel in places]
+                for key, tensor in member.element_tensors(index, self.keys[index]).items():
+                    for at, width, count in shares:
+                        if count < width:
+                            offset = tensor.offset + (at + count) * tensor.itemsize
+                            yield PaddingSpan(key, member.path, offset, (width - count) * tensor.itemsize)
 
     @property
     def is_large(self) -> bool:
         """Whether it is to be asked for file by file, which takes loading numpy."""
-        return len(self.shapes) * len(self.members) >= FEWEST_SHARDS
+        return sum(map(len, self.places.values())) * len(self.members) >= FEWEST_SHARDS
 
     def within(self, path: str) -> Iterator[Ranges]:
-        """Yield where in a file it is, in bytes."""
-        if not self._ranks:
-            self._ranks.update({member.path: rank for rank, member in enumerate(self.members)})
-        if path in self._ranks:
-            yield from (ranges for _, ranges in self._of(self._ranks[path]))
-
-    def _of(self, rank: int) -> Iterator[tuple[str, Ranges]]:
-        """Yield the slots of a rank's sub-groups, and where padding is in the file, in bytes."""
+        """Yield where in a file it is, in bytes; what lies end to end in a slot of a sub-group is one."""
         import numpy as np
 
         from zckpt.state.cuts import merged_ranges
 
-        if not self._starts:
-            found: dict[int, list[tuple[int, int]]] = {}
-            for name, index, at in _walk_all(self.shapes, self.members):
-                found.setdefault(index, []).append((at, math.prod(self.shapes[name])))
-            self._starts.update({index: np.array(starts, np.int64).T for index, starts in found.items()})
-        member, world = self.members[rank], len(self.members)
-        for index, (starts, numels) in self._starts.items():
-            widths = -(-numels // world)
+        ranks, columns = self._known
+        rank = ranks.get(path, -1)
+        for index, (starts, numels) in columns.items() if rank >= 0 else ():
+            widths = -(-numels // len(self.members))
             held = np.clip(numels - rank * widths, 0, widths)
             ranges = merged_ranges(starts + held, starts + widths)
-            for key, tensor in member.element_tensors(index, self.keys[index]).items():
-                yield key, tensor.offset + ranges * tensor.itemsize
+            for tensor in self.members[rank].element_tensors(index, self.keys[index]).values():
+                yield tensor.offset + ranges * tensor.itemsize
+
+    @cached_property
+    def _known(self) -> tuple[dict[str, int], dict[int, Ranges]]:
+        """The rank of each file, and the places as columns."""
+        import numpy as np
+
+        columns = {index: np.array(places, np.int64).T for index, places in self.places.items()}
+        return {member.path: rank for rank, member in enumerate(self.members)}, columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +193,13 @@ class FrozenPadding:
                     yield PaddingSpan(WEIGHT, model.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
+def _sizes(member: OptimizerShard) -> list[int]:
+    return [master.numel for master in member.masters]
+
+
 def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:
     """Return for each parameter its sub-group and where its shard starts there, in elements."""
-    sizes = [master.numel for master in member.masters]
+    sizes = _sizes(member)
     found, index, at = [], 0, 0
     for name, shape in shapes.items():
         numel = shard_numel(math.prod(shape), world)
@@ -246,22 +225,6 @@ def _mismatch(member: OptimizerShard, world: int, shapes: Shapes, sizes: list[in
         found=f"{sum(sizes)} in sub-groups of {sizes[:8]}",
         advice="the file belongs to another run or world size",
     )
-
-
-def _check_partition_groups(members: Sequence[OptimizerShard]) -> None:
-    for member in members:
-        special = member.content.get("ds_zero_partition_groups") or []
-        counts = (
-            {g.get("partition_count") for g in special if isinstance(g, dict)} if isinstance(special, list) else {0}
-        )
-        if counts - {len(members), None}:
-            raise UnsupportedError(
-                "sub-groups that are cut over other numbers of ranks than there are, and no list of layers of experts, "
-                "which are what DeepSpeed cuts so: whose elements they are is not known",
-                path=member.path,
-                expected=f"{len(members)} ranks",
-                found=sorted(map(str, counts)),
-            )
 
 
 def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot | None:

@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import check_stages_alike
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, weights_of
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import ParamGroup, Shape
 from zckpt.torchfile import Digests, Tensor, TorchFile
@@ -125,15 +125,14 @@ def stage_weights(
         tp_rank = shard.mp_rank or 0
         if tp_rank >= tp:
             continue
-        stages = range(tp_rank, len(models), tp)
-        content = file.root if isinstance(file.root, dict) else {}
+        tensors, stages = weights_of(file), range(tp_rank, len(models), tp)
         for key, name in layer_names(shard, file, models[tp_rank::tp]).items():
             owners = [rank for rank in stages if name in named[rank]] or [tp_rank]
             if name in found[owners[0]]:
-                copies.append((owners[0], name, shard.path, content[key]))
+                copies.append((owners[0], name, shard.path, tensors[key]))
                 continue
             for rank in owners:
-                found[rank][name] = (shard.path, content[key])
+                found[rank][name] = (shard.path, tensors[key])
     for rank, model in enumerate(models):
         lost = [name for name in named[rank] if name not in found[rank]]
         if lost:
@@ -165,31 +164,24 @@ def with_shapes(
     """
     found = []
     for model in models:
-        mp_rank = model.mp_rank
-        members = sorted((o for o in optimizers if o.mp_rank == mp_rank), key=lambda one: one.rank)
+        members = sorted((o for o in optimizers if o.mp_rank == model.mp_rank), key=lambda one: one.rank)
         if model.param_shapes is None and members and all(member.mappings is not None for member in members):
-            own = [(shard, file) for shard, file in layers if (shard.mp_rank or 0) == mp_rank % tp]
-            model = replace(model, param_shapes=_shapes(members, own))  # noqa: PLW2901
+            weights = {
+                f"{shard.layer}.{key}": tensor.shape
+                for shard, file in layers
+                if (shard.mp_rank or 0) == model.mp_rank % tp
+                for key, tensor in weights_of(file).items()
+            }
+            shapes: list[Shapes] = []
+            for index in range(len(members[0].masters)):
+                numels: dict[str, int] = {}
+                for member in members:
+                    mapping = (member.mappings or [])[index]
+                    for name, (_, numel) in sorted(mapping.items(), key=lambda item: item[1][0]):
+                        numels[name] = numels.get(name, 0) + numel
+                shapes.append({name: _shape_of(name, numel, weights) for name, numel in numels.items()})
+            model = replace(model, param_shapes=shapes)  # noqa: PLW2901
         found.append(model)
-    return found
-
-
-def _shapes(members: Sequence[OptimizerShard], files: Sequence[tuple[Shard, TorchFile]]) -> list[Shapes]:
-    weights = {
-        f"{shard.layer}.{key}": tensor.shape
-        for shard, file in files
-        if isinstance(file.root, dict)
-        for key, tensor in file.root.items()
-        if isinstance(tensor, Tensor)
-    }
-    found: list[Shapes] = []
-    for index in range(len(members[0].masters)):
-        numels: dict[str, int] = {}
-        for member in members:
-            mapping = (member.mappings or [])[index]
-            for name, (_, numel) in sorted(mapping.items(), key=lambda item: item[1][0]):
-                numels[name] = numels.get(name, 0) + numel
-        found.append({name: _shape_of(name, numel, weights) for name, numel in numels.items()})
     return found
 
 
@@ -223,12 +215,7 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     known: dict[str, Shape | None] = {}
     for model in models:
         known.update(_names(model))
-    content = file.root if isinstance(file.root, dict) else {}
-    return {
-        key: _full_name(shard, key, tensor, known)
-        for key, tensor in content.items()
-        if isinstance(key, str) and isinstance(tensor, Tensor)
-    }
+    return {key: _full_name(shard, key, tensor, known) for key, tensor in weights_of(file).items()}
 
 
 def _names(model: ModelShard) -> dict[str, Shape | None]:
@@ -305,7 +292,7 @@ def join(stages: Sequence[RankState]) -> RankState:
     """
     if len(stages) == 1:
         return stages[0]
-    joined = RankState(0, expert_parallel=max(stage.expert_parallel for stage in stages))
+    joined = RankState.gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
     for stage in stages:
         tied = stage.tied
@@ -313,16 +300,11 @@ def join(stages: Sequence[RankState]) -> RankState:
         if twice:
             raise LayoutError(f"{twice[0]} is in two pipeline stages")
         joined.buffers.update(stage.buffers)
-        joined.padding += stage.padding
-        joined.padding_spans += stage.padding_spans
-        joined.duplicates += stage.duplicates
-        joined.per_rank += stage.per_rank
         for name in [name for name in stage.parameters if name in joined.parameters]:
             held = stage.parameters[name].slots
             for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank):
                 shared = not is_of_gpt or shared_by_stages(name)  # else it is held against itself
                 joined.duplicates.append(one if shared else replace(one, original=one.slot))
-        joined.warnings += stage.warnings
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
     degrees = {id(g): degree for one in stages for g, degree in zip(one.groups, one.degrees, strict=False)}

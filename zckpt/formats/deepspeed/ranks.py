@@ -160,20 +160,28 @@ def problems(
         yield from _differences(alike, {_number(steps), _number(steps - skipped)} if type(steps) is int else set())
 
 
-def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> None:
-    """Raise ShardError if the model files of a ZeRO-3 checkpoint are of different steps."""
-    steps = [repr(plain(model.content.get("global_steps"))) for model in models]
-    scalars = [value for member in members[:1] for one in member.scalars for key, value in one.items() if key == "step"]
-    usual, odd = _odd_ones(steps, {_number(value).removesuffix(".0") for value in scalars})
+def check_models(models: Sequence[ModelShard], ranks: Sequence[int], word: str, steps: Collection[object] = ()) -> None:
+    """Raise ShardError if the model files of several ranks are of different steps.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+        Their numbers, of the kind that `word` says.
+    steps : collection
+        Those that the optimizer's files speak of: where as many files say one as another, it is one of these.
+    """
+    found = [repr(plain(model.content.get("global_steps"))) for model in models]
+    usual, odd = _odd_ones(found, {_number(step).removesuffix(".0") for step in steps})
     if odd:
+        numbers = [ranks[index] for index in odd]
         raise ShardError(
-            f"model file of rank {listed_ranks([models[i].rank for i in odd])} is from another step",
+            f"model file of {word} {listed_ranks(numbers)} is from another step",
             path=models[odd[0]].path,
             expected=f"step {usual}",
-            found=steps[odd[0]],
+            found=found[odd[0]],
             advice="replace it by the file of this step",
             code=STEPS_DIFFER,
-            ranks=[models[i].rank for i in odd],
+            ranks=numbers if word == "rank" else (),
         )
 
 
@@ -214,13 +222,15 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
         )
 
 
-def _shown(usual: str, odd: str) -> tuple[str, str]:
+def _shown(usual: str, odd: str) -> list[str]:
     """Return where two long texts first differ, from the word before it on."""
-    if max(len(usual), len(odd)) <= SHOWN_CHARACTERS:
-        return usual, odd
-    at = next((i for i, (a, b) in enumerate(zip(usual, odd, strict=False)) if a != b), min(len(usual), len(odd)))
-    begin = max(usual.rfind(", '", 0, at), usual.rfind("{", 0, at), 0) + 1
-    return _short(usual[begin:].strip()), _short(odd[begin:].strip())
+    begin = 0
+    if max(len(usual), len(odd)) > SHOWN_CHARACTERS:
+        shorter = min(len(usual), len(odd))
+        at = next((i for i, (a, b) in enumerate(zip(usual, odd, strict=False)) if a != b), shorter)
+        begin = max(usual.rfind(", '", 0, at), usual.rfind("{", 0, at), 0) + 1
+    texts = [text[begin:].strip() for text in (usual, odd)]
+    return [text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..." for text in texts]
 
 
 def _number(value: object) -> str:
@@ -247,20 +257,15 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
                 None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
             ]
     own = [own_hyperparameters(members, index) for index in range(len(members[0].groups))]
-    facts[PARAM_GROUPS] = [repr(jsonables(_shared(m.groups, own))) if m.groups else None for m in members]
+    shared = [
+        [{k: v for k, v in group.items() if k not in keys} for group, keys in zip(m.groups, own, strict=True)]
+        if len(m.groups) == len(own)
+        else m.groups
+        for m in members
+    ]
+    facts[PARAM_GROUPS] = [repr(jsonables(groups)) if groups else None for groups in shared]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts
-
-
-def _shared(groups: Sequence[dict[str, object]], own: Sequence[Collection[str]]) -> list[dict[str, object]]:
-    """Return param groups without what each rank has of its own."""
-    if len(groups) != len(own):
-        return list(groups)
-    return [{k: v for k, v in group.items() if k not in keys} for group, keys in zip(groups, own, strict=True)]
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
 def survey(directory: TagDirectory) -> Survey:
@@ -298,27 +303,6 @@ def survey(directory: TagDirectory) -> Survey:
         if own and (its or there):
             errors += problems(directory.path, own, its, mp_rank, there)
     return Survey(files, errors)
-
-
-def check_models_alike(firsts: Sequence[ModelShard]) -> None:
-    """Raise ShardError where model files of model-parallel ranks are of different steps.
-
-    Parameters
-    ----------
-    firsts : sequence of ModelShard
-        Of each model-parallel rank the first.
-    """
-    steps = [plain(model.content.get("global_steps")) for model in firsts]
-    for model, step in zip(firsts, steps, strict=True):
-        if type(step) is int and type(steps[0]) is int and step != steps[0]:
-            raise ShardError(
-                f"model file of mp_rank {model.mp_rank} is from another step than that of mp_rank 0",
-                path=model.path,
-                expected=f"step {steps[0]}",
-                found=step,
-                advice="replace it by the file of this step",
-                code=STEPS_DIFFER,
-            )
 
 
 def check_slices_alike(states: Sequence[RankState]) -> None:

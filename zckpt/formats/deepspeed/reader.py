@@ -5,11 +5,12 @@ What is true of a checkpoint as a whole, from the files of all its ranks: topolo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, about
+from zckpt.errors import ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.deepspeed.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.directory import (
@@ -21,18 +22,15 @@ from zckpt.formats.deepspeed.directory import (
     Shard,
     TagDirectory,
 )
-from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, check_empty, is_expert
 from zckpt.formats.deepspeed.gpt_model import completed
 from zckpt.formats.deepspeed.group_order import in_one_order
-from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import (
     check_models,
-    check_models_alike,
     data_parallel_size,
     listed_ranks,
     missing_ranks,
@@ -48,13 +46,12 @@ from zckpt.formats.deepspeed.shards import (
     read_optimizer,
     section,
 )
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
-from zckpt.formats.deepspeed.stage_order import stage_orders
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
+    Content,
     apart_between,
     copies_of,
     copies_of_optimizers,
@@ -62,11 +59,23 @@ from zckpt.formats.deepspeed.values import (
     shard_rules,
     weight_in,
 )
-from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING, uses_zenflow
-from zckpt.formats.torch_files.tensors import by_name, carried, describe
-from zckpt.state import Checkpoint, SourceFile, Topology, as_float
+from zckpt.formats.torch_files.tensors import carried, describe
+from zckpt.state import Checkpoint, Topology, as_float
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
+
+EXTRA_STATE_KEY = "module_extra_state"
+"""Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
+
+OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""What an optimizer file holds besides the optimizer's state and how it is cut."""
+
+
+KEPT_KEYS = (
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
+    "ds_config", "sparse_tensor_module_names",
+)  # fmt: skip
+"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
 
 
 def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rules: Path | None = None) -> Checkpoint:
@@ -87,273 +96,297 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         The file of rules cannot be used.
     """
     given = None if tp_rules is None else read_rules(tp_rules)
-    models = read_models(directory.of(MODEL))
-    if not models:
-        raise ShardError(
-            "no model file",
-            expected="mp_rank_00_model_states.pt",
-            advice="give the directory that holds it with --root",
-            code=MISSING_FILE,
-        )
-    optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
-    with about(models[0].path):
-        check_kind(models, optimizers, directory.of(EXPERT_OPTIMIZER))
-    outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
-    of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
-    checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
-    files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
-    checkpoint.files = _described(files)
-    for model in models:
-        if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
-            raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
-    if optimizers:
-        check_empty(of_experts)
-        for model in models:  # that of a mixture of experts has no configuration before 0.19
-            model.configuration = model.configuration or configuration(optimizers[0])
+    files = _Files(directory)
+    checkpoint, model, layers = files.checkpoint, files.models[0], bool(files.layers)
     with about(directory.path):
-        ranks = _ranks(directory, models, optimizers, outside, checkpoint)
-    states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
-    pp, tp = degrees([rank.models[0] for rank in ranks], directory.of(PIPELINE_LAYER))
-    said = plain(models[0].content.get(INFO_KEY))
-    said = said if isinstance(said, dict) else None
-    info = completed(models[0], said, states[::tp], sliced=tp > 1) if given is None else given
+        ranks = list(files.ranks())
+    states, tp = [rank.state for rank in ranks], files.tp
+    said = plain(model.content.get(INFO_KEY))
+    info: Mapping[str, object] | None = given
+    if given is None:
+        info = completed(model, said if isinstance(said, dict) else None, states[::tp], sliced=tp > 1)
     known = {} if info is None else {key: info[key] for key in (VOCABULARY_KEYS if tp == 1 else info) if key in info}
-    rules = None if info is None else Rules(known, str(tp_rules or models[0].path))
-    layers = bool(directory.of(PIPELINE_LAYER))
+    rules = None if info is None else Rules(known, str(tp_rules or model.path))
     attached: list[str] | None = None
-    if not optimizers and of_experts and len(ranks) > 1:
+    if not files.optimizers and files.of_experts and len(ranks) > 1:
         from zckpt.formats.deepspeed.stage0_ranks import attach_experts_to_ranks
 
-        attached = attach_experts_to_ranks(checkpoint.source, ranks, of_experts, tp, names)
-    elif not optimizers and not of_experts:
+        attached = attach_experts_to_ranks(checkpoint.source, ranks, files.of_experts, tp, names)
+    elif not files.optimizers and not files.of_experts:
         from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
-    with about(models[0].path):
+    with about(model.path):
         state = join(stages := [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)])
     for name in ("parameters", "buffers", "per_rank", "padding", "padding_spans", "duplicates"):
         setattr(checkpoint, name, getattr(state, name))
     checkpoint.param_groups = state.groups
-    checkpoint.details |= stage_orders(stages) if layers else {}
-    experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
+    if layers:
+        from zckpt.formats.deepspeed.stage_order import stage_orders
+
+        checkpoint.details |= stage_orders(stages)
     checkpoint.origin = Origin(
-        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),
-        [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
+        directory, model, files.members, ranks, files.experts, files.of_experts, info,
+        None if tp_rules is None else str(tp_rules), files.layers,
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    describe_whole(checkpoint, directory, models, members, state, pp=pp, tp=tp, first=states[0])
-    keep_all_others(checkpoint, models, optimizers, members, of_experts)
+    files.describe(state, states[0])
+    files.keep_others()
     checkpoint.warnings += attached or []
-    if not optimizers:
-        _attach_without_zero(checkpoint, models, of_experts, names, by_rank=attached is not None)
-    else:
+    if files.optimizers:
         note_not_used(checkpoint, names, "the files have")
+    else:
+        files.attach_without_zero(names, by_rank=attached is not None)
     return checkpoint
 
 
-def _described(files: Sequence[tuple[Shard, TorchFile]]) -> list[SourceFile]:
-    """Return what is said of each file, of those that say the same once."""
-    found: dict[tuple[int, str], SourceFile] = {}
-    listed = []
-    for shard, file in files:
-        rules = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
-        like = found.get((id(file.root), shard.role))
-        listed.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=rules, like=like))
-        found.setdefault((id(file.root), shard.role), listed[-1])
-    return listed
-
-
-def _attach_without_zero(
-    checkpoint: Checkpoint,
-    models: Sequence[ModelShard],
-    of_experts: Sequence[tuple[Shard, TorchFile]],
-    names: Sequence[str] | None,
-    *,
-    by_rank: bool,
-) -> None:
-    """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one already."""
-    content = models[0].content.get("optimizer")
-    if by_rank and checkpoint.param_groups and isinstance(content, dict):
-        keep_other_state(checkpoint, content, models[0].file)
-        return
-    for parameter in checkpoint.parameters.values():
-        parameter.frozen = False  # a file without groups does not say
-    if is_unsaved(models, of_experts):
-        note_unsaved(checkpoint, models)
-    if by_rank or (content is None and not of_experts):
-        return
-    if of_experts:
-        attach_experts(checkpoint, of_experts, models[0], names)
-    else:
-        attach_optimizer(checkpoint, models[0], names)
-
-
-def _named(shard: Shard, file: TorchFile) -> dict[str, object]:
-    """Return what a file of weights holds, by name."""
-    if not isinstance(file.root, dict):
-        raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
-    return by_name(file.root, shard.path)
-
-
-def _ranks(
-    directory: TagDirectory,
-    models: Sequence[ModelShard],
-    optimizers: Sequence[OptimizerShard],
-    outside: Sequence[tuple[Shard, TorchFile]],
-    checkpoint: Checkpoint,
-) -> list[RankFiles]:
-    """Return the files and the state of each model-parallel rank."""
-    mp_ranks = sorted({m.mp_rank for m in models} | {o.mp_rank for o in optimizers})
-    recorded = models[0].content.get("mp_world_size")
-    expected = recorded if isinstance(recorded, int) and recorded > 0 else len(mp_ranks)
-    absent = missing_ranks(expected, mp_ranks)
-    if absent or len(mp_ranks) != expected:
-        raise ShardError(
-            f"files of model-parallel ranks {absent} are missing" if absent else "too many model-parallel ranks",
-            expected=f"{expected} model-parallel ranks",
-            found=listed_ranks(mp_ranks),
-            code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
-        )
-    shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
-    layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
-    firsts = [next((m for m in models if m.mp_rank == rank), models[0]) for rank in mp_ranks]
-    check_models_alike(firsts)
-    tp = degrees(firsts, directory.of(PIPELINE_LAYER))[1]
-    models = with_shapes(models, optimizers, layers, tp) if layers else models
-    firsts = [next((m for m in models if m.mp_rank == rank), models[0]) for rank in mp_ranks]
-    weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
-    unsaved = is_unsaved(models, optimizers)
-    found: list[tuple[int, list[ModelShard], list[OptimizerShard]]] = []
-    for mp_rank in mp_ranks:
-        own = [m for m in models if m.mp_rank == mp_rank]
-        shards = [o for o in optimizers if o.mp_rank == mp_rank]
-        if not own:
-            if any(shard.role == EXPERT for shard, _ in outside):
-                raise lost_ranks(mp_rank)
-            raise ShardError(f"no model file of mp_rank {mp_rank}", code=MISSING_FILE)
-        members: list[OptimizerShard] = []
-        if shards or (not unsaved and any(m.content.get("param_shapes") for m in own)):
-            members, leftovers = select(directory.path, own, shards, mp_rank)
-            checkpoint.leftovers |= leftovers
-            checkpoint.warnings += dict.fromkeys(leftovers.values())
-        found.append((mp_rank, _model_members(own, members), members))
-    every = expert_files(outside, {shard.path: _named(shard, file) for shard, file in outside})
-    ranks: list[RankFiles] = []
-    apart = apart_between([members[0] for _, _, members in found if members])
-    for number, (mp_rank, files, members) in enumerate(found):
-        first, lane = number - number % tp, number % tp
-        of_stage = found[first : first + tp]
-        experts = every.of_stage([rank for rank, _, _ in of_stage])
-        spread = spread_over([one for _, _, one in of_stage], lane, files[0], experts)
-        across = spread.lanes > 1
-        of_experts = experts.all() if across else experts.by_lane.get(lane, {})
-        outer = {**of_experts, **weights.get(mp_rank, {})}
-        with about(files[0].path):
-            state = read_rank(mp_rank, files, members, outer, shared, spread=spread, apart=apart)
-        if across:
-            state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
-            state.duplicates += experts.copies() if lane == 0 else ()
-        ranks.append(RankFiles(files, members, state))
-    for mp_rank, name, path, tensor in copies:  # further files of a tied layer
-        state = ranks[mp_rank].state
-        if name in state.parameters:
-            used = state.parameters[name].slots
-            state.duplicates += copies_of(name, weight_in(tensor, path), used, kind="tied")
-    return ranks
-
-
-def _model_members(own: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> list[ModelShard]:
-    """Return the model files of one model-parallel rank: one, or for ZeRO-3 one for each data-parallel rank."""
-    if not members or members[0].stage != 3:
-        return list(own[:1])
-    by_rank = {m.rank: m for m in own}
-    missing = missing_ranks(len(members), by_rank)
-    if missing:
-        raise ShardError(
-            f"model files are missing for {ranks_text(missing)}",
-            expected=f"{len(members)} ranks",
-            advice="give their directory with --root",
-            code=MISSING_FILE,
-            ranks=[rank for rank in range(len(members)) if rank not in by_rank],
-        )
-    check_models(found := [by_rank[rank] for rank in range(len(members))], members)
-    return found
-
-
-EXTRA_STATE_KEY = "module_extra_state"
-"""Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
-
-OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What an optimizer file holds besides the optimizer's state and how it is cut."""
-
-
-KEPT_KEYS = (
-    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
-    "ds_config", "sparse_tensor_module_names",
-)  # fmt: skip
-"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
-
-
-def describe_whole(
-    checkpoint: Checkpoint,
-    directory: TagDirectory,
-    models: Sequence[ModelShard],
-    members: Sequence[OptimizerShard],
-    state: RankState,
-    *,
-    pp: int,
-    tp: int,
-    first: RankState,
-) -> None:
-    """Fill in what is true of the checkpoint as a whole.
+class _Files:
+    """The files of a tag directory by role, and the checkpoint that they make up.
 
     Parameters
     ----------
-    state, first : RankState
-        That of all model-parallel ranks, put together, and that of the first one.
+    directory : TagDirectory
     """
-    model = models[0]
-    dp = data_parallel_size(models, members)
-    checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
-    checkpoint.world_size = dp * tp * pp
-    version = model.content.get("ds_version") or (members[0].version if members else None)
-    checkpoint.format_version = version if isinstance(version, str) else None
-    step = model.content.get("global_steps")
-    checkpoint.step = step if type(step) is int else None
-    configured = section(model.config, "zero_optimization").get("stage")
-    checkpoint.zero_stage = configured if isinstance(configured, int) else 1 if members else 0
-    if members and not members[0].bf16_optimizer:
-        checkpoint.zero_stage = members[0].stage
-    scaler = members[0].content.get("loss_scaler") if members else None
-    checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
-    checkpoint.details["tag"] = directory.tag
-    if members:
-        checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
-        checkpoint.details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
-        pads = any(any(group) for group in members[0].alignment_paddings or [])
-        checkpoint.details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
-        checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
-        if uses_zenflow(model.config):
-            checkpoint.details[DETAIL] = first.transposed
+
+    def __init__(self, directory: TagDirectory) -> None:
+        self.directory, self.models = directory, read_models(directory.of(MODEL))
+        if not self.models:
+            raise ShardError(
+                "no model file",
+                expected="mp_rank_00_model_states.pt",
+                advice="give the directory that holds it with --root",
+                code=MISSING_FILE,
+            )
+        self.optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
+        with about(self.models[0].path):
+            check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
+        self.experts, self.layers, self.of_experts = (
+            [(shard, read_torchfile(shard.path)) for shard in directory.of(role)]
+            for role in (EXPERT, PIPELINE_LAYER, EXPERT_OPTIMIZER)
+        )
+        self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
+        self.members: Sequence[OptimizerShard] = ()
+        of_ranks = [(one.shard, one.file) for one in (*self.models, *self.optimizers)]
+        self._describe_files([*of_ranks, *self.experts, *self.layers, *self.of_experts])
+        for model in self.models:
+            if not isinstance(model.content.get("module"), dict) and not self.layers:
+                raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
+        if self.optimizers:
+            check_empty(self.of_experts)
+            for model in self.models:  # that of a mixture of experts has no configuration before 0.19
+                model.configuration = model.configuration or configuration(self.optimizers[0])
+
+    def _describe_files(self, files: Sequence[tuple[Shard, TorchFile]]) -> None:
+        """Say what is said of each file, of those that say the same once."""
+        listed = self.checkpoint.files
+        first: dict[tuple[int, str], int] = {}
+        for shard, file in files:
+            rules = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
+            at = first.setdefault((id(file.root), shard.role), len(listed))
+            like = listed[at] if at < len(listed) else None
+            listed.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=rules, like=like))
+
+    @cached_property
+    def mp_ranks(self) -> list[int]:
+        """The model-parallel ranks, all of them."""
+        found = sorted({one.mp_rank for one in (*self.models, *self.optimizers)})
+        recorded = self.models[0].content.get("mp_world_size")
+        expected = recorded if isinstance(recorded, int) and recorded > 0 else len(found)
+        absent = missing_ranks(expected, found)
+        if absent or len(found) != expected:
+            raise ShardError(
+                f"files of model-parallel ranks {absent} are missing" if absent else "too many model-parallel ranks",
+                expected=f"{expected} model-parallel ranks",
+                found=listed_ranks(found),
+                code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
+            )
+        return found
+
+    @cached_property
+    def degrees(self) -> tuple[int, int]:
+        """Stages of a pipeline, and tensor-parallel ranks."""
+        return degrees(self._firsts(), self.directory.of(PIPELINE_LAYER))
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.degrees[1]
+
+    def _firsts(self) -> list[ModelShard]:
+        """Return the first model file of each model-parallel rank."""
+        return [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in self.mp_ranks]
+
+    def ranks(self) -> Iterator[RankFiles]:
+        """Yield the files and the state of each model-parallel rank."""
+        check_models(self._firsts(), [model.mp_rank for model in self._firsts()], "mp_rank")
+        tp = self.tp
+        shared = {alias: owner for model in self.models for alias, owner in (model.shared or {}).items()}
+        if self.layers:
+            self.models = with_shapes(self.models, self.optimizers, self.layers, tp)
+        weights, copies = stage_weights(self.layers, self._firsts(), tp) if self.layers else ({}, [])
+        found = [self._of_rank(mp_rank) for mp_rank in self.mp_ranks]
+        self.members = next((members for _, members in found if members), ())
+        every, apart = expert_files(self.experts), apart_between([members[0] for _, members in found if members])
+        for number, (mp_rank, (models, members)) in enumerate(zip(self.mp_ranks, found, strict=True)):
+            first, lane = number - number % tp, number % tp
+            experts = every.of_stage(self.mp_ranks[first : first + tp])
+            spread = spread_over([one for _, one in found[first : first + tp]], lane, models[0], experts)
+            across = spread.lanes > 1
+            of_experts = experts.all() if across else experts.by_lane.get(lane, {})
+            outer = {**of_experts, **weights.get(mp_rank, {})}
+            with about(models[0].path):
+                state = read_rank(mp_rank, models, members, outer, shared, spread=spread, apart=apart)
+            if across:
+                state.lanes, state.whole = spread.lanes, frozenset(filter(is_expert, state.parameters))
+                state.duplicates += experts.copies() if lane == 0 else ()
+            for rank, name, path, tensor in copies:  # further files of a tied layer
+                if rank == mp_rank and name in state.parameters:
+                    used = state.parameters[name].slots
+                    state.duplicates += copies_of(name, weight_in(tensor, path), used, kind="tied")
+            yield RankFiles(models, members, state)
+
+    def _of_rank(self, mp_rank: int) -> tuple[Sequence[ModelShard], Sequence[OptimizerShard]]:
+        """Return the model file of a model-parallel rank, for ZeRO-3 those of all its ranks, and the optimizer's."""
+        own = [m for m in self.models if m.mp_rank == mp_rank]
+        shards = [o for o in self.optimizers if o.mp_rank == mp_rank]
+        if not own:
+            raise (
+                lost_ranks(mp_rank)
+                if self.experts
+                else ShardError(f"no model file of mp_rank {mp_rank}", code=MISSING_FILE)
+            )
+        unsaved = is_unsaved(self.models, self.optimizers)
+        if not shards and (unsaved or not any(m.content.get("param_shapes") for m in own)):
+            return own[:1], []
+        members, leftovers = select(self.directory.path, own, shards, mp_rank)
+        self.checkpoint.leftovers |= leftovers
+        self.checkpoint.warnings += dict.fromkeys(leftovers.values())
+        if members[0].stage != 3:
+            return own[:1], members
+        by_rank = {m.rank: m for m in own}
+        missing = missing_ranks(len(members), by_rank)
+        if missing:
+            raise ShardError(
+                f"model files are missing for {ranks_text(missing)}",
+                expected=f"{len(members)} ranks",
+                advice="give their directory with --root",
+                code=MISSING_FILE,
+                ranks=[rank for rank in range(len(members)) if rank not in by_rank],
+            )
+        models = [by_rank[rank] for rank in range(len(members))]
+        steps = [one["step"] for one in members[0].scalars if "step" in one]
+        check_models(models, [model.rank for model in models], "rank", steps)
+        return models, members
+
+    def describe(self, state: RankState, first: RankState) -> None:
+        """Fill in what is true of the checkpoint as a whole.
+
+        Parameters
+        ----------
+        state, first : RankState
+            That of all model-parallel ranks, put together, and that of the first one.
+        """
+        checkpoint, model, members, (pp, tp) = self.checkpoint, self.models[0], self.members, self.degrees
+        dp = data_parallel_size(self.models, members)
+        checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
+        checkpoint.world_size = dp * tp * pp
+        version = model.content.get("ds_version") or (members[0].version if members else None)
+        checkpoint.format_version = version if isinstance(version, str) else None
+        step = model.content.get("global_steps")
+        checkpoint.step = step if type(step) is int else None
+        configured = section(model.config, "zero_optimization").get("stage")
+        checkpoint.zero_stage = configured if isinstance(configured, int) else 1 if members else 0
+        checkpoint.details["tag"] = self.directory.tag
+        if members:
+            self._describe_optimizer(members[0], first)
+        if tp > 1 and any(map(is_expert, checkpoint.parameters)):
+            checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
+        own = [key for key in KEPT_KEYS if model.content.get(key) is not None]
+        for key in (*(key for key in model.content if key not in MODEL_KEYS), *own):
+            checkpoint.metadata[key] = carried(model.file, model.content[key])
+        if model.configuration is not None:
+            checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
+
+    def _describe_optimizer(self, lead: OptimizerShard, first: RankState) -> None:
+        checkpoint, details, model = self.checkpoint, self.checkpoint.details, self.models[0]
+        if not lead.bf16_optimizer:
+            checkpoint.zero_stage = lead.stage
+        scaler = lead.content.get("loss_scaler")
+        checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
+        details["optimizer_form"] = "elastic" if lead.elastic else "rigid"
+        details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
+        pads = any(any(group) for group in lead.alignment_paddings or [])
+        details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
+        details["bf16_optimizer"] = lead.bf16_optimizer
+        if model.uses_zenflow:
+            from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING
+
+            details[DETAIL] = first.transposed
             checkpoint.warnings.append(WARNING)
         checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
-        if members[0].elastic and not members[0].groups:
+        if lead.elastic and not lead.groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
-    checkpoint.metadata = {
-        key: carried(model.file, value) for key, value in model.content.items() if key not in MODEL_KEYS
-    }
-    checkpoint.metadata |= {
-        key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
-    }
-    if tp > 1 and any(map(is_expert, checkpoint.parameters)):
-        checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
-    if model.configuration is not None:
-        checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
-    if members:
-        content = members[0].content
         checkpoint.optimizer_metadata = {
-            key: carried(members[0].file, content[key]) for key in OPTIMIZER_METADATA_KEYS if key in content
+            key: carried(lead.file, lead.content[key]) for key in OPTIMIZER_METADATA_KEYS if key in lead.content
         }
+
+    def keep_others(self) -> None:
+        """Keep what ranks have of their own, and say of everything else in their files what it is."""
+        checkpoint, models = self.checkpoint, self.models
+        keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
+        held = [(m.file, common(m)) for m in models]
+        metadata, rules = keep_others(held[0], held[1:], [*keys])
+        checkpoint.metadata |= metadata
+
+        def add(more: Mapping[str, tuple[Rule, ...]]) -> None:
+            rules.update({path: (*rules.get(path, ()), *one) for path, one in more.items()})
+
+        def keep(held: Sequence[Content], keys: Sequence[str], where: str) -> None:
+            own, more = keep_others(held[0], held[1:], list(dict.fromkeys(keys)), (where,)) if held else ({}, {})
+            checkpoint.optimizer_metadata |= own
+            add(more)
+
+        add(keep_extra(checkpoint, models))
+        if self.members:
+            lead = self.members[0]
+            others = [one for one in self.optimizers if one is not lead]
+            keep([(one.file, one.content) for one in (lead, *others)], OPTIMIZER_METADATA_KEYS, "optimizer_state_dict")
+            add({one.path: shard_rules(first=one is lead) for one in (lead, *others)})
+            add(copies_of_optimizers(models, self.optimizers))
+        else:
+            from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
+            from zckpt.formats.deepspeed.stage0 import STATE_KEYS
+
+            roots = [(file, file.root) for _, file in self.of_experts] + [
+                (m.file, m.content) for m in models if self.of_experts or checkpoint.param_groups
+            ]
+            contents = [(file, root["optimizer"]) for file, root in roots
+                        if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
+            keep(contents, [str(key) for _, one in contents for key in one if key not in STATE_KEYS], "optimizer")
+            compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
+            for file in checkpoint.files:
+                file.rules = (*(ONE_BIT_RULES if file.path in compressed else ()), *file.rules)
+        for file in checkpoint.files:
+            file.rules = (*file.rules, *rules.get(file.path, ()))
+
+    def attach_without_zero(self, names: Sequence[str] | None, *, by_rank: bool) -> None:
+        """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one."""
+        from zckpt.formats.deepspeed.stage0 import attach_optimizer, keep_other_state
+
+        checkpoint, model, content = self.checkpoint, self.models[0], self.models[0].content.get("optimizer")
+        if by_rank and checkpoint.param_groups and isinstance(content, dict):
+            keep_other_state(checkpoint, content, model.file)
+            return
+        for parameter in checkpoint.parameters.values():
+            parameter.frozen = False  # a file without groups does not say
+        if is_unsaved(self.models, self.of_experts):
+            note_unsaved(checkpoint, self.models)
+        if self.of_experts and not by_rank:
+            from zckpt.formats.deepspeed.expert_optimizers import attach_experts
+
+            attach_experts(checkpoint, self.of_experts, model, names)
+        elif content is not None and not by_rank:
+            attach_optimizer(checkpoint, model, names)
 
 
 def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str, tuple[Rule, ...]]:
@@ -365,42 +398,3 @@ def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str
     own, rules = keep_others(held[0], held[1:], [*keys], ("module",))
     checkpoint.metadata |= own
     return rules
-
-
-def keep_all_others(
-    checkpoint: Checkpoint,
-    models: Sequence[ModelShard],
-    optimizers: Sequence[OptimizerShard],
-    members: Sequence[OptimizerShard],
-    of_experts: Sequence[tuple[Shard, TorchFile]],
-) -> None:
-    """Keep what ranks have of their own, and say of everything else in their files what it is."""
-    keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-    held = [(m.file, common(m)) for m in models]
-    metadata, rules = keep_others(held[0], held[1:], [*keys])
-    checkpoint.metadata |= metadata
-    of_modules = keep_extra(checkpoint, models)
-    rules = {path: (*one, *of_modules[path]) for path, one in rules.items()}
-    if members:
-        lead = members[0]
-        others = [(o.file, o.content) for o in optimizers if o is not lead]
-        own, more = keep_others((lead.file, lead.content), others, OPTIMIZER_METADATA_KEYS, ("optimizer_state_dict",))
-        checkpoint.optimizer_metadata |= own
-        rules |= {path: (*one, *shard_rules(first=False)) for path, one in more.items()}
-        rules[lead.path] = shard_rules(first=True)
-        for path, one in copies_of_optimizers(models, optimizers).items():
-            rules[path] = (*rules.get(path, ()), *one)
-    else:
-        plain_ones = [(file, file.root) for _, file in of_experts] + [
-            (m.file, m.content) for m in models if of_experts or checkpoint.param_groups
-        ]
-        contents = [(file, root["optimizer"]) for file, root in plain_ones
-                    if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
-        kept = dict.fromkeys(str(key) for _, one in contents for key in one if key not in STATE_KEYS)
-        own, more = keep_others(contents[0], contents[1:], [*kept], ("optimizer",)) if contents else ({}, {})
-        checkpoint.optimizer_metadata |= own
-        rules |= {path: (*rules.get(path, ()), *one) for path, one in more.items()}
-    compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
-    for file in checkpoint.files:
-        ahead = ONE_BIT_RULES if file.path in compressed else ()
-        file.rules = (*ahead, *file.rules, *rules.get(file.path, ()))

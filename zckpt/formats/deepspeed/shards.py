@@ -50,6 +50,7 @@ class _OfRank:
 
     __slots__ = ()
     shard: Shard
+    file: TorchFile
 
     @property
     def path(self) -> str:
@@ -109,6 +110,11 @@ class ModelShard(_OfRank):
     def zero_option(self, name: str) -> bool:
         """Return a boolean option of `zero_optimization` in the configuration; false where absent."""
         return section(self.config, "zero_optimization").get(name) is True
+
+    @property
+    def uses_zenflow(self) -> bool:
+        """Whether the configuration turns ZenFlow on, see `zenflow`."""
+        return section(self.config, "zero_optimization").get("zenflow") is not None
 
     @property
     def optimizer(self) -> dict[object, object] | None:
@@ -241,6 +247,11 @@ def _model(shard: Shard, file: TorchFile) -> ModelShard:
         content.get("ds_config"),
         filed,
     )
+
+
+def weights_of(file: TorchFile) -> dict[str, Tensor]:
+    """Return the tensors of a file of weights, of experts or a pipeline's layer, by name."""
+    return _tensors_by_name(as_mapping(file.root, file.path, expected="a dict of weights"))
 
 
 def _shapes(node: object) -> Shapes:

@@ -36,7 +36,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.expert_ranks import sharing, spread_of
-from zckpt.formats.deepspeed.flat import flat_cases
+from zckpt.formats.deepspeed.flat import Partitions
 from zckpt.formats.deepspeed.groups import flat_groups
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
@@ -45,7 +45,6 @@ from zckpt.formats.latest import LATEST_NBYTES
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.partition import flat_padding, flat_starts
 from zckpt.storage.files import read_head
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
@@ -236,13 +235,13 @@ def _layouts(one: RankFiles, ranks: Sequence[RankFiles]) -> Iterator[tuple[Optim
     known = {name: parameter.shape for name, parameter in one.state.parameters.items()}
     spread = spread_of(ranks, one)
     for group in flat_groups(one.models[0], members, known, spread):
-        total = flat_starts(group.numels, group.pads)[-1]
         for own in sharing(members, spread, group.index, list(group.shapes)):
-            for position, case in enumerate(flat_cases(group, own)):
-                layout = found.get(case.member.path)
+            cut = Partitions(group, own)
+            for position, member in enumerate(own):
+                layout = found.get(member.path)
                 if layout is not None:
-                    layout.partitions[group.index] = case.high
-                    layout.paddings[group.index] = flat_padding(total, case.high, position)
+                    layout.partitions[group.index] = cut.partition
+                    layout.paddings[group.index] = cut.padding(position)
     return zip(members, found.values(), strict=True)
 
 

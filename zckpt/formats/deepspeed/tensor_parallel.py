@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
-from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
+from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
 from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Shape, Slot
 from zckpt.state.ranges import merge as merge_ranges
@@ -83,28 +83,19 @@ def merge(states: Sequence[RankState], rules: Rules | None, *, padded: bool = Fa
         ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0")
     check_slices_alike(states)
-    merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel, degrees=first.degrees,
-                       lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
+    groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
+    merged = replace(RankState.gathered(states), buffers=first.buffers, groups=groups, degrees=first.degrees,
+                     lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
     for name in names:
         slices = [s.parameters[name] for s in states]
-        if name in first.whole:
-            merged.parameters[name] = replace(slices[0])
-            continue
-        merged.parameters[name] = _merge_parameter(slices, rules, padded=padded)
-        if len(states) > 1:
-            merged.duplicates += _parts_kept_by(states, merged.parameters[name], rules.maps.rule(name))
+        merged.parameters[name] = (
+            replace(slices[0]) if name in first.whole else _merge_parameter(slices, rules, padded=padded)
+        )
     if not padded:
-        merged.padding_spans.append(VocabularyPadding(states, rules))
+        merged.padding_spans.insert(0, VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
-    merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
-    merged.duplicates += [one for state in states for one in state.duplicates]
-    merged.per_rank = [one for state in states for one in state.per_rank]
-    for state in states[1:]:
-        merged.duplicates += _kept_by(state, first, merged)
-    for state in states:
-        merged.padding += state.padding
-        merged.padding_spans += state.padding_spans
-        merged.warnings += [w for w in state.warnings if w not in merged.warnings]
+    merged.warnings = list(dict.fromkeys(merged.warnings))
+    merged.duplicates += _copies(states, merged, rules)
     return merged
 
 
@@ -129,7 +120,8 @@ class VocabularyPadding:
             rule = self.rules.rule(name, [state.parameters[name].shape for state in self.states], padded=False)
             for state, shares in zip(self.states, rule.shares, strict=False):
                 parameter = state.parameters[name]
-                rows = _outside(shares, parameter.shape[rule.dim])
+                taken = merge_ranges((one.source, one.source + one.size) for one in shares)
+                rows = [(low, high - low) for low, high in without([(0, parameter.shape[rule.dim])], taken)]
                 held = [(key, slot) for key, slot in parameter.slots.items() if slot.shape]
                 for key, span in (
                     (key, s) for key, slot in held for one in rows for s in narrow(slot, rule.dim, *one).spans
@@ -138,38 +130,30 @@ class VocabularyPadding:
                     yield PaddingSpan(key, span.path, low, high - low)
 
 
-def _outside(shares: Sequence[Share], size: int) -> list[tuple[int, int]]:
-    """Return the indexes of a slice that no share has: where they begin, and how many they are."""
-    held = merge_ranges((one.source, one.source + one.size) for one in shares)
-    return [(low, high - low) for low, high in without([(0, size)], held)]
-
-
-def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[Duplicate]:
-    """Yield the copies that one rank keeps of what the first rank's is read of."""
-    for name, parameter in state.parameters.items():
-        if name in state.whole:  # it is read from the files of all ranks, and the same everywhere
+def _copies(states: Sequence[RankState], merged: RankState, rules: Rules) -> Iterator[Duplicate]:
+    """Yield what ranks keep of what is read of a rank before them: whole, or a part of a slice."""
+    first = states[0]
+    for name, whole in merged.parameters.items() if len(states) > 1 else ():
+        rule = None if name in first.whole else rules.maps.rule(name)
+        if rule is None:
             continue
-        for key, slot in parameter.slots.items():
-            own, used = first.parameters[name].slots.get(key), merged.parameters[name].slots.get(key)
-            if own is not None and used is not None and used.spans == own.spans != slot.spans and not used.replicas:
-                yield Duplicate("parameter", name, name, slot, own, state.mp_rank)
-    for name, buffer in state.buffers.items():
-        kept = first.buffers.get(name)
-        if kept is not None and kept.shape == buffer.shape:
-            yield Duplicate("buffer", name, name, buffer.slots[WEIGHT], kept.slots[WEIGHT], state.mp_rank)
-
-
-def _parts_kept_by(states: Sequence[RankState], merged: Parameter, rule: Rule | None) -> Iterator[Duplicate]:
-    """Yield the copies that ranks keep of parts of a parameter that a rank before them is read of."""
-    if rule is None:
-        return
-    for state, copies in zip(states, rule.copies, strict=False):
-        parameter = state.parameters[merged.name]
-        for key, slot in parameter.slots.items():
-            for source, target, size in copies if key in merged.slots and slot.shape else ():
-                copy = narrow(slot, rule.dim, source, size)
-                yield Duplicate("parameter", merged.name, merged.name, copy,
-                                narrow(merged.slots[key], rule.dim, target, size), state.mp_rank)  # fmt: skip
+        for state, copies in zip(states, rule.copies, strict=False):
+            for key, slot in state.parameters[name].slots.items():
+                for source, target, size in copies if key in whole.slots and slot.shape else ():
+                    copy, part = narrow(slot, rule.dim, source, size), narrow(whole.slots[key], rule.dim, target, size)
+                    yield Duplicate("parameter", name, name, copy, part, state.mp_rank)
+    for state in states[1:]:
+        for name, parameter in state.parameters.items():
+            if name in state.whole:  # it is read from the files of all ranks, and the same everywhere
+                continue
+            for key, slot in parameter.slots.items():
+                own, used = first.parameters[name].slots.get(key), merged.parameters[name].slots.get(key)
+                if own is not None and used is not None and used.spans == own.spans != slot.spans and not used.replicas:
+                    yield Duplicate("parameter", name, name, slot, own, state.mp_rank)
+        for name, buffer in state.buffers.items():
+            kept = first.buffers.get(name)
+            if kept is not None and kept.shape == buffer.shape:
+                yield Duplicate("buffer", name, name, buffer.slots[WEIGHT], kept.slots[WEIGHT], state.mp_rank)
 
 
 def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -> UnsupportedError:
@@ -228,17 +212,19 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     computed = [key for key, slot in parameter.slots.items() if isinstance(slot, Computed)]
     if computed:
         raise of_slices(f"{computed[0]} of {parameter.name}")
+
+    def of_rank(slot: Slot) -> Slot:
+        present = slot.shape[rule.dim]
+        parts = [
+            narrow(slot, rule.dim, s.target, min(s.size, present - s.target)) for s in shares if s.target < present
+        ]
+        return concat(parts or [narrow(slot, rule.dim, 0, 0)], rule.dim)
+
     slots = {
-        key: _cut_slot(slot, rule.dim, shares) if slot.shape else slot  # a step that each parameter has by itself
+        key: of_rank(slot) if slot.shape else slot  # a step that each parameter has by itself
         for key, slot in parameter.slots.items()
     }
     return replace(parameter, shape=shape, slots=slots)
-
-
-def _cut_slot(slot: Slot, dim: int, shares: Sequence[Share]) -> Slot:
-    present = slot.shape[dim]
-    parts = [narrow(slot, dim, s.target, min(s.size, present - s.target)) for s in shares if s.target < present]
-    return concat(parts or [narrow(slot, dim, 0, 0)], dim)
 
 
 def _with(values: Shape, dim: int, value: int) -> Shape:

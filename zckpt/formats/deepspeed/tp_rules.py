@@ -71,7 +71,12 @@ class Rules:
     def __init__(self, info: Mapping[str, object], path: str) -> None:
         self.path = path
         self.maps = AffineMaps(info.get(AFFINE_KEY), path, self._compile, OTHER_RULES)
-        self.unknown = self._unknown(info.get(UNKNOWN_KEY))
+        unknown = info.get(UNKNOWN_KEY)
+        self.unknown = [
+            (one, brief(reason))
+            for pattern, reason in (unknown.items() if isinstance(unknown, dict) else ())
+            for one in self._compile([pattern])
+        ]
         self.patterns = {kind: self._compile(info.get(key)) for kind, key in _KEYS.items()}
         self.sub_params = self._sub_params(info.get("parameter_with_sub_params"))
         widths = info.get("sub_param_shard_widths")
@@ -100,22 +105,26 @@ class Rules:
         for unknown, reason in self.unknown:
             if unknown.match(name):
                 raise self._unusable(f"AutoTP does not say how {name} is sliced", reason)
-        kind, dim, pattern, sizes = self.named(name)
-        if kind == TWO:
-            return self._sliced(name, shapes, 0, [[s[0] // 2 if s else -1 for s in shapes]] * 2)
-        if kind == SUB:
-            return self._sliced(name, shapes, dim, self._sub_widths(name, pattern, shapes, dim, sizes))
-        if kind == SLICED:
-            found = self._sliced(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
-        elif len(set(shapes)) > 1:
-            raise LayoutError(
-                f"{name} is {kind} over tensor-parallel ranks, but its shapes differ",
-                path=self.path,
-                found=list(shapes),
-            )
-        else:
+        kind, dim = self.named(name)[:2]
+        if kind in (REPLICATED, AVERAGED):
+            if len(set(shapes)) > 1:
+                raise LayoutError(
+                    f"{name} is {kind} over tensor-parallel ranks, but its shapes differ",
+                    path=self.path,
+                    found=list(shapes),
+                )
             found = Rule(kind, shapes[0])
-        return found if padded else self._without_vocabulary_padding(name, found)
+        else:
+            found = self._sliced(name, shapes, dim, self._widths(name, shapes))
+        size = self.vocabulary_size
+        if padded or kind in (TWO, SUB) or size is None or not found.shape or found.shape[0] <= size:
+            return found
+        if not self.is_vocabulary(name):
+            return found
+        if found.kind != SLICED or dim:
+            raise self._unusable(f"vocabulary parameter {name} is not sliced along its rows")
+        shares = [tuple(s._replace(size=max(min(s.size, size - s.target), 0)) for s in one) for one in found.shares]
+        return Rule(SLICED, (size, *found.shape[1:]), 0, tuple(shares))
 
     def named(self, name: str) -> tuple[str, int, str, object]:
         """Return the kind of a parameter's rule, but for maps, and the dimension that is sliced.
@@ -141,13 +150,12 @@ class Rules:
             It is cut in a way that is known for the source's ranks only.
         """
         mapped = self.maps.rule(name)
-        if mapped is not None:
-            subs = self._whole_subs(name, shape) if self.matching(name) == SUB else []
-            return self.maps.cut(name, mapped, ranks, subs)
-        kind, dim, _, _ = self.named(name)
-        if kind in (REPLICATED, AVERAGED):
+        kind, dim = self.named(name)[:2]
+        if mapped is None and kind in (REPLICATED, AVERAGED):
             return Rule(kind, shape)
-        subs = self._whole_subs(name, shape)
+        subs = [sum(widths) for widths in self._widths(name, [shape])] if mapped is None or kind == SUB else []
+        if mapped is not None:
+            return self.maps.cut(name, mapped, ranks, subs)
         if dim >= len(shape) or sum(subs) != shape[dim] or any(width % ranks for width in subs):
             raise LayoutError(
                 f"{name} cannot be cut for {ranks} tensor-parallel ranks",
@@ -157,17 +165,6 @@ class Rules:
             )
         local = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
         return self._sliced(name, [local] * ranks, dim, [[width // ranks] * ranks for width in subs])
-
-    def _whole_subs(self, name: str, shape: Shape) -> list[int]:
-        """Return the widths of a whole parameter's sub-parameters along the dimension that is sliced."""
-        kind, dim, pattern, sizes = self.named(name)
-        if dim >= len(shape):
-            return []
-        if kind == SUB and (recorded := self._recorded(name, pattern)) is not None:
-            return [sum(widths) for widths in recorded]
-        if isinstance(sizes, int):
-            return [shape[dim] // sizes] * sizes if kind != SUB or 0 < sizes <= shape[dim] else []
-        return [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
 
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether a parameter has a row for each word of a vocabulary."""
@@ -203,11 +200,6 @@ class Rules:
             )
         return mapped
 
-    def _unknown(self, node: object) -> list[tuple[re.Pattern[str], str]]:
-        if not isinstance(node, dict):
-            return []
-        return [(one, brief(node[pattern])) for pattern in node for one in self._compile([pattern])]
-
     def _unusable(self, message: str, found: object = None) -> UnsupportedError:
         return UnsupportedError(message, path=self.path, found=found, advice=OTHER_RULES)
 
@@ -241,20 +233,28 @@ class Rules:
             found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
         return found
 
-    def _sub_widths(self, name: str, pattern: str, shapes: Sequence[Shape], dim: int, sizes: object) -> list[list[int]]:
-        """Return for each sub-parameter its width on each rank."""
-        recorded = self._recorded(name, pattern)
-        if recorded is not None:
-            return recorded
-        whole = sum(s[dim] if dim < len(s) else 0 for s in shapes)
+    def _widths(self, name: str, shapes: Sequence[Shape]) -> list[list[int]]:
+        """Return for each sub-parameter its width on each rank, as the rules record it, or an equal share."""
+        _, dim, pattern, sizes = self.named(name)
+        found = self.widths.get(pattern) if pattern else None
+        if found is not None:
+            if (
+                not isinstance(found, (list, tuple))
+                or not found
+                or not all(isinstance(sub, (list, tuple)) and len(sub) == len(found[0]) for sub in found)
+                or not all(type(width) is int and width >= 0 for sub in found for width in sub)
+            ):
+                raise self._unusable(f"unreadable widths of the sub-parameters of {name}", brief(found))
+            return [list(sub) for sub in found]
+        local = [shape[dim] if dim < len(shape) else -1 for shape in shapes]
         if isinstance(sizes, int):
-            if sizes < 1 or whole % sizes:
+            if sizes < 1 or (pattern and any(width % sizes for width in local)):
                 raise LayoutError(
                     f"{name} does not have {sizes} equal sub-parameters", path=self.path, found=list(shapes)
                 )
-            sizes = [whole // sizes] * sizes
+            return [[width // sizes for width in local]] * sizes
         subs = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
-        if sum(subs) != whole or any(n % len(shapes) for n in subs):
+        if sum(subs) != sum(local) or any(n % len(shapes) for n in subs):
             raise LayoutError(
                 f"the sub-parameters of {name} do not have its size",
                 path=self.path,
@@ -262,20 +262,6 @@ class Rules:
                 found=list(shapes),
             )
         return [[n // len(shapes)] * len(shapes) for n in subs]
-
-    def _recorded(self, name: str, pattern: str) -> list[list[int]] | None:
-        """Return the width of each sub-parameter on each rank, if the rules list them for a pattern."""
-        found = self.widths.get(pattern)
-        if found is None:
-            return None
-        if (
-            not isinstance(found, (list, tuple))
-            or not found
-            or not all(isinstance(sub, (list, tuple)) and len(sub) == len(found[0]) for sub in found)
-            or not all(type(width) is int and width >= 0 for sub in found for width in sub)
-        ):
-            raise self._unusable(f"unreadable widths of the sub-parameters of {name}", brief(found))
-        return [list(sub) for sub in found]
 
     def _sliced(self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
         """Return the rule for slices that hold, along `dim`, one share of each sub-parameter."""
@@ -291,16 +277,6 @@ class Rules:
             )
         whole = (*shapes[0][:dim], sum(map(sum, widths)), *shapes[0][dim + 1 :])
         return Rule(SLICED, whole, dim, shares_of(widths, len(shapes)))
-
-    def _without_vocabulary_padding(self, name: str, rule: Rule) -> Rule:
-        size = self.vocabulary_size
-        if size is None or not self.is_vocabulary(name) or not rule.shape or rule.shape[0] <= size:
-            return rule
-        shape = (size, *rule.shape[1:])
-        if rule.kind != SLICED or rule.dim != 0:
-            raise self._unusable(f"vocabulary parameter {name} is not sliced along its rows")
-        shares = tuple(tuple(s._replace(size=max(min(s.size, size - s.target), 0)) for s in one) for one in rule.shares)
-        return Rule(SLICED, shape, 0, shares)
 
 
 INFO_KEY = "universal_checkpoint_info"
@@ -366,26 +342,21 @@ def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[
     changed = {**info}
     if rows is not None and "padded_vocab_size" in info:
         changed["padded_vocab_size"] = rows
-    widths = info.get("sub_param_shard_widths")
-    if isinstance(widths, Mapping):
-        changed["sub_param_shard_widths"] = {pattern: _widths(subs, degree) for pattern, subs in widths.items()}
+    if isinstance(widths := info.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
+        totals = {
+            pattern: [sum(width for width in sub if type(width) is int) for sub in subs]
+            for pattern, subs in widths.items()
+            if isinstance(subs, (list, tuple)) and all(isinstance(sub, (list, tuple)) for sub in subs)
+        }
+        changed["sub_param_shard_widths"] = {
+            pattern: [[total // degree] * degree for total in totals.get(pattern, ())] for pattern in widths
+        }
     rules = info.get("parameter_with_sub_params")
-    if isinstance(rules, (list, tuple)):
-        changed["parameter_with_sub_params"] = [_with_tuples(rule) for rule in rules]
+    if isinstance(rules, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have
+        changed["parameter_with_sub_params"] = [
+            {**rule, "shape": tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])}
+            if isinstance(rule, Mapping) and isinstance(rule.get("shape"), (list, tuple))
+            else rule
+            for rule in rules
+        ]
     return changed
-
-
-def _widths(subs: object, degree: int) -> list[list[int]]:
-    """Return an equal share of each sub-parameter for each rank."""
-    if not isinstance(subs, (list, tuple)) or not all(isinstance(sub, (list, tuple)) for sub in subs):
-        return []
-    totals = [sum(width for width in sub if type(width) is int) for sub in subs]
-    return [[total // degree] * degree for total in totals]
-
-
-def _with_tuples(rule: object) -> object:
-    """Return a rule for sub-parameters as DeepSpeed reads it: sizes are tuples, which JSON does not have."""
-    if not isinstance(rule, Mapping) or not isinstance(rule.get("shape"), (list, tuple)):
-        return rule
-    shape = tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])
-    return {**rule, "shape": shape}

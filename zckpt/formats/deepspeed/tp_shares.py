@@ -233,7 +233,40 @@ class AffineMaps:
                 raise self._unsupported(f"unreadable affine map of {name}, rank {rank}", brief(one))
             boxes.append([box for piece in pieces if (box := self._box(name, piece, shape, local)) is not None])
             locals_.append(local)
-        return self._along_one(name, shape, locals_, boxes)
+        cut = {
+            dim
+            for local, held in zip(locals_, boxes, strict=True)
+            for dim in range(len(shape))
+            if local[dim] != shape[dim] or any(sizes[dim] != shape[dim] for _, _, sizes in held)
+        }
+        if len(cut) > 1:
+            raise self._unsupported(f"{name} is sliced along several dimensions", sorted(cut))
+        wrong = LayoutError(
+            f"the affine map of {name} contradicts itself",
+            path=self.path,
+            expected="every element of the whole, and of each slice, once",
+            advice=self.advice,
+        )
+        if not cut:
+            if not math.prod(shape) or all(len(held) == 1 for held in boxes):
+                return Rule(REPLICATED, shape)
+            raise wrong
+        dim = cut.pop()
+        shares, copies = [], []
+        covered: tuple[Share, ...] = ()
+        for local, held in zip(locals_, boxes, strict=True):
+            own = sorted(Share(there[dim], here[dim], sizes[dim]) for there, here, sizes in held)
+            if [share.source for share in own] != _starts([s.size for s in own]) or sum(s.size for s in own) != (
+                local[dim] if math.prod(local) else 0
+            ):
+                raise wrong
+            fresh = [part for share in own for part in without(share, covered)]
+            copies.append(tuple(part for share in own for part in without(share, tuple(fresh))))
+            shares.append(tuple(own))
+            covered += tuple(fresh)
+        if without(Share(0, 0, shape[dim]), covered) or sum(s.size for s in covered) != shape[dim]:
+            raise wrong
+        return Rule(SLICED, shape, dim, tuple(shares), tuple(copies) if any(copies) else ())
 
     def _box(self, name: str, piece: object, shape: _Shape, local: _Shape) -> tuple[_Shape, _Shape, _Shape] | None:
         """Return the origin of a piece in the slice and in the whole, and its sizes; None of an empty one."""
@@ -248,47 +281,6 @@ class AffineMaps:
         if sizes is None or there is None or here is None:
             raise self._unsupported(f"a slice of {name} is not made of boxes of it", brief(piece))
         return there, here, sizes
-
-    def _along_one(
-        self, name: str, shape: _Shape, locals_: list[_Shape], boxes: list[list[tuple[_Shape, _Shape, _Shape]]]
-    ) -> Rule:
-        """Return the rule for boxes that are cut along one dimension."""
-        cut = {
-            dim
-            for local, held in zip(locals_, boxes, strict=True)
-            for dim in range(len(shape))
-            if local[dim] != shape[dim] or any(sizes[dim] != shape[dim] for _, _, sizes in held)
-        }
-        if len(cut) > 1:
-            raise self._unsupported(f"{name} is sliced along several dimensions", sorted(cut))
-        if not cut:
-            if not math.prod(shape) or all(len(held) == 1 for held in boxes):
-                return Rule(REPLICATED, shape)
-            raise self._contradiction(name)
-        dim = cut.pop()
-        shares, copies = [], []
-        covered: tuple[Share, ...] = ()
-        for local, held in zip(locals_, boxes, strict=True):
-            own = sorted(Share(there[dim], here[dim], sizes[dim]) for there, here, sizes in held)
-            if [share.source for share in own] != _starts([s.size for s in own]) or sum(s.size for s in own) != (
-                local[dim] if math.prod(local) else 0
-            ):
-                raise self._contradiction(name)
-            fresh = [part for share in own for part in without(share, covered)]
-            copies.append(tuple(part for share in own for part in without(share, tuple(fresh))))
-            shares.append(tuple(own))
-            covered += tuple(fresh)
-        if without(Share(0, 0, shape[dim]), covered) or sum(s.size for s in covered) != shape[dim]:
-            raise self._contradiction(name)
-        return Rule(SLICED, shape, dim, tuple(shares), tuple(copies) if any(copies) else ())
-
-    def _contradiction(self, name: str) -> LayoutError:
-        return LayoutError(
-            f"the affine map of {name} contradicts itself",
-            path=self.path,
-            expected="every element of the whole, and of each slice, once",
-            advice=self.advice,
-        )
 
     def _unsupported(self, message: str, found: object) -> UnsupportedError:
         return UnsupportedError(message, path=self.path, found=found, advice=self.advice)
@@ -368,27 +360,28 @@ def _origin(node: object, sizes: _Shape, shape: _Shape) -> _Shape | None:
 
 def map_entry(rule: Rule, degree: int) -> dict[str, object]:
     """Return the map of one parameter for so many ranks."""
-    size = rule.shape[rule.dim] if rule.shape else 1
-    shares = rule.shares if rule.kind == SLICED else ((Share(0, 0, size),),) * degree
-    return {"logical_shape": list(rule.shape), "ranks": {
-        rank: _of_rank(rule, own, shares) for rank, own in enumerate(shares)
-    }}  # fmt: skip
 
-
-def _of_rank(rule: Rule, own: Sequence[Share], shares: Shares) -> dict[str, object]:
     def sized(size: int) -> list[int]:
         return [*rule.shape[: rule.dim], size, *rule.shape[rule.dim + 1 :]] if rule.shape else []
 
-    local = sized(sum(share.size for share in own))
-    whole, packed = row_major(rule.shape), row_major(local)
-    step, local_step = (whole[rule.dim], packed[rule.dim]) if rule.shape else (0, 0)
-    pieces = [
-        {
-            "shape": sized(share.size),
-            "source": [share.target * step, list(whole)],
-            "dest": [share.source * local_step, list(packed)],
-            "locations": [rank for rank, held in enumerate(shares) if not without(share, tuple(held))],
-        }
-        for share in own
-    ]
-    return {"shard_shape": local, "pieces": pieces}
+    def steps(shape: _Shape) -> tuple[list[int], int]:
+        """Return the strides of a tensor, and that of the dimension that is sliced."""
+        packed = list(row_major(shape))
+        return packed, packed[rule.dim] if packed else 0
+
+    size, found = rule.shape[rule.dim] if rule.shape else 1, {}
+    shares = rule.shares if rule.kind == SLICED else ((Share(0, 0, size),),) * degree
+    whole, step = steps(rule.shape)
+    for rank, own in enumerate(shares):
+        local = sized(sum(share.size for share in own))
+        packed, own_step = steps(tuple(local))
+        found[rank] = {"shard_shape": local, "pieces": [
+            {
+                "shape": sized(share.size),
+                "source": [share.target * step, [*whole]],
+                "dest": [share.source * own_step, [*packed]],
+                "locations": [number for number, held in enumerate(shares) if not without(share, tuple(held))],
+            }
+            for share in own
+        ]}  # fmt: skip
+    return {"logical_shape": list(rule.shape), "ranks": found}

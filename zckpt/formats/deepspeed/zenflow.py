@@ -33,14 +33,9 @@ WARNING = (
 )
 
 
-def uses_zenflow(config: Mapping[str, object]) -> bool:
-    """Tell whether a DeepSpeed configuration turns ZenFlow on."""
-    return section(config, "zero_optimization").get("zenflow") is not None
-
-
 def notes(config: Mapping[str, object], stage: int) -> list[str]:
     """Say how a ZenFlow training that another format has kept is written at a stage."""
-    if not uses_zenflow(config):
+    if section(config, "zero_optimization").get("zenflow") is None:
         return []
     if stage == 3:
         return ["matrices are stored as ZeRO-3 has them: ZenFlow at ZeRO-3 takes them for transposed ones"]
