@@ -20,15 +20,13 @@ from torch.futures import Future
 from zckpt.dcp.contents import Contents, Held, Part, contents, part_of, tie
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
-from zckpt.formats.native.writer import Placed, describe, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values
 from zckpt.state import Topology
-from zckpt.training.directory import check_pieces, entries_of, new_identity, write_laid_out, write_rank
-from zckpt.training.pieces import Piece, key_of
+from zckpt.training.directory import Where, new_identity, storage_entries, write_document, write_rank
 from zckpt.version import __version__
 
 _WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
@@ -207,10 +205,13 @@ class Writer(StorageWriter):
         checkpoint.format_version = f"zckpt {__version__}"
         checkpoint.world_size = len(parts)
         checkpoint.topology = Topology(dp=len(parts))
-        about = describe(checkpoint)
-        stored = entries_of(about.storages, values)
+        stored = storage_entries(checkpoint, values)
         files = [write_rank(directory, 0, len(parts) + 1, stored, identity), *(part.file for part in parts)]
-        write_laid_out(members_of(checkpoint, about, _placed(found, parts)), identity, files, directory)
+        where: Where = {}
+        for rank, part in enumerate(parts):
+            for key, piece in part.pieces.items():
+                where.setdefault(key, []).append((rank + 1, piece))
+        write_document(checkpoint, where, identity, files, directory)
 
 
 def _end(shared: SharedTarget, error: BaseException | None = None) -> None:
@@ -241,23 +242,3 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
         if set(names) <= whole.checkpoint.parameters.keys():
             tie(whole.checkpoint, *names)
     return whole
-
-
-def _placed(found: Contents, parts: list[Part]) -> list[Placed]:
-    """Return where each slot is; every element is in one place."""
-    where: dict[str, list[tuple[int, Piece]]] = {}
-    for rank, part in enumerate(parts):
-        for key, piece in part.pieces.items():
-            where.setdefault(key, []).append((rank + 1, piece))
-    checkpoint = found.checkpoint
-    made = []
-    for parameter in checkpoint.holders():
-        for slot in parameter.slots.values():
-            written = where.get(slot.spans[0].path, [])
-            pieces = tuple((file, piece.extent) for file, piece in written)
-            check_pieces(slot, parameter.name, pieces)
-            names = {piece.key for _, piece in written} or {key_of(slot.name, parameter.name)}
-            if len(names) > 1:
-                raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")
-            made.append(Placed(slot.name, names.pop(), slot, pieces))
-    return made

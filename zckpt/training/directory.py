@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zckpt.compare.digests import FILE_NAME, Entries, bytes_of
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
+from zckpt.errors import UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
@@ -32,20 +33,18 @@ from zckpt.optim.tensors import ModelState, Share, share_of
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.storage.durable import written_directory
-from zckpt.torchfile import Mentioned
-from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
-from zckpt.training.parts import Part, joined
-from zckpt.training.pieces import RankState, divide, entries, key_of
-from zckpt.version import __version__
+from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, optimizer_values, other_values
+from zckpt.training.parts import Part
+from zckpt.training.pieces import Piece, RankState, divide, entries
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What this rank writes, and what the first knows of all."""
+    """What this rank writes; `part`: of the first, all but what other ranks tell it."""
 
     own: RankState
     entries: list[Entry]
-    state: Whole
+    part: Part
 
 
 def write(
@@ -78,9 +77,9 @@ def write(
     """
     with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
         agreed = ranks.from_first(identity or new_identity())
-        done = ranks.do(lambda: _write_own(ranks, partial, agreed, prepared))
+        done = ranks.do(lambda: write_own(ranks, partial, agreed, prepared))
         every = ranks.gather(done.own)
-        ranks.of_first(lambda: write_document(done.state, every, agreed, partial))
+        ranks.of_first(lambda: write_whole(done.part, every, agreed, partial))
         if fingerprint:
             record_fingerprint(ranks, partial)
 
@@ -90,7 +89,7 @@ def new_identity() -> str:
     return secrets.token_hex(IDENTITY_NBYTES)
 
 
-def _write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception) -> Prepared:
+def write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception) -> Prepared:
     """Write this rank's file; raise what has kept it from being prepared."""
     if isinstance(prepared, Exception):
         raise prepared
@@ -136,19 +135,17 @@ def save_workers(
 
     Raises Exception: what a worker raised; nothing has been written.
     """
-    values = Values()
-    others = other_values(given, ModelState(), values)
-    stored = [(one.key, bytes(one.data or b"")) for one in storage_entries(others, values)]
+    values, count = Values(), optimizer.num_workers
+    part, storages = of_first(ModelState(), Optimizers(optimizer, {}).snapshot(), given, count, values)
+    stored = [(one.key, bytes(one.data or b"")) for one in storages]
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         identity = identity or new_identity()
-        count = optimizer.num_workers
         every: list[RankState] = optimizer.call_each(
             _save_worker,
             [(str(partial.resolve()), rank, count, identity, [] if rank else stored) for rank in range(count)],
         )
-        state = Whole(ModelState(), Optimizers(optimizer, {}).snapshot(), given, count, others)
-        write_document(state, every, identity, partial)
+        write_whole(part, every, identity, partial)
 
 
 def _save_worker(
@@ -175,39 +172,26 @@ def _save_worker(
         return RankState([piece for piece, _ in held], state.values, {}, written)
 
 
-@dataclass(slots=True)
-class Whole:
-    """What the first rank knows of all.
+def of_first(
+    model: ModelState, state: Snapshot, given: Mapping[str, Any], world_size: int, values: Values
+) -> tuple[Part, list[Entry]]:
+    """Return what the first rank knows, and the bytes of tensors in metadata, as its file has them.
 
-    Parameters
-    ----------
-    model : ModelState
-    optimizers : Snapshot
-        What the first rank has of them, for param groups and metadata.
-    given : mapping
-        What the program gave besides the model and the optimizer.
-    world_size : int
-    others : dict
-        The metadata, as nodes.
+    `given`: what the program gave besides the model and the optimizer.
     """
-
-    model: ModelState
-    optimizers: Snapshot
-    given: Mapping[str, Any]
-    world_size: int
-    others: dict[str, object]
-
-
-def storage_entries(
-    metadata: Mapping[str, object], values: Values, of_optimizers: Mapping[str, object] | None = None
-) -> list[Entry]:
-    """Return the bytes of tensors in metadata, as the first rank's file has them."""
-    having = Checkpoint("", "zckpt", metadata=dict(metadata), optimizer_metadata=dict(of_optimizers or {}))
-    return entries_of(describe(having).storages, values)
+    part = Part.of(model, state)
+    checkpoint = part.checkpoint
+    checkpoint.zero_stage, checkpoint.loss_scale, checkpoint.step = state.zero_stage, state.loss_scale, given["step"]
+    checkpoint.topology, checkpoint.world_size = Topology(dp=world_size), world_size
+    checkpoint.details[SAVED_BY] = SELF
+    checkpoint.metadata = other_values(given, model, values)
+    checkpoint.optimizer_metadata = optimizer_values(state.metadata, values)
+    return part, storage_entries(checkpoint, values)
 
 
-def entries_of(storages: Sequence[Mentioned], values: Values) -> list[Entry]:
-    """Return the bytes of storages that nodes of these values mention."""
+def storage_entries(checkpoint: Checkpoint, values: Values) -> list[Entry]:
+    """Return the bytes of the storages that a checkpoint's metadata, which are nodes of these values, mention."""
+    storages = describe(checkpoint).storages
     return [_storage_entry(storage_key(number), values.memory[one.storage]) for number, one in enumerate(storages)]
 
 
@@ -216,83 +200,58 @@ def _storage_entry(key: str, data: memoryview) -> Entry:
     return Entry(key, slot, Extent.whole(slot.shape), "uint8", slot.shape, data=data)
 
 
-def write_document(state: Whole, every: Sequence[RankState], identity: str, directory: Path) -> None:
+Where = dict[str, list[tuple[int, Piece]]]
+"""Which file has which piece of a slot, by the path of its only span, which stands for all of them."""
+
+
+def write_whole(first: Part, every: Sequence[RankState], identity: str, directory: Path) -> None:
     """Write the document of a directory in which all ranks have written their files.
 
     Raises LayoutError: some element has been written by none, or by several.
     """
-    checkpoint = _checkpoint(state, every)
-    placed = _placed(checkpoint, every)
-    members = members_of(checkpoint, describe(checkpoint), placed)
-    write_laid_out(members, identity, [one.file for one in every], directory)
+    first.join([one.part for one in every if one.part is not None])
+    checkpoint = first.checkpoint
+    if first.classes:
+        checkpoint.details["optimizer"] = first.classes.get(ALONE) or first.classes
+    checkpoint.metadata[RANDOM] = [one.random_states for one in every]
+    where: Where = {}
+    for rank, one in enumerate(every):
+        for piece in one.pieces:
+            section = checkpoint.buffers if piece.name in checkpoint.buffers else checkpoint.parameters
+            slots = section.setdefault(piece.name, Parameter(piece.name, piece.shape, piece.dtype)).slots
+            span = Span(Extent.whole(piece.shape), piece.key, 0, piece.dtype)
+            slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, (span,)))
+            where.setdefault(piece.key, []).append((rank, piece))
+        for name, values in one.values.items():
+            if name in checkpoint.parameters:
+                checkpoint.parameters[name].state.update(values)
+    groups = {name: index for index, group in enumerate(checkpoint.param_groups) for name in group.parameters}
+    for parameter in checkpoint.parameters.values():
+        if parameter.tied_to is None:
+            parameter.group = groups.get(parameter.name)
+            parameter.frozen = bool(first.classes) and parameter.group is None
+    write_document(checkpoint, where, identity, [one.file for one in every], directory)
+
+
+def write_document(
+    checkpoint: Checkpoint, where: Where, identity: str, files: Sequence[Listed], directory: Path
+) -> None:
+    """Write a document, and which files that have been written have which elements: each is in one piece."""
+    placed = []
+    for parameter in checkpoint.holders():
+        for slot in parameter.slots.values():
+            pieces = where.get(slot.spans[0].path, [])
+            spans = tuple(Span(one.extent, str(file), 0, slot.dtype) for file, one in pieces if one.extent.numel)
+            label = f"{slot.name} of {parameter.name}"
+            fill(Hole(0, label, replace(slot, spans=spans), Extent.whole(slot.shape), slot.dtype))
+            names = {one.key for _, one in pieces}
+            if len(names) != 1:
+                raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")
+            placed.append(Placed(slot.name, *names, slot, tuple((file, one.extent) for file, one in pieces)))
+    write_laid_out(members_of(checkpoint, describe(checkpoint), placed), identity, files, directory)
 
 
 def write_laid_out(members: Mapping[str, object], identity: str, files: Sequence[Listed], directory: Path) -> None:
     """Write a document of these members, and files that have been written."""
     document = lay_out_document(members, identity, files)
     write_target(plan([document]), directory / document.name)
-
-
-def _checkpoint(state: Whole, every: Sequence[RankState]) -> Checkpoint:
-    """Return the logical state; its slots are without spans."""
-    optimizers = state.optimizers
-    parts = [one.part for one in every if one.part is not None]
-    whole = joined(parts) if parts else Part.of(state.model, optimizers)
-    has_optimizer = bool(whole.classes)
-    checkpoint = Checkpoint(
-        "",
-        "zckpt",
-        f"zckpt {__version__}",
-        zero_stage=optimizers.zero_stage,
-        topology=Topology(dp=state.world_size),
-        world_size=state.world_size,
-        step=state.given["step"],
-        metadata=dict(state.others),
-        optimizer_metadata=dict(optimizers.metadata),
-        loss_scale=optimizers.loss_scale,
-        param_groups=list(whole.groups),
-    )
-    checkpoint.details[SAVED_BY] = SELF
-    if has_optimizer:
-        checkpoint.details["optimizer"] = whole.classes.get(ALONE) or dict(whole.classes)
-    checkpoint.metadata[RANDOM] = [one.random_states for one in every]
-    groups = {name: index for index, group in enumerate(whole.groups) for name in group.parameters}
-    for is_parameter, one in whole.tensors(with_optimizer=has_optimizer):
-        (checkpoint.parameters if is_parameter else checkpoint.buffers)[one.name] = one
-    for rank in every:
-        _add(checkpoint, rank, groups)
-    return checkpoint
-
-
-def _add(checkpoint: Checkpoint, of_rank: RankState, groups: Mapping[str, int]) -> None:
-    for piece in of_rank.pieces:
-        section = checkpoint.buffers if piece.name in checkpoint.buffers else checkpoint.parameters
-        unknown = Parameter(piece.name, piece.shape, piece.dtype, group=groups.get(piece.name))
-        slots = section.setdefault(piece.name, unknown).slots
-        slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, ()))
-    for name, values in of_rank.values.items():
-        if name in checkpoint.parameters:
-            checkpoint.parameters[name].state.update(values)
-
-
-def _placed(checkpoint: Checkpoint, every: Sequence[RankState]) -> list[Placed]:
-    """Return which ranks have which elements of each slot; each element is in one piece."""
-    where: dict[tuple[str, str], list[tuple[int, Extent]]] = {}
-    for rank, one in enumerate(every):
-        for piece in one.pieces:
-            where.setdefault((piece.slot, piece.name), []).append((rank, piece.extent))
-    found = []
-    for parameter in checkpoint.tensors():
-        for slot in parameter.slots.values():
-            pieces = tuple(where[slot.name, parameter.name])
-            check_pieces(slot, parameter.name, pieces)
-            found.append(Placed(slot.name, key_of(slot.name, parameter.name), slot, pieces))
-    return found
-
-
-def check_pieces(slot: Slot, name: str, pieces: Sequence[tuple[int, Extent]]) -> None:
-    """Raise LayoutError unless the pieces have every element once."""
-    spans = tuple(Span(extent, str(rank), 0, slot.dtype) for rank, extent in pieces if extent.numel)
-    whole = Slot(slot.name, slot.dtype, slot.shape, spans)
-    label = f"{slot.name} of {name}"
-    fill(Hole(0, label, whole, Extent.whole(slot.shape), slot.dtype))

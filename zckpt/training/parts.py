@@ -9,7 +9,7 @@ tells names that are a part's own from those of the whole model.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import torch
@@ -20,98 +20,78 @@ from zckpt.optim.ranks import Ranks
 from zckpt.optim.states import NamedShare
 from zckpt.optim.states.several import Optimizers, Snapshot, merged_groups, one_class
 from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart
-from zckpt.state import WEIGHT, Parameter, ParamGroup
+from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, Slices, digest_of
+from zckpt.version import __version__
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
-    """What the first rank has to know of another's part.
+    """What a rank has of a model and its optimizers; of a model in parts, each rank something else.
 
     Parameters
     ----------
-    parameters, buffers : dict of str to tuple
-        Shape and element type of each tensor.
-    tied : dict of str to str
-        Further names of parameters.
-    groups : list of ParamGroup
+    checkpoint : Checkpoint
+        Parameters, buffers and param groups, without slots.
     classes : dict of str to str
         Of its optimizers.
-    extra : list of str
+    extra : set of str
         Keys of what its modules keep besides tensors.
     """
 
-    parameters: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    buffers: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
-    classes: dict[str, str] = field(default_factory=dict)
-    extra: list[str] = field(default_factory=list)
+    checkpoint: Checkpoint
+    classes: dict[str, str]
+    extra: set[str]
 
     @classmethod
     def of(cls, model: ModelState, optimizers: Snapshot) -> Part:
-        """Return what a rank has."""
-        described = {name: (tuple(one.shape), dtype_name(one.dtype)) for name, one in model.tensors.items()}
-        return cls(
-            {name: one for name, one in described.items() if name in model.parameters},
-            {name: one for name, one in described.items() if name not in model.parameters},
-            dict(model.tied),
-            list(optimizers.groups),
-            dict(optimizers.classes),
-            list(model.extra),
-        )
+        """Return what a rank has; tied parameters come last."""
+        made = Checkpoint("", "zckpt", f"zckpt {__version__}", param_groups=list(optimizers.groups))
+        for name, one in model.tensors.items():
+            section = made.parameters if name in model.parameters else made.buffers
+            section[name] = Parameter(name, tuple(one.shape), dtype_name(one.dtype))
+        for name, owner in model.tied.items():
+            its = made.parameters[owner]
+            made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
+        return cls(made, dict(optimizers.classes), set(model.extra))
 
-    def tensors(self, *, with_optimizer: bool) -> Iterable[tuple[bool, Parameter]]:
-        """Yield each tensor, without slots, and whether it is a parameter; tied ones last."""
-        groups = {name: index for index, group in enumerate(self.groups) for name in group.parameters}
-        for is_parameter, section in ((True, self.parameters), (False, self.buffers)):
-            for name, (shape, dtype) in section.items():
-                frozen = with_optimizer and is_parameter and name not in groups
-                yield is_parameter, Parameter(name, shape, dtype, group=groups.get(name), frozen=frozen)
-        for name, owner in self.tied.items():
-            shape, dtype = self.parameters[owner]
-            yield True, Parameter(name, shape, dtype, tied_to=owner)
+    def join(self, others: Sequence[Part]) -> None:
+        """Add the parts of the ranks that follow.
 
-
-def joined(every: Sequence[Part]) -> Part:
-    """Return the whole of which ranks have parts.
-
-    Raises
-    ------
-    LayoutError
-        Ranks have tensors of one name that differ in shape or type.
-    UsageError
-        Parts of one optimizer are not alike.
-    UnsupportedError
-        Modules keep something besides tensors that the first rank has not.
-    """
-    classes: dict[str, str] = {}
-    for one in every:
-        classes = one_class(classes, one.classes)
-    found = Part(groups=merged_groups(one.groups for one in every), classes=classes, extra=every[0].extra)
-    for rank, one in enumerate(every):
-        for section, its in ((found.parameters, one.parameters), (found.buffers, one.buffers)):
-            for name, described in its.items():
-                if section.setdefault(name, described) != described:
-                    raise LayoutError(
-                        f"{name} is another tensor on rank {rank} than on ranks before it",
-                        expected=section[name], found=described,
-                        advice="give parts whose names are those of the whole model",
-                    )  # fmt: skip
-        found.tied.update(one.tied)
-        strange = sorted(set(one.extra) - set(found.extra))
-        if strange:
-            raise UnsupportedError(
-                f"{strange[0]}: a module of rank {rank} keeps more than tensors, which only the first rank writes",
-                advice="keep it in buffers",
+        Raises LayoutError: ranks have tensors of one name that differ in shape or type; UsageError: parts of one
+        optimizer are not alike; UnsupportedError: modules keep something besides tensors that the first rank has not.
+        """
+        whole = self.checkpoint
+        for one in others:
+            self.classes = one_class(self.classes, one.classes)
+        whole.param_groups = merged_groups(one.checkpoint.param_groups for one in (self, *others))
+        apart: set[str] = set()
+        for rank, one in enumerate(others, 1):
+            its = one.checkpoint
+            for section, found in ((whole.parameters, its.parameters), (whole.buffers, its.buffers)):
+                for name, here in found.items():
+                    known = section.setdefault(name, here)
+                    if (known.shape, known.dtype) != (here.shape, here.dtype):
+                        raise LayoutError(
+                            f"{name} is another tensor on rank {rank} than on ranks before it",
+                            expected=(known.shape, known.dtype), found=(here.shape, here.dtype),
+                            advice="give parts whose names are those of the whole model",
+                        )  # fmt: skip
+                    if (known.tied_to is None) != (here.tied_to is None):
+                        apart.add(name)
+            strange = sorted(one.extra - self.extra)
+            if strange:
+                raise UnsupportedError(
+                    f"{strange[0]}: a module of rank {rank} keeps more than tensors, which only the first rank writes",
+                    advice="keep it in buffers",
+                )
+        apart |= whole.parameters.keys() & whole.buffers.keys()
+        if apart:
+            raise LayoutError(
+                f"{min(apart)} is not on all ranks a parameter of its own",
+                advice="tie the same parameters, and register the same buffers, on all ranks",
             )
-    both = sorted((found.parameters.keys() & found.buffers.keys()) | (found.tied.keys() & found.parameters.keys()))
-    if both:
-        raise LayoutError(
-            f"{both[0]} is not on all ranks a parameter of its own",
-            advice="tie the same parameters, and register the same buffers, on all ranks",
-        )
-    return found
+        whole.parameters = dict(sorted(whole.parameters.items(), key=lambda one: one[1].tied_to is not None))
 
 
 # --- saving

@@ -12,7 +12,6 @@ from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.optim.tensors import Share
 from zckpt.state import Extent, Slot
-from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import even_extents
 from zckpt.training.parts import Part
 
@@ -32,18 +31,8 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """What the piece is called in its file."""
-        return key_of(self.slot, self.name)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.extent.numel * itemsize(self.dtype)
-
-
-def key_of(slot: str, name: str) -> str:
-    """Return what a slot of a parameter is called in files; `storage/` is for what is no slot."""
-    return f"{slot}/{name}" if slot != "storage" else f"{slot}/{name}'"
+        """What the piece is called in its file; `storage/` is for what is no slot."""
+        return f"{self.slot}/{self.name}" if self.slot != "storage" else f"{self.slot}/{self.name}'"
 
 
 @dataclass(slots=True)
@@ -97,16 +86,13 @@ def divide(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequenc
         sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in equal]
         divided = even_extents(sizes, len(having))
         for (name, slot, share), ranges in zip(equal, divided, strict=True):
-            held += [_cut(name, slot, share, r.start, r.numel) for r in ranges if having[r.file] == rank]
+            whole, elements = share.extent, share.tensor
+            for r in ranges:
+                if having[r.file] == rank:
+                    extent = Extent(whole.offsets, whole.sizes, whole.start + r.start, r.numel)
+                    piece = Piece(name, slot, dtype_name(elements.dtype), share.shape, extent)
+                    held.append((piece, elements.reshape(-1)[r.start : r.start + r.numel]))
     return held
-
-
-def _cut(name: str, slot: str, share: Share, start: int, numel: int) -> Held:
-    """Return elements of a share that follow each other."""
-    whole = share.extent
-    extent = Extent(whole.offsets, whole.sizes, whole.start + start, numel)
-    piece = Piece(name, slot, dtype_name(share.tensor.dtype), share.shape, extent)
-    return piece, share.tensor.reshape(-1)[start : start + numel]
 
 
 def entries(held: Iterable[Held], staging: Staging | None) -> list[Entry]:

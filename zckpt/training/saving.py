@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zckpt.errors import LayoutError, UsageError, WorkerError
+from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
@@ -27,9 +27,9 @@ from zckpt.optim.states.several import Given, Optimizers, Snapshot, process_grou
 from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT
-from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
+from zckpt.training.directory import Prepared, of_first, save_workers, write
 from zckpt.training.other_formats import save_as
-from zckpt.training.other_state import optimizer_values, other_values, random_states
+from zckpt.training.other_state import random_states
 from zckpt.training.parts import NOT_THE_SAME, Part, are_parts, settled
 from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.slices import NOT_COPIES, Sliced, TpRules, collected, slices_of
@@ -274,65 +274,51 @@ def _no_fingerprint(found: str) -> UsageError:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Here:
+@dataclass(slots=True)
+class _Own:
     """What this rank has; `in_parts`: other ranks have other parts of the model; `sliced`: of slices, what it has."""
 
-    tensors: ModelState
-    state: Snapshot
-    shares: list[NamedShare]
-    in_parts: bool
+    tensors: ModelState = field(default_factory=ModelState)
+    state: Snapshot = field(default_factory=Snapshot)
+    shares: list[NamedShare] = field(default_factory=list)
+    in_parts: bool = False
     sliced: Sliced | None = None
 
+    @classmethod
+    def of(cls, ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Own:
+        """Find it out."""
+        slices = slices_of(ranks, tp_rules, optimizer)
+        tensors = model_state(model)
+        in_list = isinstance(model, (list, tuple))
+        optimizers = Optimizers(
+            optimizer, tensors.names(), tensors.members, in_parts=in_list, is_sliced=slices is not None
+        )
+        tensors = (
+            ModelState.of_parameters(optimizers.parameters()) if model is None else tensors.renamed(optimizers.renamed)
+        )
+        state = optimizers.snapshot()
+        of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
+        shares = [(name, slot, share) for name, slot, share in of_model if share is not None] + state.shares
+        in_parts = optimizers.are_parts or are_parts(model, tensors.tensors.values(), ranks)
+        if slices is None:
+            return cls(tensors, state, shares, in_parts)
+        sliced = slices.sliced(tensors, shares)
+        return cls(slices.whole(tensors), state, sliced.shares, in_parts, sliced)
 
-def _here(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Here:
-    """Find out what this rank has, and what of it others have, too. All ranks call it together."""
-    error: Exception | None = None
-    here = _Here(ModelState(), Snapshot(), [], in_parts=False)
-    try:
-        here = _own(ranks, model, optimizer, tp_rules)
-    except WorkerError:
-        raise
-    except Exception as failure:  # noqa: BLE001  # raised when the others, who do not know of it yet, have been told
-        error = failure
-    shares, tensors = here.shares, here.tensors
-    buffers = tensors.tensors.keys() - tensors.parameters
-    in_parts = ranks.any(here.in_parts)
-    if in_parts and ranks.any(here.sliced is not None) and not ranks.any(error is not None):
-        try:
-            shares = [*shares, *collected(ranks, here.sliced or Sliced())]
-        except LayoutError as failure:  # of all ranks
-            error = error or failure
-    if in_parts:
-        shares = settled(ranks, shares, buffers, NOT_THE_SAME if here.sliced is None else NOT_COPIES)
-    if error is not None:
-        raise error
-    if not in_parts:  # other ranks may have updated their buffers, and DDP takes the first's
-        first = (ranks.members[0],)
-        shares = [
+    def agree(self, ranks: Ranks, *, failed: bool) -> None:
+        """Find out which ranks have the same; `failed`: this rank does not know what it has."""
+        buffers = self.tensors.tensors.keys() - self.tensors.parameters
+        self.in_parts = ranks.any(self.in_parts)
+        if self.in_parts:
+            if ranks.any(self.sliced is not None) and not ranks.any(failed):
+                self.shares += collected(ranks, self.sliced or Sliced())
+            self.shares = settled(ranks, self.shares, buffers, NOT_THE_SAME if self.sliced is None else NOT_COPIES)
+            return
+        first = (ranks.members[0],)  # other ranks may have updated their buffers, and DDP takes the first's
+        self.shares = [
             (name, slot, replace(share, ranks=first) if share.ranks is None and name in buffers else share)
-            for name, slot, share in shares
+            for name, slot, share in self.shares
         ]
-    return _Here(tensors, here.state, shares, in_parts)
-
-
-def _own(ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Here:
-    """Find out what this rank has."""
-    slices = slices_of(ranks, tp_rules, optimizer)
-    tensors = model_state(model)
-    in_list = isinstance(model, (list, tuple))
-    optimizers = Optimizers(optimizer, tensors.names(), tensors.members, in_parts=in_list, is_sliced=slices is not None)
-    tensors = (
-        ModelState.of_parameters(optimizers.parameters()) if model is None else tensors.renamed(optimizers.renamed)
-    )
-    state = optimizers.snapshot()
-    of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
-    shares = [(name, slot, share) for name, slot, share in of_model if share is not None] + state.shares
-    in_parts = optimizers.are_parts or are_parts(model, tensors.tensors.values(), ranks)
-    if slices is None:
-        return _Here(tensors, state, shares, in_parts)
-    sliced = slices.sliced(tensors, shares)
-    return _Here(slices.whole(tensors), state, sliced.shares, in_parts, sliced)
 
 
 def prepared_of(
@@ -342,24 +328,29 @@ def prepared_of(
 
     All call it together; arguments are those of `save_given`. Without staging, it has the tensors' own memory.
     """
+    own, failure = _Own(), None
     try:
-        return _prepare(ranks, _here(ranks, model, optimizer, given["tp_rules"]), given, staging)
+        own = _Own.of(ranks, model, optimizer, given["tp_rules"])
+    except WorkerError:
+        raise
+    except Exception as error:  # noqa: BLE001  # kept for when the others, who go on, are told
+        failure = error
+    try:
+        own.agree(ranks, failed=failure is not None)
+        return failure or _prepared(ranks, own, given, staging)
     except WorkerError:
         raise
     except Exception as error:  # noqa: BLE001  # all ranks learn of it
-        return error
+        return failure or error
 
 
-def _prepare(ranks: Ranks, here: _Here, given: Mapping[str, Any], staging: Staging | None) -> Prepared:
+def _prepared(ranks: Ranks, own: _Own, given: Mapping[str, Any], staging: Staging | None) -> Prepared:
     """Find out what this rank writes, and copy it if it is to be staged."""
-    tensors, state = here.tensors, here.state
-    held = divide(here.shares, world_rank(), ranks.members)
-    values = Values(copied=staging is not None)
-    about = Whole(tensors, state, given, ranks.world_size, others={})
+    held = divide(own.shares, world_rank(), ranks.members)
+    told = RankState([piece for piece, _ in held], own.state.values, random_states())
     if ranks.rank == 0:
-        about.others = other_values(given, tensors, values)
-        state.metadata = optimizer_values(state.metadata, values)
-    own = RankState([piece for piece, _ in held], state.values, random_states())
-    own.part = Part.of(tensors, state) if here.in_parts else None
-    stored = storage_entries(about.others, values, state.metadata if ranks.rank == 0 else {})
-    return Prepared(own, [*stored, *entries(held, staging)], about)
+        part, stored = of_first(own.tensors, own.state, given, ranks.world_size, Values(copied=staging is not None))
+    else:
+        part, stored = Part.of(own.tensors, own.state), []
+        told.part = part if own.in_parts else None
+    return Prepared(told, [*stored, *entries(held, staging)], part)

@@ -44,7 +44,7 @@ from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model
 from zckpt.storage.files import read_whole
-from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_document, write_rank
+from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_own, write_whole
 from zckpt.training.run_place import RunPlace
 from zckpt.training.saving import prepared_of
 from zckpt.training.spare_memory import (
@@ -128,7 +128,7 @@ class Spare:
         try:
             done = ranks.do(lambda: _write_own(ranks, directory, about.identity, prepared))
             every = ranks.gather(done.own)
-            ranks.of_first(lambda: write_document(done.state, every, about.identity, directory))
+            ranks.of_first(lambda: write_whole(done.part, every, about.identity, directory))
         except WorkerError:  # others may have what is to be gone on with
             raise
         except ZckptError:
@@ -350,7 +350,6 @@ def _write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared 
         raise prepared
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        prepared.own.file = write_rank(directory, ranks.rank, ranks.world_size, prepared.entries, identity)
+        return write_own(ranks, directory, identity, prepared)
     except OSError as error:
         raise unwritten(directory, error) from error
-    return prepared
