@@ -21,7 +21,7 @@ from tests.gloo import forked, run
 from zckpt.errors import WorkerError
 from zckpt.training import checkpointer as module
 from zckpt.training import ending
-from zckpt.training.run_place import RunPlace
+from zckpt.training.run_directory import RunPlace
 
 STEPS = 10**6
 

@@ -14,7 +14,7 @@ import torch
 
 import zckpt
 from zckpt.errors import DamagedFileError, TargetError, TargetExistsError, UsageError
-from zckpt.training.run_place import RunPlace
+from zckpt.training.run_directory import RunPlace
 
 RECORD = "checkpointer.json"
 

@@ -12,7 +12,7 @@ other_state   schedulers, random states and the program's own values
 checkpointer  a run's directory: when to save, what to keep, where to resume
 ending        SIGTERM, and the step in which all ranks end
 spare         what is kept in memory between saves, for workers that are killed
-run_record    which checkpoints a Checkpointer wrote
+run_directory which checkpoints a Checkpointer wrote
 """
 
 from __future__ import annotations

@@ -26,12 +26,18 @@ from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
-from zckpt.training import run_record
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.loading import SPOILED, Restored, load
-from zckpt.training.run_place import run_place, unsound
-from zckpt.training.run_record import Record, Saved
+from zckpt.training.run_directory import (
+    Record,
+    RunPlace,
+    Saved,
+    check_directory,
+    latest_of,
+    read_record,
+    unsound,
+)
 from zckpt.training.saving import Saving, save_given
 from zckpt.training.slices import TpRules
 from zckpt.training.spare import Spare
@@ -116,7 +122,7 @@ class Checkpointer:
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
         self.directory = place_of(directory)
-        self._place = run_place(self.directory)
+        self._place = RunPlace(self.directory)
         self.keep = keep
         self.every = every
         self.async_ = async_
@@ -141,7 +147,7 @@ class Checkpointer:
 
     def _check(self) -> None:
         with self._place.seen() as directory:
-            run_record.check_directory(directory)
+            check_directory(directory)
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -171,18 +177,16 @@ class Checkpointer:
         """
         ending = self._ending is not None and self._ending.is_due()
         is_due = ending or (self.every is not None and not step % self.every)
+        given = self._given(step, scheduler, grad_scaler, extra)
         if is_due:
-            self.save(step, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler, extra=extra)
+            self._save(model, optimizer, given)
         if self._spare is not None and not ending and not step % self._spare_every and (self.async_ or not is_due):
-            given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
-            self._spare.keep(model, optimizer, {**given, "tp_rules": self._tp_rules}, self._follows)
-        if not is_due:
-            return False
+            self._spare.keep(model, optimizer, given, self._follows)
         if ending:
             self._finish()
             self.is_ending = True
             self._sigterm.answer()
-        return True
+        return is_due
 
     def save(
         self,
@@ -198,29 +202,30 @@ class Checkpointer:
 
         Parameters and errors are those of `zckpt.save`.
         """
+        self._save(model, optimizer, self._given(step, scheduler, grad_scaler, extra))
+
+    def _given(self, step: int, scheduler: object, grad_scaler: object, extra: object) -> dict[str, Any]:
+        return {
+            "scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step, "tp_rules": self._tp_rules
+        }  # fmt: skip
+
+    def _save(self, model: Model, optimizer: Given, given: Mapping[str, Any]) -> None:
         self._finish()
-        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Saved(f"step-{step:08d}", new_identity())))
-        given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
+        name = f"step-{given['step']:08d}"
+        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Saved(name, new_identity())))
         self._saving = save_given(
-            self._place.checkpoint(checkpoint.name),
-            model,
-            optimizer,
-            {**given, "tp_rules": self._tp_rules},
-            self._process_group,
-            async_=self.async_,
-            overwrite=overwrite,
-            fingerprint=self.fingerprint,
-            identity=checkpoint.identity,
+            self._place.checkpoint(name), model, optimizer, given, self._process_group,
+            async_=self.async_, overwrite=overwrite, fingerprint=self.fingerprint, identity=checkpoint.identity,
             then=lambda: self._name_and_prune(checkpoint),
-        )
+        )  # fmt: skip
 
     def _begun(self, checkpoint: Saved) -> tuple[Saved, bool]:
         """Note what is going to be saved; return it, and whether it replaces something."""
         name = checkpoint.name
         self._place.make()
         with self._place.seen() as directory:
-            run_record.check_directory(directory)
-            record = run_record.read_record(directory)
+            check_directory(directory)
+            record = read_record(directory)
             is_own = record.has(directory, name)
             if not is_own and os.path.lexists(directory / name):
                 raise TargetExistsError(
@@ -228,7 +233,7 @@ class Checkpointer:
                 )
             if record.saving is not None and record.saving.name != name:
                 self._place.settle(record.saving)  # of a save that was killed, and may be as large as any
-            before = run_record.latest_of(directory)
+            before = latest_of(directory)
             saved = record.settled(directory).saved
         self._place.write_record(Record(saved, checkpoint, before))
         self._follows = [*self._follows[-1:], checkpoint.shown]  # whichever of the two `latest` will name
@@ -270,7 +275,7 @@ class Checkpointer:
         self._place.write_latest(checkpoint.name)
         self._follows = [checkpoint.shown]
         with self._place.seen() as directory:
-            record = run_record.read_record(directory).with_saved(checkpoint)
+            record = read_record(directory).with_saved(checkpoint)
         self._place.write_record(record)
         self._pruning = threading.Thread(target=self._prune, args=(record,), name="zckpt-prune")
         self._pruning.start()
@@ -346,7 +351,7 @@ class Checkpointer:
         if self._spare is not None:
             self._spare.finish()
             self._save_spare(self._spare)
-        for name in self._ranks.of_first(self._candidates):
+        for name in self._ranks.of_first(self._place.candidates):
             path = self._place.checkpoint(name)
             why = self._ranks.from_first(unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
@@ -375,7 +380,7 @@ class Checkpointer:
         """Make a checkpoint of what was kept in memory, if that is of later than the latest one."""
 
         def settled() -> str:
-            self._candidates()
+            self._place.candidates()
             return self._place.latest()
 
         latest = self._ranks.of_first(settled)
@@ -388,14 +393,6 @@ class Checkpointer:
                 spare.copy(found, path, overwrite=overwrite, fingerprint=self.fingerprint)
                 self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
         spare.forget()
-
-    def _candidates(self) -> list[str]:
-        """Return the names of what may be resumed from, the best first."""
-        with self._place.seen() as directory:
-            if not directory.is_dir():
-                return []
-            self._place.settle_all()
-            return run_record.candidates(directory)
 
     def _damage(self, place: Place) -> str | None:
         """Return what is damaged of a checkpoint; each rank reads some of its files."""

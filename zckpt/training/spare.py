@@ -19,9 +19,13 @@ memory: its files are copied into the run's directory, by ranks that have them, 
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
+import re
+import secrets
 import shutil
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,9 +39,9 @@ import torch.distributed as dist
 
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import SourceError, UsageError, WorkerError, ZckptError
+from zckpt.errors import DamagedFileError, SourceError, TargetError, UsageError, WorkerError, ZckptError
 from zckpt.formats.companions import copy_of
-from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, is_own, rank_name
 from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
@@ -45,21 +49,43 @@ from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_own, write_whole
-from zckpt.training.run_place import RunPlace
+from zckpt.training.run_directory import RunPlace
 from zckpt.training.saving import prepared_of
-from zckpt.training.spare_memory import (
-    MEMORY,
-    SPARE,
-    About,
-    files_of,
-    identity_of_run,
-    made_directory,
-    node_of,
-    read_about,
-    spares,
-    text_of,
-    unwritten,
-)  # fmt: skip
+
+SPARE = "spare.json"
+"""Of the run's directory, and of a spare's."""
+
+NODE = "node"
+
+FORMAT = "zckpt spare"
+VERSION = 1
+
+MEMORY = Path("/dev/shm")  # noqa: S108  # what is made there is this user's alone
+"""Where Linux has a file system in memory."""
+
+MAXIMUM_NBYTES = 1 << 16
+"""Of a `spare.json`."""
+
+IDENTITY = re.compile(r"[0-9a-f]{1,64}")
+
+UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+"""What a document raises that is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a `spare.json` says of a spare.
+
+    `follows`: what `latest` may name, as `RunPlace.latest` says it: the save before it, and one that was going on then;
+    `made`: when, by the clock of the first rank.
+    """
+
+    identity: str
+    step: int
+    world_size: int
+    follows: tuple[str, ...]
+    made: int
+
 
 PIECE_NBYTES = 64 << 20
 """Sent at once: what fails is told, at the latest, after so many bytes."""
@@ -141,7 +167,11 @@ class Spare:
     def _tell(self, directory: Path, about: About) -> None:
         """Say that the spare is whole, as long as all nodes are there; of a single node, remove those before."""
         if self._is_first_of_node:
-            write_text(directory / SPARE, text_of(about))
+            document = {
+                "format": FORMAT, "version": VERSION, "id": about.identity, "step": about.step,
+                "world_size": about.world_size, "follows": list(about.follows), "made": about.made,
+            }  # fmt: skip
+            write_text(directory / SPARE, json.dumps(document, indent=1) + "\n")
             if self._senders is None:
                 self._remove(but=directory)
 
@@ -177,16 +207,16 @@ class Spare:
             mine = None
         sizes: list[tuple[str, int | None]] = ranks.gather_all((name, mine))
         coming = [
-            _Coming(sender, directory / its, size)
+            _Mapped(directory / its, size, sender)
             for sender, (its, size) in enumerate(sizes)
             if size is not None and receivers[sender] == ranks.rank
         ]
-        going = None if mine is None else _Going(own, mine)
+        going = None if mine is None else _Mapped(own, mine)
         most = max((size for _, size in sizes if size is not None), default=0)
         for start in range(0, most, PIECE_NBYTES):
             piece = going.piece(start) if going is not None and start < going.nbytes else None
             with answering():
-                work = [dist.irecv(one.piece(start), src=ranks.members[one.sender], group=ranks.group)
+                work = [dist.irecv(one.piece(start), src=ranks.members[one.sender or 0], group=ranks.group)
                         for one in coming if start < one.nbytes]  # fmt: skip
                 if piece is not None:
                     work.append(dist.isend(piece, dst=ranks.members[receivers[ranks.rank] or 0], group=ranks.group))
@@ -202,7 +232,12 @@ class Spare:
         `latest`: as `RunPlace.latest` says it.
         """
         ranks = self._ranks
-        here = ranks.do(lambda: [(one.name, read_about(one), files_of(one)) for one in spares(self.directory)])
+        here = ranks.do(
+            lambda: [
+                (one.name, _read_about(one), sorted(path.name for path in one.iterdir() if is_own(path.name)))
+                for one in spares(self.directory)
+            ]
+        )
         abouts: dict[str, About] = {}
         having: dict[str, dict[str, list[int]]] = {}
         for rank, every in enumerate(ranks.gather_all(here)):
@@ -276,16 +311,26 @@ def neighbours(nodes: Sequence[str]) -> list[int | None]:
 
 
 class _Mapped:
-    """A file that is sent or comes, as memory; what fails is told at the end, so that no rank is left waiting."""
+    """A file that is sent, or comes from another rank, as memory.
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.nbytes = nbytes
+    What fails is told at the end, so that no rank is left waiting; what comes gets its name then.
+    """
+
+    def __init__(self, path: Path, nbytes: int, sender: int | None = None) -> None:
+        self.nbytes, self.sender = nbytes, sender
         self._path = path
+        self._partial = path if sender is None else path.with_name(f".{path.name}.zckpt-partial")
         self._error: Exception | None = None
         self._memory: torch.Tensor | None = None
-
-    def _map(self, descriptor: int) -> None:
-        self._memory = torch.frombuffer(mmap.mmap(descriptor, self.nbytes), dtype=torch.uint8)
+        try:
+            with self._partial.open("r+b" if sender is None else "w+b") as file:
+                if sender is not None:
+                    os.posix_fallocate(file.fileno(), 0, nbytes)  # memory without room would end the process
+                self._memory = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+        except (OSError, ValueError) as error:  # ValueError: it is shorter
+            self._error = SourceError("cannot be read", path=path, expected=f"{nbytes} bytes", found=str(error))
+            if sender is not None and isinstance(error, OSError):
+                self._error = unwritten(self._partial, error)
 
     def piece(self, start: int) -> torch.Tensor:
         """Return the memory of bytes from `start` on; some other, if there is none."""
@@ -293,37 +338,6 @@ class _Mapped:
         if self._memory is None:
             return torch.zeros(count, dtype=torch.uint8)
         return self._memory[start : start + count]
-
-
-class _Going(_Mapped):
-    """A file that is sent."""
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        super().__init__(path, nbytes)
-        try:
-            with path.open("r+b") as file:
-                self._map(file.fileno())
-        except (OSError, ValueError) as error:  # ValueError: it is shorter
-            self._error = SourceError("cannot be read", path=path, expected=f"{nbytes} bytes", found=str(error))
-
-    def end(self) -> Exception | None:
-        """Return what has failed."""
-        return self._error
-
-
-class _Coming(_Mapped):
-    """A file that comes from another rank."""
-
-    def __init__(self, sender: int, path: Path, nbytes: int) -> None:
-        super().__init__(path, nbytes)
-        self.sender = sender
-        self._partial = path.with_name(f".{path.name}.zckpt-partial")
-        try:
-            with self._partial.open("w+b") as file:
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # memory without room would end the process
-                self._map(file.fileno())
-        except OSError as error:
-            self._error = unwritten(self._partial, error)
 
     def end(self) -> Exception | None:
         """Give the file its name; return what has failed."""
@@ -353,3 +367,99 @@ def _write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared 
         return write_own(ranks, directory, identity, prepared)
     except OSError as error:
         raise unwritten(directory, error) from error
+
+
+# --- what of it is on a node
+
+
+def unwritten(path: Path, error: OSError) -> TargetError:
+    """Return an error of a file system in memory as one that says what a spare needs."""
+    told = error
+    if not isinstance(told, TargetError):
+        told = TargetError("cannot be written", path=path, found=error.strerror)
+    told.advice = "a spare takes twice what the ranks of this node and of the one before it save, or see replicate_in="
+    return told
+
+
+def made_directory(within: Path, run: str) -> Path:
+    """Return the directory of a run's spares, which this user alone can read."""
+    if not within.is_dir():
+        raise UsageError(
+            "there is no such directory for spares",
+            path=within,
+            advice="give replicate_in=, a directory that outlives the workers",
+        )
+    mine = within / f"zckpt-{os.getuid()}"
+    try:
+        mine.mkdir(mode=0o700, exist_ok=True)
+        found = mine.lstat()
+        is_alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        if is_alone:
+            (mine / run).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise unwritten(mine, error) from error
+    if not is_alone:
+        raise TargetError("is not a directory of this user alone", path=mine, advice="remove it")
+    return mine / run
+
+
+def node_of(directory: Path) -> str:
+    """Return what tells this node from others: all who see this directory get the same."""
+    path = directory / NODE
+    own = directory / f".{NODE}-{secrets.token_hex(8)}"
+    try:
+        write_text(own, secrets.token_hex(16))
+        with suppress(FileExistsError):
+            os.link(own, path)
+        return path.read_text()
+    finally:
+        own.unlink(missing_ok=True)
+
+
+def spares(directory: Path) -> list[Path]:
+    """Return the directories of spares, whole or not."""
+    try:
+        return sorted(path for path in directory.iterdir() if IDENTITY.fullmatch(path.name) and path.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def _read_about(directory: Path) -> About | None:
+    """Return what is said of a spare that is whole; None: it is not, or this version does not know."""
+    try:
+        found = _document(directory / SPARE)
+        follows = tuple(str(one) for one in found["follows"])
+        return About(directory.name, int(found["step"]), int(found["world_size"]), follows, int(found["made"]))
+    except (OSError, DamagedFileError, *UNREADABLE):
+        return None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return a `spare.json`. Raises DamagedFileError, or one of `UNREADABLE`: it is none."""
+    found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
+    if (found["format"], found["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"{found['format']}, version {found['version']}")
+    return dict(found)
+
+
+def identity_of_run(place: RunPlace) -> str:
+    """Return the run that a directory is of, which it gets when it is asked first."""
+    place.make()
+    with place.seen() as directory:
+        path = directory / SPARE
+        if os.path.lexists(path):
+            try:
+                if IDENTITY.fullmatch(run := _document(path)["run"]):
+                    return str(run)
+                raise ValueError(run)
+            except UNREADABLE as error:
+                raise DamagedFileError(
+                    "does not name a run",
+                    path=path,
+                    expected=f"{FORMAT}, version {VERSION}",
+                    found=str(error),
+                    advice="remove it",
+                ) from error
+    run = secrets.token_hex(16)
+    write_text(place.checkpoint(SPARE), json.dumps({"format": FORMAT, "version": VERSION, "run": run}) + "\n")
+    return run

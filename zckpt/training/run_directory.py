@@ -1,4 +1,6 @@
-"""`checkpointer.json`: what a Checkpointer has written into a run's directory, in the order in which it did.
+"""A run's directory, on a file system or in a store: which checkpoints a Checkpointer wrote there, and in which order.
+
+checkpointer.json says so:
 
 {
  "format": "zckpt checkpointer", "version": 1,
@@ -13,16 +15,25 @@ What somebody copied there, made there, or put in the place of one is not, and i
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.errors import DamagedFileError, SourceError, TargetExistsError
+from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, shown
 from zckpt.formats.latest import latest_name
-from zckpt.formats.native.files import identity_of, is_native
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, identity_of, is_native
+from zckpt.operations.open import open as open_checkpoint
+from zckpt.operations.places import at_path
+from zckpt.operations.small_file import write_text
+from zckpt.optim.ranks import Place
+from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.files import read_whole
-from zckpt.storage.ownership import check_replaceable
+from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.ownership import check_replaceable, check_unfinished
 
 RECORD = "checkpointer.json"
 LATEST = "latest"
@@ -125,8 +136,7 @@ def read_record(directory: Path) -> Record:
 def _parsed(found: Any) -> Record:  # noqa: ANN401  # what JSON holds
     if (found["format"], found["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{found['format']}, version {found['version']}")
-    saved = tuple(_saved(*row) for row in found["saved"])
-    saving = found["saving"]
+    saved, saving = tuple(_saved(*row) for row in found["saved"]), found["saving"]
     return Record(saved) if saving is None else Record(saved, _saved(*saving[:2]), str(saving[2]))
 
 
@@ -134,18 +144,6 @@ def _saved(name: object, identity: object) -> Saved:
     if not isinstance(name, str) or not isinstance(identity, str) or not NAME.fullmatch(name):
         raise ValueError(f"a checkpoint called {name!r}")
     return Saved(name, identity)
-
-
-def text_of(record: Record) -> str:
-    """Return what the file of a record holds."""
-    saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
-        "saved": [[one.name, one.identity] for one in record.saved],
-        "saving": saving,
-    }
-    return json.dumps(document, indent=1) + "\n"
 
 
 def latest_of(directory: Path) -> str | None:
@@ -201,3 +199,121 @@ def candidates(directory: Path) -> list[str]:
     others = {path.name for path in every if NAME.fullmatch(path.name) and is_native(path)}
     found += sorted(others, key=lambda name: int(name.removeprefix("step-")), reverse=True)
     return [name for name in dict.fromkeys(found) if name == latest or (directory / name).is_dir()]
+
+
+class RunPlace:
+    """A run's directory, which all ranks share; in a store it is listed for each of these, once for each save."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place if isinstance(place, Path) else place.rstrip("/")
+        self.shown = shown(str(self.place))
+        """What it is called in messages."""
+
+    def checkpoint(self, name: str) -> Place:
+        """Return where a checkpoint of this name is."""
+        return self.place / name if isinstance(self.place, Path) else f"{self.place}/{name}"
+
+    def seen(self) -> AbstractContextManager[Path]:
+        """Return a context that yields a directory with the names that are there now, in which all can be read."""
+        return at_path(self.place, missing=True)
+
+    def make(self) -> None:
+        """Make it, if it does not exist; in a store, what is written has a directory."""
+        if isinstance(self.place, Path):
+            self.place.mkdir(parents=True, exist_ok=True)
+
+    def write_record(self, record: Record) -> None:
+        """Write the record, whole or not at all; errors are TargetErrors."""
+        saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
+        saved = [[one.name, one.identity] for one in record.saved]
+        document = {"format": FORMAT, "version": VERSION, "saved": saved, "saving": saving}
+        write_text(self.checkpoint(RECORD), json.dumps(document, indent=1) + "\n")
+
+    def write_latest(self, name: str) -> None:
+        """Write which checkpoint is the latest; errors are TargetErrors."""
+        write_text(self.checkpoint(LATEST), name)
+
+    def latest(self) -> str:
+        """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
+        with self.seen() as directory:
+            name = next(iter(candidates(directory)), None)
+            identity = identity_of(directory / name) if name else None
+            return Saved(name, identity).shown if name and identity else ""
+
+    def settle(self, saving: Saved) -> None:
+        """Put right what a save has left that was killed: in a store, uploads, and what no document has come to."""
+        if isinstance(self.place, Path):
+            recover(self.place / saving.name, OWNED)
+            return
+        from zckpt.storage.remote.mount import mount_of
+
+        with self.seen() as directory:
+            path = directory / saving.name
+            mount_of(directory).uploads(path, is_directory=True).begin()
+            if saving.is_in(directory) and not os.path.lexists(path / DOCUMENT_NAME):
+                _remove_stored(path)
+
+    def candidates(self) -> list[str]:
+        """Return the names of what may be resumed from, the best first.
+
+        Before that, checkpoints get their names back that a kill has left without, and what it has left unfinished is
+        removed; in a store, what is replaced has no other name meanwhile.
+        """
+        with self.seen() as directory:
+            if not directory.is_dir():
+                return []
+            if isinstance(self.place, Path):
+                for left in directory.iterdir():
+                    target = target_of_old(left)
+                    if target is not None and NAME.fullmatch(target.name):
+                        recover(target, OWNED)
+                remove_leftovers(directory, OWNED)
+            return candidates(directory)
+
+    def sweep(self) -> None:
+        """Remove what a removal has left that was killed; in a store it keeps its name up to the last file."""
+        for left in self.place.iterdir() if isinstance(self.place, Path) else ():
+            if REMOVED.fullmatch(left.name):
+                with suppress(TargetError):
+                    check_unfinished(left, OWNED)
+                    shutil.rmtree(left, ignore_errors=True)  # which follows no link
+
+    def remove(self, checkpoint: Saved) -> str | None:
+        """Remove a checkpoint, unless something else is in its place or in it: then return what."""
+        with self.seen() as directory:
+            path = directory / checkpoint.name
+            if not checkpoint.is_in(directory):
+                return None
+            try:
+                check_replaceable(path, OWNED)
+            except TargetError as error:
+                return f"{path.name} is not removed: {error}"
+            if isinstance(self.place, Path):
+                hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like one
+                path.rename(hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
+            else:
+                _remove_stored(path)
+        return None
+
+
+def _remove_stored(path: Path) -> None:
+    """Remove what is below a directory in a store, its document last: it tells whose the rest is."""
+    from zckpt.storage.remote.mount import mount_of
+
+    mount = mount_of(path)
+    document = mount.key_of(path / DOCUMENT_NAME)
+    for key in sorted(mount.keys_below(path), key=lambda key: key == document):
+        mount.store.remove(key)
+    mount.store.remove_folder(mount.key_of(path))
+
+
+def unsound(path: Place) -> str | None:
+    """Return why a checkpoint cannot be loaded; None if its document and files are there and fit together."""
+    try:
+        opened = open_checkpoint(path)
+        if opened.format != "zckpt":
+            raise DamagedFileError("not a checkpoint of zckpt", path=path, found=opened.format)
+    except SourceError as error:
+        return str(error)
+    return None
