@@ -32,7 +32,7 @@ from zckpt.training.loading import SPOILED, Restored, load
 from zckpt.training.run_directory import (
     Record,
     RunPlace,
-    Saved,
+    Written,
     check_directory,
     latest_of,
     read_record,
@@ -177,11 +177,15 @@ class Checkpointer:
         """
         ending = self._ending is not None and self._ending.is_due()
         is_due = ending or (self.every is not None and not step % self.every)
-        given = self._given(step, scheduler, grad_scaler, extra)
+        is_kept = (
+            self._spare is not None and not ending and not step % self._spare_every and (self.async_ or not is_due)
+        )
+        if is_due or is_kept:
+            given = self._given(step, model, optimizer, scheduler, grad_scaler, extra)
         if is_due:
-            self._save(model, optimizer, given)
-        if self._spare is not None and not ending and not step % self._spare_every and (self.async_ or not is_due):
-            self._spare.keep(model, optimizer, given, self._follows)
+            self._save(given)
+        if self._spare is not None and is_kept:
+            self._spare.keep(given, self._follows)
         if ending:
             self._finish()
             self.is_ending = True
@@ -202,24 +206,23 @@ class Checkpointer:
 
         Parameters and errors are those of `zckpt.save`.
         """
-        self._save(model, optimizer, self._given(step, scheduler, grad_scaler, extra))
+        self._save(self._given(step, model, optimizer, scheduler, grad_scaler, extra))
 
-    def _given(self, step: int, scheduler: object, grad_scaler: object, extra: object) -> dict[str, Any]:
-        return {
-            "scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step, "tp_rules": self._tp_rules
-        }  # fmt: skip
+    def _given(self, step: int, *trained: object) -> dict[str, Any]:
+        names = ("model", "optimizer", "scheduler", "grad_scaler", "extra")
+        return {**dict(zip(names, trained, strict=True)), "step": step, "tp_rules": self._tp_rules}
 
-    def _save(self, model: Model, optimizer: Given, given: Mapping[str, Any]) -> None:
+    def _save(self, given: Mapping[str, Any]) -> None:
         self._finish()
         name = f"step-{given['step']:08d}"
-        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Saved(name, new_identity())))
+        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Written(name, new_identity())))
         self._saving = save_given(
-            self._place.checkpoint(name), model, optimizer, given, self._process_group,
+            self._place.checkpoint(name), given, self._process_group,
             async_=self.async_, overwrite=overwrite, fingerprint=self.fingerprint, identity=checkpoint.identity,
             then=lambda: self._name_and_prune(checkpoint),
         )  # fmt: skip
 
-    def _begun(self, checkpoint: Saved) -> tuple[Saved, bool]:
+    def _begun(self, checkpoint: Written) -> tuple[Written, bool]:
         """Note what is going to be saved; return it, and whether it replaces something."""
         name = checkpoint.name
         self._place.make()
@@ -270,7 +273,7 @@ class Checkpointer:
             while self._told_of:
                 warnings.warn(self._told_of.pop(0), stacklevel=3)
 
-    def _name_and_prune(self, checkpoint: Saved) -> None:
+    def _name_and_prune(self, checkpoint: Written) -> None:
         """Name what has been saved as the latest, and let a thread remove what is no longer kept."""
         self._place.write_latest(checkpoint.name)
         self._follows = [checkpoint.shown]
@@ -386,7 +389,7 @@ class Checkpointer:
         latest = self._ranks.of_first(settled)
         found = spare.find(latest)
         if found is not None:
-            checkpoint = Saved(f"step-{found.about.step:08d}", found.about.identity)
+            checkpoint = Written(f"step-{found.about.step:08d}", found.about.identity)
             if checkpoint.name != latest.partition(" ")[0]:
                 _, overwrite = self._ranks.of_first(lambda: self._begun(checkpoint))
                 path = self._place.checkpoint(checkpoint.name)

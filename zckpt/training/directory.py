@@ -247,7 +247,7 @@ def write_document(
             names = {one.key for _, one in pieces}
             if len(names) != 1:
                 raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")
-            placed.append(Placed(slot.name, *names, slot, tuple((file, one.extent) for file, one in pieces)))
+            placed.append(Placed(slot.name, names.pop(), slot, tuple((file, one.extent) for file, one in pieces)))
     write_laid_out(members_of(checkpoint, describe(checkpoint), placed), identity, files, directory)
 
 

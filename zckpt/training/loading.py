@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,22 @@ from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_ten
 from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.native.reader import headers_shared
-from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming import Naming
 from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.options import Renaming, only, shares
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states import Restoring
-from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Stateful, model_state, share_of
+from zckpt.optim.states.several import Given, process_group_of, workers_of
+from zckpt.optim.tensors import Model, Stateful, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
+from zckpt.training.live import Live
 from zckpt.training.other_state import OtherState, read_other_state
-from zckpt.training.parts import Everywhere, Live, spread
+from zckpt.training.parts import Everywhere, everywhere_of, spread
 from zckpt.training.slices import TpRules, slices_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
@@ -76,6 +80,7 @@ class Restored:
     notes: list[str] = field(default_factory=list)
 
 
+@shares(Renaming)
 def load(
     path: str | os.PathLike[str],
     *,
@@ -88,15 +93,11 @@ def load(
     random_states: bool = True,
     tag: str | None = None,
     names: Sequence[str] | None = None,
-    rename: Sequence[tuple[str, str]] = (),
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    map: MapSource | None = None,  # noqa: A002
-    map_config: Config | None = None,
     dequantize: bool = False,
     tp_rules: TpRules = None,
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    **shared: Unpack[Renaming],
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
 
@@ -126,9 +127,6 @@ def load(
     names : sequence of str, optional
         Names of the parameters of the optimizer that was saved, in its order, for files that only number them; by
         default the order of `optimizer`, as in torch.
-    rename, strip_prefix, add_prefix, map, map_config
-        As for `consolidate`: what the tensors of the checkpoint are called in this model, and how they are arranged.
-        The optimizer's state follows.
     dequantize : bool
         Take quantised state (8-bit of bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as the floats that it stands for,
         under the names that Adam has in torch.
@@ -139,6 +137,7 @@ def load(
         before anything is changed, weights before the optimizer is. What ranks read in parts they put together.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world, as of slices.
+    **shared
 
     Returns
     -------
@@ -153,25 +152,18 @@ def load(
         that weights must not be used: then bytes of weights were damaged, or a file failed that was there, and long
         enough, when all ranks had checked it.
     """
-    purpose = "" if workers_of(optimizer) is None else ALONE
-    ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
+    is_remote = workers_of(optimizer) is not None
+    ranks = Ranks(process_group or process_group_of(optimizer), purpose=ALONE if is_remote else "")
     place = place_of(path)
-    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-
-    if (naming.changes or dequantize) and purpose:
+    naming = Naming(**only(Renaming, shared))
+    if is_remote and (naming.changes or dequantize):
         raise UsageError(
             "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
             path=path,
             advice="`zckpt convert` writes the checkpoint under other names, and with floats",
         )
-
-    def found() -> Live:
-        tensors = model_state(model)
-        in_parts = isinstance(model, (list, tuple))
-        optimizers = Optimizers(
-            optimizer, tensors.names(), tensors.members, in_parts=in_parts, is_sliced=slices is not None
-        )
-        return Live(model, tensors.renamed(optimizers.renamed), optimizers, slices)
+    if is_remote and isinstance(place, str):
+        raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
 
     def prepared() -> _Loading:
         known = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied)
@@ -182,29 +174,25 @@ def load(
             )  # fmt: skip
             if verify:
                 find_checksums(checks, checkpoint, ranks)
-            loading = _Loading(
-                os.fspath(path), checkpoint, live, known, everywhere, strict=strict, tag=tag, names=names
-            )
+            loading = _Loading(os.fspath(path), checkpoint, live, known, everywhere, strict, tag, names)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
-    if isinstance(place, str) and purpose:
-        raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
     checks = Checks()
     with ExitStack() as stack:
         stack.enter_context(watching(checks))
         path = ranks.do(lambda: stack.enter_context(at_path(place)))
         slices = slices_of(ranks, tp_rules, optimizer)
-        live = ranks.do(found)
-        everywhere = live.everywhere(ranks, broadcast=broadcast)
+        live = ranks.do(lambda: Live.of(model, optimizer, slices))
+        everywhere = everywhere_of(live, ranks, broadcast=broadcast)
         loading = ranks.do(prepared)
         ranks.do(loading.read_state)
         check_together(checks, ranks, os.fspath(path))
         ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
         check_together(checks, ranks, os.fspath(path), spoiled=SPOILED)
-        ranks.do(loading.take_state, spoiled=SPOILED)
-        ranks.do(loading.share_state, spoiled=SPOILED)
-        ranks.do(loading.restore_rest, spoiled=LEFT_OVER)
+        for step in (loading.take_state, loading.share_state):
+            ranks.do(step, spoiled=SPOILED)
+        ranks.do(partial(loading.other.restore, live.model), spoiled=LEFT_OVER)
         ranks.do(stack.close, spoiled=SPOILED)
     report = loading.report
     report.path, report.notes = shown(report.path), [shown(note) for note in report.notes]
@@ -221,35 +209,30 @@ class _Loading:
         live: Live,
         known: Sequence[str],
         everywhere: Everywhere,
-        *,
         strict: bool,
         tag: str | None,
         names: Sequence[str] | None,
     ) -> None:
-        self.path, self.checkpoint, self.known = path, checkpoint, known
-        self.model, self.tensors, optimizers = live.model, live.tensors, live.optimizers
+        self.path, self.checkpoint, self.live = path, checkpoint, live
+        optimizers = live.optimizers
         if live.slices is not None:
             live.slices.cut(checkpoint, [*known, *(name for names in optimizers.order for name in names)])
         self.report = Restored(path, checkpoint.format, checkpoint.step, world_size=checkpoint.world_size)
-        self.found = self._match()
-        if strict:
-            self._be_strict()
+        self.found = {} if live.model is None else self._match(known, strict=strict)
         self.replicated: list[TensorRead] = []
         self.sharded: list[TensorRead] = []
         self.other = OtherState()
-        self.restoring: list[Restoring] = optimizers.restore(
+        self.restoring = optimizers.restore(
             checkpoint, path, tag=tag, listed=names, strict=strict,
             everywhere=everywhere.parameters, called=everywhere.optimizers,
         )  # fmt: skip
         self.report.notes += [*optimizers.notes, *(note for one in self.restoring for note in one.notes)]
 
-    def _match(self) -> dict[str, Parameter]:
+    def _match(self, known: Sequence[str], *, strict: bool) -> dict[str, Parameter]:
         """Return the checkpoint's tensor for each of the model's, and note what has none."""
         report, checkpoint = self.report, self.checkpoint
-        if self.model is None:
-            return {}
         found: dict[str, Parameter] = {}
-        for name, tensor in self.tensors.tensors.items():
+        for name, tensor in self.live.tensors.tensors.items():
             there = name in checkpoint.parameters or name in checkpoint.buffers
             its = checkpoint.owner(name) if there else None
             if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
@@ -258,36 +241,39 @@ class _Loading:
                 report.reshaped.append(name)
             else:
                 found[name] = its
-        known = set(self.known)
-        report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in known]
-        return found
-
-    def _be_strict(self) -> None:
-        report = self.report
+        ours = set(known)
+        report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
         for what, names in (
             ("the checkpoint has no", report.missing),
             ("the model has no", report.unexpected),
             ("another shape has", report.reshaped),
         ):
-            if names:
+            if names and strict:
                 raise UsageError(
                     f"not a checkpoint of this model: {what} {listed(names)}",
                     path=self.path,
                     advice="give the model that was saved, or strict=False",
                 )
+        return found
 
     def prepare(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
-        """Find out what is to be read, and check all that can be known of it before."""
+        """Find out what is to be read, and check all that can be known of it before; `rank`: whose random states."""
         self.other = read_other_state(self.checkpoint, scheduler, grad_scaler, rank)
         self.report.extra = self.other.extra
         self.report.notes += [*self.other.missing, *self.other.notes]
         for note in self.other.missing:
             warnings.warn(f"{shown(self.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.restoring for name in one.publishes}
-        self.replicated, self.sharded = self._weights(made_of_masters)
-        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in (*self.replicated, *self.sharded))
+        for name, its in self.found.items():
+            tensor = self.live.tensors.tensors[name]
+            share = None if name in made_of_masters else share_of(tensor, name)
+            if share is not None and share.tensor.numel():
+                read = TensorRead(_weight_like(its, tensor.dtype), share.extent, share.tensor, name)
+                (self.replicated if share.ranks is None else self.sharded).append(read)
+        reads = [*self.replicated, *self.sharded]
+        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
         refuse_casts(self.checkpoint, casts, "load a model in the types of the checkpoint, scales included")
-        check_tensors([*self.replicated, *self.sharded])
+        check_tensors(reads)
         for one in self.restoring:
             one.check()
 
@@ -298,25 +284,13 @@ class _Loading:
                 one.read()
 
     def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
-        """Read weights into the model."""
+        """Read weights into the model: what all ranks read alike, and this rank's shares of what is sharded."""
         with torch.no_grad():
             if broadcast and ranks.world_size > 1:
                 read_and_broadcast(self.replicated, ranks)
                 self.replicated = []
             read_tensors([*self.replicated, *self.sharded])
-        spread(self.tensors)
-
-    def _weights(self, made_of_masters: set[str]) -> tuple[list[TensorRead], list[TensorRead]]:
-        """Return what all ranks read alike, and this rank's shares of what is sharded."""
-        replicated: list[TensorRead] = []
-        sharded: list[TensorRead] = []
-        for name, its in self.found.items():
-            tensor = self.tensors.tensors[name]
-            share = None if name in made_of_masters else share_of(tensor, name)
-            if share is not None and share.tensor.numel():
-                read = TensorRead(_weight_like(its, tensor.dtype), share.extent, share.tensor, name)
-                (replicated if share.ranks is None else sharded).append(read)
-        return replicated, sharded
+        spread(self.live.tensors)
 
     def take_state(self) -> None:
         """Give the optimizer what was read of its state."""
@@ -327,10 +301,6 @@ class _Loading:
         """Bring to all ranks what follows from the optimizer's state."""
         for one in self.restoring:
             one.share()
-
-    def restore_rest(self) -> None:
-        """Restore what goes with the model and the optimizer."""
-        self.other.restore(self.model)
 
 
 def _weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
@@ -352,10 +322,12 @@ def read_and_broadcast(reads: Sequence[TensorRead], ranks: Ranks) -> None:
     All ranks must need the same tensors in the same order.
     """
     for turn in _rounds(reads, ranks.world_size):
-        mine = [one for reader, one in turn if reader == ranks.rank]
-        ranks.do(partial(read_tensors, mine))
+        ranks.do(partial(read_tensors, [one for reader, one in turn if reader == ranks.rank]))
         for reader, one in turn:
-            _send(one.tensor, ranks, reader)
+            there = one.tensor.contiguous()
+            dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
+            if there is not one.tensor:
+                one.tensor.copy_(there)
 
 
 def _rounds(reads: Sequence[TensorRead], world_size: int) -> Iterator[list[tuple[int, TensorRead]]]:
@@ -371,10 +343,3 @@ def _rounds(reads: Sequence[TensorRead], world_size: int) -> Iterator[list[tuple
             turn, loads = [], [0] * world_size
     if turn:
         yield turn
-
-
-def _send(tensor: torch.Tensor, ranks: Ranks, reader: int) -> None:
-    there = tensor if tensor.is_contiguous() else tensor.contiguous()
-    dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
-    if there is not tensor:
-        tensor.copy_(there)

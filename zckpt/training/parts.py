@@ -8,7 +8,7 @@ tells names that are a part's own from those of the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -18,10 +18,11 @@ from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states import NamedShare
-from zckpt.optim.states.several import Optimizers, Snapshot, merged_groups, one_class
-from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart
+from zckpt.optim.states.several import Snapshot, merged_groups, one_class
+from zckpt.optim.tensors import ModelState, Share
 from zckpt.state import WEIGHT, Checkpoint, Parameter
-from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, Slices, digest_of
+from zckpt.training.live import Live
+from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, digest_of
 from zckpt.version import __version__
 
 
@@ -97,11 +98,6 @@ class Part:
 # --- saving
 
 
-def are_parts(model: Model, tensors: Iterable[object], ranks: Ranks) -> bool:
-    """Tell whether this rank knows that ranks have different parts."""
-    return isinstance(model, (list, tuple)) or is_cut_apart(tensors, ranks.world_size)
-
-
 NOT_THE_SAME = (
     "names must be those of the whole model; what ranks have alike, replicate: put it into the plan of "
     "parallelize_module, or in DistributedDataParallel"
@@ -174,33 +170,22 @@ class Everywhere:
     optimizers: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A model and its optimizers on this rank; `slices`: parameters are slices."""
+def everywhere_of(live: Live, ranks: Ranks, *, broadcast: bool) -> Everywhere:
+    """Tell the other ranks what is here, if they have different parts. All ranks call it together.
 
-    model: Model
-    tensors: ModelState
-    optimizers: Optimizers
-    slices: Slices | None = None
-
-    def everywhere(self, ranks: Ranks, *, broadcast: bool) -> Everywhere:
-        """Tell the other ranks what is here, if they have different parts. All ranks call it together.
-
-        Raises UsageError: one rank is to read for all, which have different parts.
-        """
-        its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
-        if not ranks.any(self.optimizers.are_parts or are_parts(self.model, its, ranks)):
-            return Everywhere()
-        if broadcast:
-            raise UsageError("broadcast is for a model that all ranks have whole, not in parts", advice="leave it out")
-        names = [*self.tensors.tensors, *self.tensors.tied]
-        own = names, list(self.optimizers.parameters()), self.optimizers.called
-        every = ranks.gather_all(own)
-        return Everywhere(
-            tuple(dict.fromkeys(name for one in every for name in one[0])),
-            frozenset(name for one in every for name in one[1]),
-            tuple(dict.fromkeys(name for one in every for name in one[2])),
-        )
+    Raises UsageError: one rank is to read for all, which have different parts.
+    """
+    if not ranks.any(live.is_in_parts(ranks)):
+        return Everywhere()
+    if broadcast:
+        raise UsageError("broadcast is for a model that all ranks have whole, not in parts", advice="leave it out")
+    names = [*live.tensors.tensors, *live.tensors.tied]
+    every = ranks.gather_all((names, list(live.optimizers.parameters()), live.optimizers.called))
+    return Everywhere(
+        tuple(dict.fromkeys(name for one in every for name in one[0])),
+        frozenset(name for one in every for name in one[1]),
+        tuple(dict.fromkeys(name for one in every for name in one[2])),
+    )
 
 
 def spread(tensors: ModelState) -> None:

@@ -54,7 +54,7 @@ NAME_MAX = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class Written:
     """A checkpoint that was written: the name of its directory, and the id in its document."""
 
     name: str
@@ -77,16 +77,16 @@ class Record:
 
     Parameters
     ----------
-    saved : tuple of Saved
+    saved : tuple of Written
         In the order of saving.
-    saving : Saved or None
+    saving : Written or None
         What a save was begun of, after which the record has not been written again.
     before : str or None
         What `latest` said when that began.
     """
 
-    saved: tuple[Saved, ...] = ()
-    saving: Saved | None = None
+    saved: tuple[Written, ...] = ()
+    saving: Written | None = None
     before: str | None = None
 
     def settled(self, directory: Path) -> Record:
@@ -95,7 +95,7 @@ class Record:
             return Record(self.saved)
         return self.with_saved(self.saving)
 
-    def with_saved(self, checkpoint: Saved) -> Record:
+    def with_saved(self, checkpoint: Written) -> Record:
         """Return the record with a checkpoint as the last one; it may have replaced one of its name."""
         return Record((*(one for one in self.saved if one.name != checkpoint.name), checkpoint))
 
@@ -140,10 +140,10 @@ def _parsed(found: Any) -> Record:  # noqa: ANN401  # what JSON holds
     return Record(saved) if saving is None else Record(saved, _saved(*saving[:2]), str(saving[2]))
 
 
-def _saved(name: object, identity: object) -> Saved:
+def _saved(name: object, identity: object) -> Written:
     if not isinstance(name, str) or not isinstance(identity, str) or not NAME.fullmatch(name):
         raise ValueError(f"a checkpoint called {name!r}")
-    return Saved(name, identity)
+    return Written(name, identity)
 
 
 def latest_of(directory: Path) -> str | None:
@@ -238,9 +238,9 @@ class RunPlace:
         with self.seen() as directory:
             name = next(iter(candidates(directory)), None)
             identity = identity_of(directory / name) if name else None
-            return Saved(name, identity).shown if name and identity else ""
+            return Written(name, identity).shown if name and identity else ""
 
-    def settle(self, saving: Saved) -> None:
+    def settle(self, saving: Written) -> None:
         """Put right what a save has left that was killed: in a store, uploads, and what no document has come to."""
         if isinstance(self.place, Path):
             recover(self.place / saving.name, OWNED)
@@ -278,7 +278,7 @@ class RunPlace:
                     check_unfinished(left, OWNED)
                     shutil.rmtree(left, ignore_errors=True)  # which follows no link
 
-    def remove(self, checkpoint: Saved) -> str | None:
+    def remove(self, checkpoint: Written) -> str | None:
         """Remove a checkpoint, unless something else is in its place or in it: then return what."""
         with self.seen() as directory:
             path = directory / checkpoint.name

@@ -22,15 +22,15 @@ from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
-from zckpt.optim.states import NamedShare
-from zckpt.optim.states.several import Given, Optimizers, Snapshot, process_group_of, workers_of
-from zckpt.optim.tensors import Model, ModelState, Stateful, model_state, share_of, world_rank
+from zckpt.optim.states import NamedShare, Target, state_class
+from zckpt.optim.states.several import Given, Snapshot, named, process_group_of, workers_of
+from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, share_of, world_rank
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT
 from zckpt.training.directory import Prepared, of_first, save_workers, write
-from zckpt.training.other_formats import save_as
-from zckpt.training.other_state import random_states
-from zckpt.training.parts import NOT_THE_SAME, Part, are_parts, settled
+from zckpt.training.live import Live
+from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, random_states
+from zckpt.training.parts import NOT_THE_SAME, Part, settled
 from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.slices import NOT_COPIES, Sliced, TpRules, collected, slices_of
 
@@ -180,23 +180,18 @@ def save(
     TargetError
         The directory exists or cannot be written: on all ranks, if on one.
     """
+    given = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra,
+        "step": step, "tp_rules": tp_rules,
+    }  # fmt: skip
     return save_given(
-        place_of(path),
-        model,
-        optimizer,
-        {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step, "tp_rules": tp_rules},
-        process_group,
-        format=format,
-        async_=async_,
-        overwrite=overwrite,
-        fingerprint=fingerprint,
-    )
+        place_of(path), given, process_group,
+        format=format, async_=async_, overwrite=overwrite, fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def save_given(
     path: Place,
-    model: Model,
-    optimizer: Given,
     given: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
     *,
@@ -213,10 +208,10 @@ def save_given(
     ----------
     path : Path or str
         A string is a URL.
-    model, optimizer, process_group, format, async_, overwrite, fingerprint
-        As for `save`.
     given : mapping
-        `scheduler`, `grad_scaler`, `extra`, `step` and `tp_rules`.
+        What is trained, `step` and `tp_rules`.
+    process_group, format, async_, overwrite, fingerprint
+        As for `save`.
     identity : str, optional
         The id that the document gets, of the first rank; by default a new one.
     then : callable, optional
@@ -228,6 +223,7 @@ def save_given(
         raise UsageError(
             f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
         )
+    optimizer = given["optimizer"]
     workers = workers_of(optimizer)
     if isinstance(path, str) and workers is not None:
         raise UsageError(
@@ -235,43 +231,74 @@ def save_given(
             path=path,
             advice="save to a path, and let zckpt convert write to the store",
         )
+    if fingerprint and (format != "zckpt" or workers is not None):
+        raise UsageError(
+            "a fingerprint is recorded by ranks that write zckpt's format",
+            found=f"format {format}" if format != "zckpt" else "a DistributedOptimizer",
+            advice="use zckpt fingerprint --write",
+        )
     if format != "zckpt":
-        if fingerprint:
-            raise _no_fingerprint(f"format {format}")
-        save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
+        _save_as(format, path, given, async_=async_, overwrite=overwrite)
         return None
     if workers is not None:
         if async_:
             raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
-        if fingerprint:
-            raise _no_fingerprint("a DistributedOptimizer")
         save_workers(Path(path), workers, given, overwrite=overwrite, identity=identity)
         if then is not None:
             then()
         return None
     group = process_group or process_group_of(optimizer)
     ranks = Ranks(group, purpose=SAVE if async_ else "")
-    staging = BACKGROUND.staging if async_ else None
-    prepared = prepared_of(ranks, model, optimizer, given, staging)
-    options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
+    prepared = prepared_of(ranks, given, BACKGROUND.staging if async_ else None)
 
     def written() -> None:
-        write(ranks, path, prepared, **options)
+        write(ranks, path, prepared, overwrite=overwrite, fingerprint=fingerprint, identity=identity)
         if then is not None:
             ranks.of_first(then)
 
-    if not async_:
-        written()
-        return None
-    return BACKGROUND.start(written, path, Ranks(group))
+    if async_:
+        return BACKGROUND.start(written, path, Ranks(group))
+    written()
+    return None
 
 
-def _no_fingerprint(found: str) -> UsageError:
-    return UsageError(
-        "a fingerprint is recorded by ranks that write zckpt's format",
-        found=found,
-        advice="use zckpt fingerprint --write",
-    )
+def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, overwrite: bool) -> None:
+    """Save in a format of another program, which the optimizer writes as a whole.
+
+    Raises UsageError: the format is not one for this optimizer, or has room for one only.
+    """
+    model, every = given["model"], named(given["optimizer"])
+    if len(every) > 1:
+        raise UsageError(
+            f"format {form} has room for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
+        )
+    for one in every.values():
+        if state_class(one).writes != form:
+            raise UsageError(
+                f"format {form} does not suit {type(one).__name__}", advice="save as zckpt, and use zckpt convert"
+            )
+    for is_so, message, advice in (
+        (isinstance(model, (list, tuple)), f"format {form} is not written of a model in parts", "save as zckpt"),
+        (not every, f"format {form} is written of an optimizer, and none is given", "save as zckpt"),
+        (
+            given["tp_rules"] is not None,
+            f"tp_rules are for zckpt's own format, not {form}",
+            "give universal_checkpoint_info in extra",
+        ),
+        (async_, f"format {form} is not written while training goes on", "save as zckpt"),
+    ):
+        if is_so:
+            raise UsageError(message, advice=advice)
+    others = {
+        key: given[name].state_dict()
+        for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
+        if given[name] is not None
+    }
+    if given["extra"] is not None:
+        others[EXTRA] = dict(given["extra"])
+    whole = next(iter(parts_of(model)), None)
+    [state] = Live.of(model, given["optimizer"]).optimizers.states.values()
+    state.write(Target(path, whole, given["step"], others, overwrite))
 
 
 @dataclass(slots=True)
@@ -285,25 +312,19 @@ class _Own:
     sliced: Sliced | None = None
 
     @classmethod
-    def of(cls, ranks: Ranks, model: Model, optimizer: Given, tp_rules: TpRules) -> _Own:
+    def of(cls, ranks: Ranks, given: Mapping[str, Any]) -> _Own:
         """Find it out."""
-        slices = slices_of(ranks, tp_rules, optimizer)
-        tensors = model_state(model)
-        in_list = isinstance(model, (list, tuple))
-        optimizers = Optimizers(
-            optimizer, tensors.names(), tensors.members, in_parts=in_list, is_sliced=slices is not None
-        )
-        tensors = (
-            ModelState.of_parameters(optimizers.parameters()) if model is None else tensors.renamed(optimizers.renamed)
-        )
-        state = optimizers.snapshot()
+        slices = slices_of(ranks, given["tp_rules"], given["optimizer"])
+        live = Live.of(given["model"], given["optimizer"], slices)
+        tensors = ModelState.of_parameters(live.optimizers.parameters()) if live.model is None else live.tensors
+        state = live.optimizers.snapshot()
         of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
         shares = [(name, slot, share) for name, slot, share in of_model if share is not None] + state.shares
-        in_parts = optimizers.are_parts or are_parts(model, tensors.tensors.values(), ranks)
-        if slices is None:
-            return cls(tensors, state, shares, in_parts)
-        sliced = slices.sliced(tensors, shares)
-        return cls(slices.whole(tensors), state, sliced.shares, in_parts, sliced)
+        own = cls(tensors, state, shares, live.is_in_parts(ranks))
+        if slices is not None:
+            own.sliced = slices.sliced(tensors, shares)
+            own.tensors, own.shares = slices.whole(tensors), own.sliced.shares
+        return own
 
     def agree(self, ranks: Ranks, *, failed: bool) -> None:
         """Find out which ranks have the same; `failed`: this rank does not know what it has."""
@@ -321,16 +342,14 @@ class _Own:
         ]
 
 
-def prepared_of(
-    ranks: Ranks, model: Model, optimizer: Given, given: Mapping[str, Any], staging: Staging | None = None
-) -> Prepared | Exception:
+def prepared_of(ranks: Ranks, given: Mapping[str, Any], staging: Staging | None = None) -> Prepared | Exception:
     """Return what this rank writes, or why it cannot: all ranks learn of that when they write.
 
     All call it together; arguments are those of `save_given`. Without staging, it has the tensors' own memory.
     """
     own, failure = _Own(), None
     try:
-        own = _Own.of(ranks, model, optimizer, given["tp_rules"])
+        own = _Own.of(ranks, given)
     except WorkerError:
         raise
     except Exception as error:  # noqa: BLE001  # kept for when the others, who go on, are told

@@ -46,7 +46,6 @@ from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_own, write_whole
 from zckpt.training.run_directory import RunPlace
@@ -126,12 +125,12 @@ class Spare:
         else:
             self._senders = None
 
-    def keep(self, model: Model, optimizer: Given, given: Mapping[str, Any], follows: Sequence[str]) -> None:
+    def keep(self, given: Mapping[str, Any], follows: Sequence[str]) -> None:
         """Keep what this rank has here, and let a thread send it to the next node; then forget what was kept before.
 
         Parameters
         ----------
-        model, optimizer, given
+        given
             As for `save_given`.
         follows : sequence of str
             Of the first rank: see `About`.
@@ -146,8 +145,8 @@ class Spare:
         """
         self.finish()
         ranks = self._ranks
-        _check(ranks, optimizer)
-        prepared = prepared_of(ranks, model, optimizer, given)
+        _check(ranks, given["optimizer"])
+        prepared = prepared_of(ranks, given)
         told = About(new_identity(), given["step"], ranks.world_size, tuple(follows), time.time_ns())
         about = ranks.from_first(told)
         directory = self.directory / about.identity

@@ -82,7 +82,10 @@ def make_state_dict(optimizer: StatefulOptimizer, names: Mapping[torch.Tensor, s
     made["param_alignment_paddings"] = [list(group.pads) for group in groups]
     made["partition_count"] = [group.world_size for group in groups]
     made["ds_version"] = VERSION
-    made["param_slice_mappings"] = [_mapping(names, group) for group in groups]
+    made["param_slice_mappings"] = [
+        {names[group.parameters[one.index]]: ShareAddress(one.numel, one.position) for one in group.own}
+        for group in groups
+    ]
     return made
 
 
@@ -103,132 +106,103 @@ def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
     }
 
 
-def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, ShareAddress]:
-    return {names[group.parameters[f.index]]: ShareAddress(f.numel, f.position) for f in group.own}
+class States:
+    """The states of all ranks, or of this one, as files hold them or bare; `own`: this rank's.
 
+    Raises TypeError: `given` is something else.
+    """
 
-def read_states(given: object) -> list[Mapping[str, Any]]:
-    """Return the states of all ranks, or of this one, as files hold them or bare. Raises TypeError for others."""
-    states = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    found = []
-    for state in states:
-        inner = state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else None
-        if not isinstance(inner, Mapping) or MASTERS not in inner or STATE not in inner:
-            raise TypeError(f"a ZeRO-1/2 state dict, or a list of them, was expected, with {MASTERS} and {STATE}")
-        found.append(inner)
-    if not found:
-        raise TypeError("an empty list of state dicts")
-    return found
+    def __init__(self, given: object, optimizer: FlatOptimizer) -> None:
+        self._every: list[Mapping[str, Any]] = []
+        self._optimizer = optimizer
+        for state in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
+            inner = state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else None
+            if not isinstance(inner, Mapping) or MASTERS not in inner or STATE not in inner:
+                raise TypeError(f"a ZeRO-1/2 state dict, or a list of them, was expected, with {MASTERS} and {STATE}")
+            self._every.append(inner)
+        if not self._every:
+            raise TypeError("an empty list of state dicts")
+        self.own = self._every[min(optimizer.rank, len(self._every) - 1)]
+        self._is_rigid = isinstance(self._every[0][STATE], Mapping)
 
+    def check(self) -> None:
+        """Raise ValueError unless they are of param groups of these sizes and can be cut as this optimizer cuts."""
+        groups = self._optimizer.groups
+        for state in self._every:
+            if len(state[MASTERS]) != len(groups):
+                raise ValueError(
+                    f"the state dict has {len(state[MASTERS])} param groups, and the optimizer has {len(groups)}"
+                )
+            pads = state.get("param_alignment_paddings")
+            ours = [list(group.pads) for group in groups]
+            if pads is not None and [list(one) for one in pads] != ours and any(map(any, [*pads, *ours])):
+                raise ValueError(
+                    "the state dict was made with another parameter_alignment; make the optimizer with that one, or "
+                    "use `zckpt reshard` with --parameter-alignment or --no-parameter-alignment"
+                )
+        for index, group in enumerate(groups):
+            counts = {int(state["partition_count"][index]) for state in self._every if "partition_count" in state}
+            if self._is_rigid and len(counts) == 1 and counts != {group.world_size}:
+                raise ValueError(
+                    f"rigid state of {counts.pop()} ranks does not fit {group.world_size}; "
+                    f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
+                )
+            expected = group.partition - group.padding if self._is_rigid else group.total
+            numel = sum(state[MASTERS][index].numel() for state in self._having(group))
+            if numel != expected:
+                raise ValueError(
+                    f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
+                )
 
-def check(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
-    """Raise ValueError unless the states are of param groups of these sizes and can be cut as this optimizer cuts."""
-    groups = optimizer.groups
-    for state in states:
-        if len(state[MASTERS]) != len(groups):
-            raise ValueError(
-                f"the state dict has {len(state[MASTERS])} param groups, and the optimizer has {len(groups)}"
-            )
-        pads = state.get("param_alignment_paddings")
-        ours = [list(group.pads) for group in groups]
-        if pads is not None and [list(one) for one in pads] != ours and any(map(any, [*pads, *ours])):
-            raise ValueError(
-                "the state dict was made with another parameter_alignment; make the optimizer with that one, or use "
-                "`zckpt reshard` with --parameter-alignment or --no-parameter-alignment"
-            )
-    rigid = isinstance(states[0][STATE], Mapping)
-    for index, group in enumerate(groups):
-        counts = {int(state["partition_count"][index]) for state in states if "partition_count" in state}
-        count = counts.pop() if len(counts) == 1 else None
-        if rigid and count is not None and count != group.world_size:
-            raise ValueError(
-                f"rigid state of {count} ranks does not fit {group.world_size}; "
-                f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
-            )
-        expected = group.total if not rigid else group.partition - group.padding
-        numel = (
-            sum(state[MASTERS][index].numel() for state in _sharing(states, group, optimizer))
-            if not rigid
-            else (_own(states, optimizer)[MASTERS][index].numel())
-        )
-        if numel != expected:
-            raise ValueError(
-                f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
-            )
+    def load_masters(self) -> None:
+        """Copy this rank's masters from the states that have them."""
+        for index, group in enumerate(self._optimizer.groups):
+            self._fill(group.master.data, [state[MASTERS][index] for state in self._having(group)], group)
 
-
-def _sharing(
-    states: Sequence[Mapping[str, Any]], group: FlatGroup, optimizer: FlatOptimizer
-) -> list[Mapping[str, Any]]:
-    """Return the states of the ranks that shared a group: of experts, every so many ranks."""
-    if not group.is_expert or len(states) == 1:
-        return list(states)
-    apart = optimizer.world_size // group.world_size
-    return list(states[optimizer.rank % apart :: apart])
-
-
-def _own(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> Mapping[str, Any]:
-    return states[0] if len(states) == 1 else states[optimizer.rank]
-
-
-def load_masters(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
-    """Copy this rank's masters from the states that have them."""
-    rigid = isinstance(states[0][STATE], Mapping)
-    for index, group in enumerate(optimizer.groups):
-        if rigid:
-            _fill(group.master.data, _own(states, optimizer)[MASTERS][index])
-        else:
-            _fill(group.master.data, _cut([s[MASTERS][index] for s in _sharing(states, group, optimizer)], group))
-
-
-def local_state(
-    states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer
-) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-    """Return the local optimizer's state, cut for this rank, by param group, and the param groups."""
-    own = _own(states, optimizer)
-    if isinstance(own[STATE], Mapping):
-        held = own[STATE]["state"].items()
-        state = {index: {key: copied(value) for key, value in values.items()} for index, values in held}
-        return state, own[STATE]["param_groups"]
-    current = optimizer.optim.state_dict()
-    state = {}
-    for index, group in enumerate(optimizer.groups):
-        sharing = _sharing(states, group, optimizer)
-        for key, value in sharing[0][STATE][index].items():
-            all_values = [one[STATE][index][key] for one in sharing]
-            flat = all(
-                isinstance(found, torch.Tensor) and found.dim() > 0 and found.shape == one[MASTERS][index].shape
-                for found, one in zip(all_values, sharing, strict=True)
-            )
-            made = torch.zeros(group.partition, dtype=value.dtype) if flat else value
-            if flat:
-                _fill(made, _cut(all_values, group))
-            state.setdefault(index, {})[key] = made
-    groups = [{**group} for group in current["param_groups"]]
-    if STEP in own:
+    def local(self) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+        """Return the local optimizer's state, cut for this rank, by param group, and the param groups."""
+        if self._is_rigid:
+            held = self.own[STATE]["state"].items()
+            state = {index: {key: copied(value) for key, value in values.items()} for index, values in held}
+            return state, self.own[STATE]["param_groups"]
+        state = {}
+        for index, group in enumerate(self._optimizer.groups):
+            having = self._having(group)
+            for key, made in having[0][STATE][index].items():
+                every = [one[STATE][index][key] for one in having]
+                if all(
+                    isinstance(found, torch.Tensor) and found.dim() > 0 and found.shape == one[MASTERS][index].shape
+                    for found, one in zip(every, having, strict=True)
+                ):
+                    made = torch.zeros(group.partition, dtype=made.dtype)  # noqa: PLW2901
+                    self._fill(made, every, group)
+                state.setdefault(index, {})[key] = made
+        groups = [{**group} for group in self._optimizer.optim.state_dict()["param_groups"]]
         for one in groups:
-            if "step" in one:
-                one["step"] = own[STEP]
-    return state, groups
+            if "step" in one and STEP in self.own:
+                one["step"] = self.own[STEP]
+        return state, groups
 
+    def _having(self, group: FlatGroup) -> list[Mapping[str, Any]]:
+        """Return the states that make up a group, or this rank's partition; of experts, every so many ranks'."""
+        if self._is_rigid:
+            return [self.own]
+        if not group.is_expert or len(self._every) == 1:
+            return self._every
+        apart = self._optimizer.world_size // group.world_size
+        return self._every[self._optimizer.rank % apart :: apart]
 
-def _cut(lean: Sequence[torch.Tensor], group: FlatGroup) -> torch.Tensor:
-    """Return this rank's elements of the partitions of any number of ranks, without padding."""
-    begin, end = group.rank * group.partition, (group.rank + 1) * group.partition
-    pieces = []
-    at = 0
-    for tensor in lean:
-        low, high = max(begin - at, 0), min(end - at, tensor.numel())
-        if low < high:
-            pieces.append(tensor[low:high])
-        at += tensor.numel()
-    return torch.cat(pieces) if pieces else lean[0][:0]
-
-
-def _fill(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values to the front, and zeros behind them: padding."""
-    into[: values.numel()].copy_(values)
-    into[values.numel() :].zero_()
+    def _fill(self, into: torch.Tensor, lean: Sequence[torch.Tensor], group: FlatGroup) -> None:
+        """Copy this rank's elements of partitions to the front, and zeros behind them: padding."""
+        values = lean[0]
+        if not self._is_rigid:
+            begin, end, at, pieces = group.rank * group.partition, (group.rank + 1) * group.partition, 0, []
+            for tensor in lean:
+                pieces.append(tensor[max(begin - at, 0) : max(end - at, 0)])
+                at += tensor.numel()
+            values = torch.cat(pieces)
+        into[: values.numel()].copy_(values)
+        into[values.numel() :].zero_()
 
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"

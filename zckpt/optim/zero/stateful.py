@@ -172,17 +172,17 @@ class StatefulOptimizer(DdpOptimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)  # type: ignore[arg-type]  # or a list of them
             state_dict = state_dict if changed is None else changed
-        states = deepspeed_state.read_states(state_dict)
-        deepspeed_state.check(states, self)
-        own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
+        states = deepspeed_state.States(state_dict, self)
+        states.check()
+        own = states.own
         scaler = scaler_like(self.loss_scaler, own.get("loss_scaler"))
         if load_optimizer_states:
-            self.load_local(*deepspeed_state.local_state(states, self))
+            self.load_local(*states.local())
         self.loss_scaler = scaler
         self.clip_grad = own.get("clip_grad", self.clip_grad)
         self.overflow = bool(own.get("overflow", False))
         if load_from_fp32_weights:
-            deepspeed_state.load_masters(states, self)
+            states.load_masters()
             self.publish_masters()
         else:
             self.refresh_masters()
