@@ -6,6 +6,7 @@ and what each has told it: a `Part`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,20 +106,13 @@ def tie(checkpoint: Checkpoint, first: str, other: str) -> None:
 
 
 def _tree(source: str, found: Found, paths: Paths) -> Branch:
-    made = {key: _item(key, value) for key, value in found.items()}
+    made: dict[str, TensorItem | ObjectItem] = {}
+    for key, value in found.items():
+        made[key] = ObjectItem(key, _MEMORY, value)
+        if isinstance(value, Held):
+            span = Span(Extent.whole(value.shape), key, 0, value.dtype)
+            made[key] = TensorItem(key, value.dtype, value.shape, (span,), value.node, IN_MEMORY)
     return build(made, {**{key: (key,) for key in found if key not in paths}, **paths}, source)
-
-
-def _item(key: str, value: object) -> TensorItem | ObjectItem:
-    if not isinstance(value, Held):
-        return ObjectItem(key, _MEMORY, value)
-    span = Span(Extent.whole(value.shape), key, 0, value.dtype)
-    return TensorItem(key, value.dtype, value.shape, (span,), value.node, IN_MEMORY)
-
-
-def may_be_tied(held: Held) -> bool:
-    """Tell whether two names of one tensor are to be one parameter: weights, and not what a module counts."""
-    return len(held.shape) > 1 and is_floating(held.dtype)
 
 
 @dataclass(slots=True)
@@ -164,38 +158,25 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
             part.values[key] = local.look_up(item.index)
         elif key in local.numbers:
             part.values[key] = local.numbers[key]
-        elif key in local.found.slots:
-            _add(part, held, item, planner, *local.found.slots[key])
-        else:
-            part.tensors[key] = _beside(item, planner)
+        elif key not in local.found.slots:
+            if item.type == WriteItemType.SHARD:
+                raise UnsupportedError(
+                    f"{key} is sharded, and belongs to neither the model nor the optimizer",
+                    advice="save it as a checkpoint of its own",
+                )
+            part.tensors[key] = _resolved(item, planner).detach().cpu()
+        elif item.tensor_data is not None and key not in part.tied:  # what is tied is written under another name
+            about, tensor = item.tensor_data, _resolved(item, planner)
+            sizes, shape = tuple(about.chunk.sizes), tuple(about.size)
+            if not tensor.numel() and math.prod(shape):  # of a tensor of which this rank has nothing
+                continue
+            if key in part.pieces:
+                raise UnsupportedError(f"{key} has several parts on one rank")
+            slot, name = local.found.slots[key]
+            extent = Extent(tuple(about.chunk.offsets), sizes, 0, tensor.numel())
+            part.pieces[key] = Piece(name, slot, dtype_name(tensor.dtype), shape, extent)
+            held.append((part.pieces[key], tensor.detach().contiguous()))
     return part, entries(held, None)
-
-
-def _add(
-    part: Part, held: list[tuple[Piece, torch.Tensor]], item: WriteItem, planner: SavePlanner, slot: str, name: str
-) -> None:
-    """Add a piece; one of a tensor that is written under another name is only described."""
-    about, key = item.tensor_data, item.index.fqn
-    if about is None or key in part.tied:
-        return
-    tensor = _resolved(item, planner)
-    sizes, shape = tuple(about.chunk.sizes), tuple(about.size)
-    extent = Extent(tuple(about.chunk.offsets), sizes, 0, tensor.numel())
-    if not extent.numel and Extent.whole(shape).numel:  # of a tensor of which this rank has nothing
-        return
-    if key in part.pieces:
-        raise UnsupportedError(f"{key} has several parts on one rank")
-    part.pieces[key] = Piece(name, slot, dtype_name(tensor.dtype), shape, extent)
-    held.append((part.pieces[key], tensor.detach().contiguous()))
-
-
-def _beside(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
-    if item.type == WriteItemType.SHARD:
-        raise UnsupportedError(
-            f"{item.index.fqn} is sharded, and belongs to neither the model nor the optimizer",
-            advice="save it as a checkpoint of its own",
-        )
-    return _resolved(item, planner).detach().cpu()
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -222,19 +203,25 @@ class _Local:
         paths: Mapping[str, Keys] = getattr(planner, "mappings", {})
         values = Values()
         found: dict[str, object] = {
-            key: _held(one) if isinstance(one, torch.Tensor) else values.node(one, key) for key, one in state.items()
+            key: Held(dtype_name(one.dtype), tuple(one.shape))
+            if isinstance(one, torch.Tensor)
+            else values.node(one, key)
+            for key, one in state.items()
         }
-        self.numbers = {}
-        for key in single_numbers(source, found, paths):
-            number = _number(state[key])
-            if number is not None:
-                self.numbers[key] = number
+        numbers = {key: _number(state[key]) for key in single_numbers(source, found, paths)}
+        self.numbers = {key: number for key, number in numbers.items() if number is not None}
         self.found: Contents = contents(source, {**found, **self.numbers}, paths)
-        self.tied = _tied(state, self.found)
-
-
-def _held(tensor: torch.Tensor) -> Held:
-    return Held(dtype_name(tensor.dtype), tuple(tensor.shape))
+        self.tied: dict[str, str] = {}
+        """Keys of weights that have the memory of one before them; not of what a module counts."""
+        first: dict[tuple[object, ...], str] = {}
+        for key, (slot, _) in self.found.slots.items():
+            tensor = state[key]
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if slot == WEIGHT and tensor.dim() > 1 and is_floating(dtype_name(tensor.dtype)) and local.numel():
+                memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)
+                owner = first.setdefault(memory, key)
+                if owner != key:
+                    self.tied[key] = owner
 
 
 def _number(tensor: torch.Tensor) -> Scalar | None:
@@ -246,19 +233,3 @@ def _number(tensor: torch.Tensor) -> Scalar | None:
     except UnsupportedError:
         return None
     return number
-
-
-def _tied(state: Mapping[str, Any], found: Contents) -> dict[str, str]:
-    """Return the keys of weights that have the memory of one before them."""
-    first: dict[tuple[object, ...], str] = {}
-    tied = {}
-    for key, (slot, _) in found.slots.items():
-        tensor = state[key]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if slot != WEIGHT or not may_be_tied(_held(tensor)) or not local.numel():
-            continue
-        memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)
-        owner = first.setdefault(memory, key)
-        if owner != key:
-            tied[key] = owner
-    return tied

@@ -11,8 +11,9 @@ All of them may be below `app`. Nothing is read here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -32,6 +33,7 @@ from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot, number_of
 from zckpt.state.names import bare_names, is_number, plain_name, without_wrappers
+from zckpt.state.views import zeros
 
 APP = "app."
 """Under which a program may keep model and optimizer together."""
@@ -54,14 +56,6 @@ class Elements:
 
 
 @dataclass(frozen=True, slots=True)
-class Zeros:
-    """State that the checkpoint has not, because no step has reached its parameter."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class Value:
     """A value that is no tensor of elements: an inert node, or a slot of a single number."""
 
@@ -81,7 +75,7 @@ class Option:
     group: int | None = None
 
 
-Meaning = Elements | Zeros | Value | Option
+Meaning = Elements | Value | Option
 
 
 class Keys(dict[str, StorageEntry]):
@@ -114,46 +108,39 @@ class Keys(dict[str, StorageEntry]):
         roots = {"model": self._models[0], "optimizer": self._optimizers[0]}
         for item in items(self.checkpoint):
             root = roots.get(str(item.path[0])) if len(item.path) > 1 else None
-            key, path = item.key, item.path
+            key, path, value = item.key, item.path, item.value
             if root is not None:
                 key = f"{root}{'.'.join(map(str, path[1:]))}"
                 path = (*root.split(".")[:-1], *path[1:])
-            elif item.value is None:
+            elif value is None:
                 continue
             else:
-                self._beside[key] = _beside(item.value)
-            try:
-                entry = self._entry(key)
-            except UsageError:  # of parameters without names
-                continue
-            if entry is not None:
-                self[key] = entry
-                self.paths[key] = path
+                self._beside[key] = Elements((value.slot,)) if isinstance(value, SlotTensor) else Value(value)
+            with suppress(UsageError):  # of parameters without names
+                entry = self.get(key)
+                if entry is not None:
+                    self[key] = entry
+                    self.paths[key] = path
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (isinstance(key, str) and self._entry(key) is not None)
+        return super().__contains__(key) or (isinstance(key, str) and self.get(key) is not None)
 
     def __missing__(self, key: str) -> StorageEntry:
-        entry = self._entry(key)
+        entry = self.get(key)
         if entry is None:
             raise KeyError(key)
         return entry
 
-    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]  # any default will do
-        """Return what there is of a key, or else the default."""
-        entry = self._entry(key)
-        return default if entry is None else entry
-
-    def _entry(self, key: str) -> StorageEntry | None:
-        """Return what DCP is to know of a key."""
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401  # any default will do
+        """Return what DCP is to know of a key; of a tensor one chunk, of which each rank reads the box it wants."""
         meaning = self.find(key)
         if meaning is None:
-            return None
-        if isinstance(meaning, Elements):
-            return _tensor_entry(meaning.slots[0].shape, meaning.slots[0].dtype)
-        if isinstance(meaning, Zeros):
-            return _tensor_entry(meaning.shape, meaning.dtype)
-        return BytesStorageMetadata()
+            return default
+        if not isinstance(meaning, Elements):
+            return BytesStorageMetadata()
+        shape, dtype = torch.Size(meaning.slots[0].shape), getattr(torch, meaning.slots[0].dtype)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+        return TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [chunk])
 
     def find(self, key: str) -> Meaning | None:
         """Return what a key stands for; None: the checkpoint has nothing of it.
@@ -222,7 +209,9 @@ class Keys(dict[str, StorageEntry]):
             return Elements((value,)) if isinstance(value, Slot) and value.shape else Value(value)
         if values or parameter.group is None or slot not in ZERO_AT_FIRST:
             return None
-        return Value(0) if slot == "step" else Zeros(parameter.shape, parameter.dtype)
+        if slot == "step":
+            return Value(0)
+        return Elements((zeros(Slot(slot, parameter.dtype, parameter.shape, ()), parameter.shape),))
 
     def _option(self, joined: str) -> Meaning | None:
         name, option = split_key(joined, self._names)
@@ -254,22 +243,15 @@ class Keys(dict[str, StorageEntry]):
                 expected="names",
                 advice="make the state dict with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
             )
-        return self._common(option.key, dict.fromkeys(self._groups_of(names)))
-
-    def _groups_of(self, names: list[object] | tuple[object, ...]) -> Iterator[int]:
-        for name in names:
-            found = self._tensor(str(name))
-            if found is not None and found.group is not None:
-                yield found.group
-
-    def _common(self, key: str, groups: dict[int, None]) -> object:
-        found = [self.checkpoint.param_groups[group].hyperparameters[key] for group in groups]
+        every = (self._tensor(str(name)) for name in names)
+        numbers = dict.fromkeys(one.group for one in every if one is not None and one.group is not None)
+        found = [groups[number].hyperparameters[option.key] for number in numbers]
         if not found:
-            raise KeyError(key)
+            raise KeyError(option.key)
         values = [number_of(one) for one in found]
         if any(value != values[0] for value in values):
             raise UsageError(
-                f"a param group has parameters that have several values of {key} in the checkpoint",
+                f"a param group has parameters that have several values of {option.key} in the checkpoint",
                 path=self.checkpoint.source,
                 found=", ".join(map(str, values)),
                 advice="give the optimizer the param groups that were saved",
@@ -277,20 +259,8 @@ class Keys(dict[str, StorageEntry]):
         return found[0]
 
 
-def _beside(value: object) -> Meaning:
-    if isinstance(value, SlotTensor):
-        return Elements((value.slot,))
-    return Value(value)
-
-
 def _prefixes(told: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
     """Return what may be before a name, with a dot; the first is that of keys that are listed."""
     if told is None:
         return (*(f"{key}." for key in usual), "")
     return (f"{told}." if told else "",)
-
-
-def _tensor_entry(shape: tuple[int, ...], dtype: str) -> TensorStorageMetadata:
-    """Return a tensor as one chunk, whatever pieces it has: each rank reads only the box that it wants of it."""
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
-    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [chunk])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
+from zckpt.dcp.keys import Elements, Keys, Option, Value
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.read import Read, check_reads
 from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
@@ -140,15 +140,20 @@ class Reader(StorageReader):
         UsageError
             Two keys of the model would get one tensor, since they differ by what a wrapper may have put there only.
         """
-        keys = {item.storage_index.fqn for item in plan.items if item.type == LoadItemType.TENSOR}
-        _check_apart({key: name for key, name in self._opened().names.items() if key in keys}, str(self.path))
-        reads = [
-            Read(slot, _extent(item), slot.dtype, memoryview(b""))
-            for item in plan.items
-            if item.type == LoadItemType.TENSOR
-            and isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
-            for slot in meaning.slots
-        ]
+        found, keys = self._opened(), dict[str, str]()
+        reads: list[Read] = []
+        for item in plan.items:
+            key, meaning = item.storage_index.fqn, found.find(item.storage_index.fqn)
+            if item.type != LoadItemType.TENSOR or not isinstance(meaning, Elements):
+                continue
+            name = found.names.get(key)
+            if name is not None and keys.setdefault(name, key) != key:
+                raise UsageError(
+                    f"{keys[name]} and {key} would both be {name}",
+                    path=str(self.path),
+                    expected="a tensor for each in the checkpoint",
+                )
+            reads += [Read(slot, _extent(item), slot.dtype, memoryview(b"")) for slot in meaning.slots]
         check_reads(reads)
         return replace(plan, storage_data=dist.get_rank() if dist.is_initialized() else 0)
 
@@ -166,12 +171,12 @@ class Reader(StorageReader):
         UsageError
             Param groups do not fit the checkpoint's.
         """
-        checks = Checks()
-        ranks = _ranks(plan.storage_data if self._verify else None)
+        checks, ranks = Checks(), _ranks(plan.storage_data if self._verify else None)
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
 
         def read() -> None:
             with torch.no_grad(), watching(checks):
-                self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
+                self._read_tensors(tensors, planner)
                 self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
             check_unchanged()
 
@@ -191,21 +196,17 @@ class Reader(StorageReader):
             self._keys = Keys(checkpoint, self._model, self._optimizer)
         return self._keys
 
-    def _read_tensors(self, planned: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        reads: list[TensorRead] = []
-        ready: list[tuple[ReadItem, torch.Tensor]] = []
-        for item in planned:
-            tensor = planner.resolve_tensor(item)
-            meaning = self._opened().find(item.storage_index.fqn)
-            if isinstance(meaning, Elements):
-                reads.append(TensorRead(meaning.like(tensor.dtype), _extent(item), tensor, item.storage_index.fqn))
-            elif isinstance(meaning, Zeros):
-                tensor.detach().zero_()
-            ready.append((item, tensor))
+    def _read_tensors(self, planned: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        tensors = [planner.resolve_tensor(item) for item in planned]
+        reads = [
+            TensorRead(meaning.like(tensor.dtype), _extent(item), tensor, item.storage_index.fqn)
+            for item, tensor in zip(planned, tensors, strict=True)
+            if isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
+        ]
         casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
         refuse_casts(self._opened().checkpoint, casts, "load a model in the types of the checkpoint, scales included")
         read_tensors(reads)
-        for item, tensor in ready:
+        for item, tensor in zip(planned, tensors, strict=True):
             planner.commit_tensor(item, tensor)
 
     def _read_values(self, planned: Sequence[ReadItem], planner: LoadPlanner) -> None:
@@ -235,18 +236,6 @@ def _ranks(members: Sequence[int] | None) -> Ranks:
     return Ranks(None if everyone else dist.new_group(list(members), backend="gloo", use_local_synchronization=True))
 
 
-def _check_apart(names: Mapping[str, str], path: str) -> None:
-    """Raise unless every key stands for a tensor of its own."""
-    keys: dict[str, str] = {}
-    for key, name in names.items():
-        if keys.setdefault(name, key) != key:
-            raise UsageError(
-                f"{keys[name]} and {key} would both be {name}",
-                path=path,
-                expected="a tensor for each in the checkpoint",
-            )
-
-
 def _extent(item: ReadItem) -> Extent:
     sizes = tuple(item.lengths)
     return Extent(tuple(item.storage_offsets), sizes, 0, math.prod(sizes))
@@ -264,15 +253,10 @@ def _give(planner: LoadPlanner, item: ReadItem, current: object, node: object) -
         return
     if isinstance(node, Scalar) and not isinstance(current, (bool, int, float)):
         value = torch.tensor(node.value, dtype=getattr(torch, node.dtype))
-    if not _is_plain(value):  # of a class of which nothing is made; the program's own stays
-        return
+    containers = (Mapping, list, tuple, set, frozenset)
+    if not all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside)):
+        return  # of a class of which nothing is made without running code of others; the program's own stays
     data = io.BytesIO()
     torch.save(value, data)
     data.seek(0)
     planner.load_bytes(item, data)
-
-
-def _is_plain(value: object) -> bool:
-    """Tell whether a value is of kinds that anything can be made of without running code of others."""
-    containers = (Mapping, list, tuple, set, frozenset)
-    return all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside))

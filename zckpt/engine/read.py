@@ -119,7 +119,7 @@ def check_reads(reads: Iterable[Read]) -> None:
 
 def _ends(copy: Copy) -> Iterator[tuple[str, int]]:
     """Yield which files a copy reads from, and the byte behind the last one that it reads."""
-    for source in copy.sources:
+    for source in copy.sources if copy.sources[0].path != ZEROS else ():
         steps = zip(copy.shape, source.strides, strict=True)
         yield source.path, source.offset + sum((n - 1) * step for n, step in steps) + itemsize(copy.source_dtype)
 
