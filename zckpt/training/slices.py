@@ -140,7 +140,9 @@ class Slices:
                 found.shares.append((name, slot, replace(share, ranks=alone)))
                 continue
             if slot == WEIGHT and self.is_first and self.rules.matching(name) is None:
-                found.apart[name] = b"" if _is_constant(share) else digest_of(share, SAMPLE_NBYTES)
+                flat = share.tensor.detach().reshape(-1)[: SAMPLE_NBYTES // share.tensor.element_size()]
+                is_constant = bool((flat == flat[:1]).all())  # as of a bias that was never trained
+                found.apart[name] = b"" if is_constant else digest_of(share, SAMPLE_NBYTES)
             own = rule.shares[self.rank]
             if len(own) == 1 and (own[0].source, own[0].size) == (0, share.shape[rule.dim]):
                 offsets = tuple(own[0].target if dim == rule.dim else 0 for dim in range(len(share.shape)))
@@ -173,12 +175,6 @@ class Slices:
         return cut(whole, rule, self.rank)
 
 
-def _is_constant(share: Share) -> bool:
-    """Tell whether the elements that are compared are all the same, as those of a bias that was never trained."""
-    flat = share.tensor.detach().reshape(-1)[: SAMPLE_NBYTES // share.tensor.element_size()]
-    return bool((flat == flat[:1]).all())
-
-
 def _boxes(share: Share, rule: Rule, rank: int) -> Iterable[tuple[Box, torch.Tensor]]:
     """Yield the boxes of a whole parameter that a share of a slice has, with their elements."""
     extent, dim = share.extent, rule.dim
@@ -186,16 +182,11 @@ def _boxes(share: Share, rule: Rule, rank: int) -> Iterable[tuple[Box, torch.Ten
     for offsets, sizes in boxes_of(extent):
         for source, target, size in rule.shares[rank]:
             low, high = max(offsets[dim], source), min(offsets[dim] + sizes[dim], source + size)
-            if low >= high:
-                continue
-            here, box = _with(offsets, dim, low), _with(sizes, dim, high - low)
-            first = sum(o * step for o, step in zip(here, steps, strict=True)) - extent.start
-            there = _with(offsets, dim, low - source + target)
-            yield (there, box), flat.as_strided(box, steps, flat.storage_offset() + first)
-
-
-def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
+            if low < high:
+                here, there, box = list(offsets), list(offsets), list(sizes)
+                here[dim], there[dim], box[dim] = low, low - source + target, high - low
+                first = sum(o * step for o, step in zip(here, steps, strict=True)) - extent.start
+                yield (tuple(there), tuple(box)), flat.as_strided(box, steps, flat.storage_offset() + first)
 
 
 def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
@@ -206,20 +197,24 @@ def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
     several optimizers.
     """
     every = list(named(optimizer).values())
-    if given is None and not any(isinstance(one, ZeroOptimizer) and one.is_model_parallel for one in every):
-        return None
-    return ranks.do(lambda: _slices_of(given, every, ranks.world_size))  # a file may be missing on one rank
+    of_zero = [one for one in every if isinstance(one, ZeroOptimizer)]
+    cut_apart = [one for one in of_zero if one.is_model_parallel]
 
-
-def _slices_of(given: TpRules, every: Sequence[Optimizer], world_size: int) -> Slices | None:
-    cut_apart = [one for one in every if isinstance(one, ZeroOptimizer) and one.is_model_parallel]
-    if given is None:
-        for one in cut_apart:
-            refuse_parts(one)
-        return None
-    rules = _rules(given)
-    if not cut_apart:
-        if (world_size > 1 and not any(isinstance(one, ZeroOptimizer) for one in every)) or any(map(_is_alone, every)):
+    def found() -> Slices | None:
+        if given is None:
+            for one in cut_apart:
+                refuse_parts(one)
+            return None
+        if isinstance(given, Mapping):
+            check_rules(given, GIVEN)
+            rules = Rules(given, GIVEN)
+        else:
+            rules = Rules(read_rules(Path(given)), os.fspath(given))
+        if cut_apart:
+            return _slices_of(rules, every, cut_apart[0], ranks.world_size)
+        # ranks that are not the optimizer's may have other slices, of which it has not been told
+        is_alone = any(one.model_parallel is None and one.world_size < dist.get_world_size() for one in of_zero)
+        if is_alone or (ranks.world_size > 1 and not of_zero):
             raise UsageError(
                 "tp_rules are given, and nothing says which slices are this rank's",
                 expected="one ZeroOptimizer(process_group=DATA_PARALLEL, model_parallel=...)",
@@ -227,9 +222,15 @@ def _slices_of(given: TpRules, every: Sequence[Optimizer], world_size: int) -> S
                 advice="give model_parallel= with the group of the ranks that hold the model together",
             )
         return None
+
+    if given is None and not cut_apart:
+        return None
+    return ranks.do(found)  # a file may be missing on one rank
+
+
+def _slices_of(rules: Rules, every: Sequence[Optimizer], only: ZeroOptimizer, world_size: int) -> Slices:
     if len(every) > 1:
         raise UnsupportedError("tensor-parallel slices are saved and loaded with one optimizer", found=len(every))
-    [only] = cut_apart
     if any(group.is_expert for group in only.groups):
         raise UnsupportedError(
             "experts of a model in tensor-parallel slices are not saved or loaded by name",
@@ -246,20 +247,6 @@ def _slices_of(given: TpRules, every: Sequence[Optimizer], world_size: int) -> S
     return Slices(rules, rank, degree, only.rank == 0)
 
 
-def _is_alone(optimizer: object) -> bool:
-    """Tell whether ranks that are not the optimizer's may have other slices, of which it has not been told."""
-    if not isinstance(optimizer, ZeroOptimizer) or optimizer.model_parallel is not None:
-        return False
-    return optimizer.world_size < dist.get_world_size()
-
-
-def _rules(given: str | os.PathLike[str] | Mapping[str, Any]) -> Rules:
-    if not isinstance(given, Mapping):
-        return Rules(read_rules(Path(given)), os.fspath(given))
-    check_rules(given, GIVEN)
-    return Rules(given, GIVEN)
-
-
 # --- what one rank collects
 
 
@@ -273,30 +260,61 @@ def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
     }
     told = ranks.gather_all((described, own.same, own.apart))
     _compare(told)
-    every = [its for its, _, _ in told]
-    keys = sorted({key for its in every for key in its})
-    for key in keys:
-        _check_whole(key, [its[key] for its in every if key in its])
+    of_keys: dict[Key, dict[int, tuple[tuple[int, ...], str, list[Box]]]] = {}
+    for rank, (its, _, _) in enumerate(told):
+        for key, one in its.items():
+            of_keys.setdefault(key, {})[rank] = one
+    for key in sorted(of_keys):
+        _check_whole(key, list(of_keys[key].values()))
     loads = [0] * ranks.world_size
     found: list[NamedShare] = []
-    for key in keys:
-        shape, dtype, _ = next(its[key] for its in every if key in its)
+    for key in sorted(of_keys):
+        shape, dtype, _ = next(iter(of_keys[key].values()))
         at = loads.index(min(loads))
         loads[at] += math.prod(shape)
-        mine = own.several.get(key) or Several(shape, getattr(torch, dtype))
-        whole = _collect(ranks, at, mine, [its[key][2] if key in its else [] for its in every])
-        if whole is not None:
+        senders: dict[Box, int] = {}
+        for rank, (_, _, boxes) in of_keys[key].items():
+            for box in boxes:
+                senders.setdefault(box, rank)
+        held = dict(own.several[key].boxes) if key in own.several else {}
+        whole = torch.empty(shape if ranks.rank == at else 0, dtype=getattr(torch, dtype))
+        _collect(ranks, at, whole, senders, held)
+        if ranks.rank == at:
             found.append((*key, Share(shape, Extent.whole(shape), whole, (world_rank(),))))
     return found
 
 
+def _collect(
+    ranks: Ranks, at: int, whole: torch.Tensor, senders: Mapping[Box, int], held: Mapping[Box, torch.Tensor]
+) -> None:
+    """Bring all boxes to the rank `at`, each from the rank that sends it, into the whole there."""
+    for box, sender in senders.items():
+        if ranks.rank not in (sender, at):
+            continue
+        elements = held[box].cpu().contiguous() if ranks.rank == sender else torch.empty(box[1], dtype=whole.dtype)
+        if sender != at:
+            flat = elements.view(-1).view(torch.uint8)
+            with answering():
+                if ranks.rank == sender:
+                    dist.send(flat, ranks.members[at], group=ranks.group)
+                else:
+                    dist.recv(flat, ranks.members[sender], group=ranks.group)
+        if ranks.rank == at:
+            whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] = elements
+
+
 def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]]) -> None:
     """Refuse values that contradict the rules."""
-    for message in dict.fromkeys(message for _, same, _ in told for message in same):
-        if len({same[message] for _, same, _ in told if message in same}) > 1:
+    same: dict[str, set[bytes]] = {}
+    apart: dict[str, set[bytes]] = {}
+    for _, its_same, its_apart in told:
+        for found, its in ((same, its_same), (apart, its_apart)):
+            for key, digest in its.items():
+                found.setdefault(key, set()).add(digest)
+    for message, digests in same.items():
+        if len(digests) > 1:
             raise LayoutError(message, advice="keep there only what is the same on all of them")
-    for name in dict.fromkeys(name for _, _, apart in told for name in apart):
-        digests = {apart[name] for _, _, apart in told if name in apart}
+    for name, digests in apart.items():
         if len(digests) == 1 and digests != {b""}:
             raise LayoutError(
                 f"{name} is the same on ranks of all slices, though no rule says that each has the whole",
@@ -315,35 +333,6 @@ def _check_whole(key: Key, its: Sequence[tuple[tuple[int, ...], str, list[Box]]]
             expected=f"{dtype} {shape}",
             found=", ".join(dict.fromkeys(f"{dtype} {shape}" for shape, dtype, _ in its)),
         )
-
-
-def _collect(ranks: Ranks, at: int, own: Several, every: Sequence[Sequence[Box]]) -> torch.Tensor | None:
-    """Bring all boxes to the rank `at`, each from the first rank that has it; return the whole there."""
-    is_here = ranks.rank == at
-    whole = torch.empty(own.shape, dtype=own.dtype) if is_here else None
-    held = dict(own.boxes)
-    taken: set[Box] = set()
-    for sender, boxes in enumerate(every):
-        for box in boxes:
-            if box in taken:
-                continue
-            taken.add(box)
-            if ranks.rank == sender:
-                elements = held[box].cpu().contiguous()
-                if not is_here:
-                    with answering():
-                        dist.send(_bytes(elements), ranks.members[at], group=ranks.group)
-            elif is_here:
-                elements = torch.empty(box[1], dtype=own.dtype)
-                with answering():
-                    dist.recv(_bytes(elements), ranks.members[sender], group=ranks.group)
-            if whole is not None:
-                whole[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))] = elements
-    return whole
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def digest_of(share: Share, limit: int | None = None) -> bytes:

@@ -68,16 +68,32 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
         config = _config(optimizer, experts)
         prefix = "bf16_" if optimizer.groups[0].flat.dtype == torch.bfloat16 else ""
         state = with_objects(optimizer.make_state_dict(names))
-        root = {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
-        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+        files: dict[str, dict[str, Any]] = {
+            f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{mp_rank:02d}_optim_states.pt": {
+                "optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION,
+            },
+        }  # fmt: skip
+        dense = OrderedDict[str, torch.Tensor]()
+        for name, tensor in tensors.items():
+            layer, number = experts.file_of(name)
+            if layer is None:
+                dense[name] = tensor
+            elif experts.places[layer].is_first:
+                file = f"layer_{list(experts.per_rank).index(layer)}_expert_{number}_mp_rank_{mp_rank:02d}"
+                # of its own memory: a file has all of a tensor's, and that of parameters is a whole group's
+                its = files.setdefault(f"{file}_model_states.pt", OrderedDict())
+                its[experts.named(name)] = tensor.detach().clone()
         if optimizer.rank == 0:
-            dense = OrderedDict((name, value) for name, value in tensors.items() if experts.file_of(name) is None)
+            # what DeepSpeed gives back as the client's state; what it keeps itself goes before it
+            client = {key: value for key, value in beside.items() if key not in ("lr_scheduler", "extra")}
             about = {**_model(optimizer, model, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
-                about["num_experts"] = experts.counts
-            write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{mp_rank:02d}_model_states.pt")
-        for (layer, expert), its in _expert_files(tensors, experts).items():
-            write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt")
+                counts = experts.per_rank.items()
+                about["num_experts"] = [count * experts.places[layer].degree for layer, count in counts]
+            root = {**client, **beside.get("extra", {}), **about}
+            files[f"mp_rank_{mp_rank:02d}_model_states.pt"] = root
+        for name, content in files.items():
+            write_torch_file(content, partial / name)
     ranks.of_first(lambda: write_text(latest, name_of(path)))
 
 
@@ -88,19 +104,6 @@ def refuse_parts(optimizer: ZeroOptimizer) -> None:
             "a model whose parts lie on several ranks, and no rules that say how they are cut",
             advice="give tp_rules=, in the form of universal_checkpoint_info",
         )
-
-
-def _expert_files(
-    tensors: Mapping[str, torch.Tensor], experts: Experts
-) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
-    """Return the content of the files of those experts that this rank is the first to have."""
-    found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        file = experts.file_of(name)
-        if file is not None and experts.is_written_here(name):
-            # of its own memory: a file has all of a tensor's, and that of parameters is a whole group's
-            found.setdefault(file, OrderedDict())[experts.named(name)] = tensor.detach().clone()
-    return found
 
 
 def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
@@ -115,18 +118,12 @@ def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
         "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
         "gradient_clipping": optimizer.clip_grad,
     }
-    if experts.data_first:
+    if any(place.data_first and place.degree > 1 for place in experts.places.values()):
         found["use_data_before_expert_parallelism"] = True
     section = _SECTIONS.get(optimizer.groups[0].flat.dtype)
     if section is not None:
         found[section] = {"enabled": True}
     return found
-
-
-def _client(beside: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what DeepSpeed gives back as the client's state; what it keeps itself goes before it."""
-    more = {key: value for key, value in beside.items() if key not in ("lr_scheduler", "extra")}
-    return {**more, **beside.get("extra", {})}
 
 
 def _model(
@@ -254,25 +251,10 @@ class Experts:
         layer = _layer(name)
         return name if layer is None else global_name(name, self.places[layer].rank, self.per_rank)
 
-    def file_of(self, name: str) -> tuple[int, int] | None:
-        """Return the numbers, of the layer and of the expert, of the file that has a parameter; None for the dense."""
-        layer, number = _layer(name), expert_number(self.named(name))
-        return None if layer is None or number is None else (list(self.per_rank).index(layer), number)
-
-    def is_written_here(self, name: str) -> bool:
-        """Tell whether this rank is the first to have a parameter of an expert."""
-        layer = _layer(name)
-        return layer is not None and self.places[layer].is_first
-
-    @property
-    def counts(self) -> list[int]:
-        """How many experts each layer has, on all ranks."""
-        return [count * self.places[layer].degree for layer, count in self.per_rank.items()]
-
-    @property
-    def data_first(self) -> bool:
-        """Whether neighbours hold the same experts, and others hold others."""
-        return any(place.data_first and place.degree > 1 for place in self.places.values())
+    def file_of(self, name: str) -> tuple[str | None, int | None]:
+        """Return the layer and the number of the expert that a parameter is of; None for the dense."""
+        number = expert_number(self.named(name))
+        return (None, None) if number is None else (_layer(name), number)
 
 
 def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], order: list[str] | None = None) -> Experts:
