@@ -8,7 +8,7 @@ Everything is read and checked before anything is changed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,8 @@ from zckpt.optim.values import Values, value_of
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
-SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
-    "lr_scheduler",
-    "grad_scaler",
-    "extra",
-    "random_states",
-    "extra_state",
-)
+SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
+RANDOM, EXTRA_STATE = "random_states", "extra_state"
 """Under which keys a checkpoint's metadata have what goes with models and optimizers."""
 
 SAVED_BY, SELF = "saved_by", "zckpt.save"
@@ -68,8 +63,8 @@ class OtherState:
 
     Parameters
     ----------
-    states : list of (Stateful, dict, str)
-        Schedulers and grad scalers, the state of each, and what it is.
+    states : list of (Stateful, dict)
+        Schedulers and grad scalers, and the state of each.
     modules : dict
         What modules keep besides tensors, by key.
     extra : dict
@@ -82,7 +77,7 @@ class OtherState:
         Notes of what was asked for.
     """
 
-    states: list[tuple[Stateful, dict[str, Any], str]] = field(default_factory=list)
+    states: list[tuple[Stateful, dict[str, Any]]] = field(default_factory=list)
     modules: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     random: Mapping[str, Any] | None = None
@@ -91,7 +86,7 @@ class OtherState:
 
     def restore(self, model: Model) -> None:
         """Give each object the state that was read for it."""
-        for target, state, _ in self.states:
+        for target, state in self.states:
             target.load_state_dict(state)
         for part in parts_of(model):
             for key, value in self.modules.items():
@@ -127,7 +122,7 @@ def read_other_state(
         if target is None:
             continue
         if isinstance(state, Mapping):
-            found.states.append((target, dict(state), name))
+            found.states.append((target, dict(state)))
             taken.add(key)
         else:
             found.missing.append(f"the checkpoint has no state of a {name}: it goes on as it is")
@@ -168,7 +163,7 @@ def _random(found: OtherState, states: object, rank: int, checkpoint: Checkpoint
         found.notes.append(f"no random states of rank {rank}: {count} ranks have saved theirs")
         return
     try:
-        check_random_states(states[rank])
+        set_random_states(states[rank], here=False)
     except Exception as error:  # whatever generators say of states that are none
         raise DamagedFileError(
             f"unusable random states of rank {rank}",
@@ -193,31 +188,18 @@ def random_states() -> dict[str, Any]:
     return found
 
 
-def check_random_states(states: Mapping[str, Any]) -> None:
-    """Raise unless generators take states that `random_states` returned; this rank's own stay as they are."""
-    generators = random.Random(), np.random.RandomState(), torch.Generator()  # noqa: S311  # not for secrets
-    _set_random_states(states, generators[0].setstate, generators[1].set_state, generators[2].set_state)
+def set_random_states(states: Mapping[str, Any], *, here: bool = True) -> None:
+    """Continue from states that `random_states` returned; that of a GPU is left out where there is none.
 
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
-    _set_random_states(states, random.setstate, np.random.set_state, torch.set_rng_state)
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(states["cuda"]))
-
-
-def _set_random_states(
-    states: Mapping[str, Any],
-    set_python: Callable[[Any], object],
-    set_numpy: Callable[[Any], object],
-    set_torch: Callable[[torch.Tensor], object],
-) -> None:
+    Without `here`, generators of no use get them, which raise what those here would.
+    """
+    python: Any = random if here else random.Random()  # noqa: S311  # not for secrets
+    numpy: Any = np.random if here else np.random.RandomState()
+    set_torch = torch.set_rng_state if here else torch.Generator().set_state
     version, words, following = states["python"]
-    set_python((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
+    python.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
     kind, key, position, has_gauss, gauss = states["numpy"]
-    set_numpy((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    set_torch(_bytes(states["torch"]))
-
-
-def _bytes(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    numpy.set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    set_torch(torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8))
+    if here and "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(states["cuda"]), dtype=torch.uint8))
