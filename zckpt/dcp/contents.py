@@ -6,7 +6,6 @@ and what each has told it: a `Part`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,7 +167,7 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
         elif item.tensor_data is not None and key not in part.tied:  # what is tied is written under another name
             about, tensor = item.tensor_data, _resolved(item, planner)
             sizes, shape = tuple(about.chunk.sizes), tuple(about.size)
-            if not tensor.numel() and math.prod(shape):  # of a tensor of which this rank has nothing
+            if not tensor.numel() and Extent.whole(shape).numel:  # of a tensor of which this rank has nothing
                 continue
             if key in part.pieces:
                 raise UnsupportedError(f"{key} has several parts on one rank")

@@ -126,7 +126,7 @@ class Keys(dict[str, StorageEntry]):
         return super().__contains__(key) or (isinstance(key, str) and self.get(key) is not None)
 
     def __missing__(self, key: str) -> StorageEntry:
-        entry = self.get(key)
+        entry: StorageEntry | None = self.get(key)
         if entry is None:
             raise KeyError(key)
         return entry
