@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, about
 from zckpt.naming.renames import names_of, new_names
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
@@ -83,12 +83,13 @@ class Naming:
         SourceError
             Parts of one tensor have state that contradicts itself.
         """
-        changed, notes, _ = self.traced(checkpoint)
-        return changed, notes
+        return self.traced(checkpoint)[:2]
 
     def traced(self, checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...], dict[str, str]]:
         """Return the same, and the new names, by the old ones, of tensors that have nothing but another name."""
-        (changed,), notes, (names,) = self._applied([checkpoint], None)
+        if not self.changes:
+            return checkpoint, (), {one.name: one.name for one in checkpoint.tensors()}
+        changed, notes, names, _ = self._applied(checkpoint, None, None)
         return changed, notes, names
 
     def of_all(self, checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], tuple[str, ...]]:
@@ -106,55 +107,50 @@ class Naming:
         UsageError, UnsupportedError, SourceError
             As for `of`.
         """
-        made, notes, _ = self._applied(checkpoints, set())
-        return made, notes
-
-    def _applied(
-        self, checkpoints: Sequence[Checkpoint], idle: set[str] | None
-    ) -> tuple[list[Checkpoint], tuple[str, ...], list[dict[str, str]]]:
-        """Return checkpoints under their new names, what to know of them, and names; `idle` as for `Renaming.of`."""
-        if not self.changes:
-            return list(checkpoints), (), [{one.name: one.name for one in each.tensors()} for each in checkpoints]
-        traces: list[dict[str, str]] = []
         made: list[Checkpoint] = []
-        notes: list[str] = []
+        notes: dict[str, None] = {}
         idles: list[set[str]] = []
         side: int | None = None
-        for checkpoint in checkpoints:
-            changed = replace(checkpoint)
-            unused = None if idle is None else set[str]()
-            names = new_names(changed, unused, strip_prefix=self.strip_prefix, rename=self.rename)
-            renamed(changed, names)
-            idles.append(unused or set())
-            if self.map is not None:
-                found = self._mapped(changed, side)
-                changed, side = found.checkpoint, found.side
-                notes += found.notes
-                names = {old: found.names[new] for old, new in names.items() if new in found.names}
-            last = {name: f"{self.add_prefix or ''}{name}" for name in names_of(changed)}
-            renamed(changed, last)
-            traces.append({old: last[new] for old, new in names.items() if new in last})
-            changed.origin, changed.wrapped = None, {}  # of names that are no longer so
+        for checkpoint in checkpoints if self.changes else ():
+            idles.append(set())
+            changed, its, _, side = self._applied(checkpoint, idles[-1], side)
             made.append(changed)
-        for option in sorted(set.intersection(*idles)):
+            notes |= dict.fromkeys(its)
+        for option in sorted(set.intersection(*idles)) if idles else ():
             raise UsageError(
                 f"{option} finds no name", path=checkpoints[0].opened or checkpoints[0].source,
                 expected="one in any of the sources",
             )  # fmt: skip
-        return made, tuple(dict.fromkeys(notes)), traces
+        return made or list(checkpoints), tuple(notes)
 
-    def _mapped(self, checkpoint: Checkpoint, side: int | None) -> Mapped:
+    def _applied(
+        self, checkpoint: Checkpoint, idle: set[str] | None, side: int | None
+    ) -> tuple[Checkpoint, tuple[str, ...], dict[str, str], int | None]:
+        """Return what `traced` does, and which side of the map that is; `idle` is as for `new_names`."""
+        changed, notes = replace(checkpoint), []
+        names = new_names(changed, idle, strip_prefix=self.strip_prefix, rename=self.rename)
+        renamed(changed, names)
+        if self.map is not None:
+            found = self._mapped(changed, self.map, side)
+            changed, side, notes = found.checkpoint, found.side, found.notes
+            names = {old: found.names[new] for old, new in names.items() if new in found.names}
+        last = {name: f"{self.add_prefix or ''}{name}" for name in names_of(changed)}
+        renamed(changed, last)
+        changed.origin, changed.wrapped = None, {}  # of names that are no longer so
+        return changed, tuple(notes), {old: last[new] for old, new in names.items() if new in last}, side
+
+    def _mapped(self, checkpoint: Checkpoint, source: MapSource, side: int | None) -> Mapped:
         from zckpt.naming.apply import mapped
         from zckpt.naming.document import read_map
-        from zckpt.naming.numbered import numbered
         from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
 
         config, where = read_config(self.map_config, checkpoint)
-        found = read_map(self.map or {})
-        for said in (config, arguments_of(checkpoint)):
-            check_settings(found, said, checkpoint.opened or checkpoint.source)
-        found = numbered(found, numbers_of(config))
-        done = mapped(checkpoint, found, numbers_of(config), side)
+        found = read_map(source)
+        numbers = numbers_of(config)
+        with about(checkpoint.opened or checkpoint.source):
+            for said in (config, arguments_of(checkpoint)):
+                check_settings(found, said)
+            done = mapped(checkpoint, found.numbered(numbers), numbers, side)
         if where is not None and found.sizes and done.notes:
             done.notes.append(f"the numbers of the model are those of {where}")
         return done

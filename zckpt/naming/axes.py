@@ -9,14 +9,22 @@ Every tensor of a rule is a part of one box of all its letters, whatever their o
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import add, floordiv, mul, sub
 
 from zckpt.errors import UsageError
-from zckpt.state.names import is_number
 
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:\[([^\]]*)\])?|(1))")
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.Div: floordiv,
+}  # fmt: skip
 
 MAXIMUM_CHARACTERS = 1000
 """Of axes or an expression: a map is written by hand."""
@@ -55,38 +63,34 @@ def parse_axes(text: str, where: str) -> Axes:
     UsageError
         It is malformed, or has a letter twice.
     """
+    malformed = UsageError(
+        f"{where}: the arrangement {text!r} is malformed", expected="letters, (a b) for one dimension, a[low:high]"
+    )
     axes: list[tuple[Factor, ...]] = []
     inside: list[Factor] | None = None
     at, end = 0, len(text.rstrip())
     while at < end:
         match = _TOKEN.match(text, at)
         if match is None or len(text) > MAXIMUM_CHARACTERS:
-            raise _malformed(text, where)
+            raise malformed
         at = match.end()
         mark, name, values, _ = match.groups()
-        if mark == "(" and inside is None:
-            inside = []
-        elif mark == ")" and inside is not None:
-            axes.append(tuple(inside))
-            inside = None
-        elif mark:
-            raise _malformed(text, where)
+        if mark:
+            if (mark == "(") != (inside is None):
+                raise malformed
+            if inside is not None:
+                axes.append(tuple(inside))
+            inside = [] if inside is None else None
+            continue
+        own = [] if name is None else [_factor(name, values)]
+        if inside is None:
+            axes.append(tuple(own))
         else:
-            own = [] if name is None else [_factor(name, values)]
-            if inside is None:
-                axes.append(tuple(own))
-            else:
-                inside += own
+            inside += own
     names = [factor.name for axis in axes for factor in axis]
     if inside is not None or len(names) != len(set(names)):
-        raise _malformed(text, where)
+        raise malformed
     return tuple(axes)
-
-
-def _malformed(text: str, where: str) -> UsageError:
-    return UsageError(
-        f"{where}: the arrangement {text!r} is malformed", expected="letters, (a b) for one dimension, a[low:high]"
-    )
 
 
 def _factor(name: str, values: str | None) -> Factor:
@@ -98,7 +102,10 @@ def _factor(name: str, values: str | None) -> Factor:
     return Factor(name, low.strip() or None, high.strip() or None)
 
 
-def evaluated(expression: str, known: Callable[[str], int | None], where: str) -> int | None:
+Known = Callable[[str], int | None]
+
+
+def evaluated(expression: str, known: Known, where: str) -> int | None:
     """Return the value of an expression of sizes; None if a name in it is not known.
 
     Parameters
@@ -114,66 +121,38 @@ def evaluated(expression: str, known: Callable[[str], int | None], where: str) -
     UsageError
         It is malformed, or divides what does not divide.
     """
-    tokens = _PART.findall(expression[:MAXIMUM_CHARACTERS])
     try:
-        if "".join(tokens) != "".join(expression.split()):
-            raise ValueError  # noqa: TRY301  # turned into a UsageError below
-        value = _sum(tokens, known)
-        if tokens:
-            raise ValueError  # noqa: TRY301
-    except (ValueError, IndexError, RecursionError):
+        return _value(_parsed(expression), known)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise UsageError(
             f"{where}: {expression[:80]!r} is no size",
             expected="whole numbers and names with + - * and /, which must divide",
             found=", ".join(f"{name}={known(name)}" for name in names_in(expression)) or None,
         ) from None
-    return value
 
 
-_PART = re.compile(r"[A-Za-z_]\w*|[0-9]+|[-+*/()]")
+@lru_cache
+def _parsed(expression: str) -> ast.expr:
+    """Return an expression of names with a line before each: `in` is a word of Python's."""
+    return ast.parse(_NAME.sub(r"_\g<0>", expression[:MAXIMUM_CHARACTERS].strip()), mode="eval").body
+
+
+def _value(node: ast.expr, known: Known) -> int | None:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return known(node.id[1:])
+    compute = _OPERATIONS.get(type(node.op)) if isinstance(node, ast.BinOp) else None
+    if compute is None or not isinstance(node, ast.BinOp):
+        raise ValueError
+    a, b = _value(node.left, known), _value(node.right, known)
+    if a is None or b is None:
+        return None
+    if compute is floordiv and (not b or a % b):
+        raise ValueError
+    return compute(a, b)
 
 
 def names_in(expression: str) -> list[str]:
     """Return the names in an expression."""
-    return re.findall(r"[A-Za-z_]\w*", expression[:MAXIMUM_CHARACTERS])
-
-
-Known = Callable[[str], int | None]
-
-
-def _sum(tokens: list[str], known: Known) -> int | None:
-    """Take a sum off the front of the tokens, and return its value."""
-    value = _product(tokens, known)
-    while tokens and tokens[0] in "+-":
-        sign, other = (1 if tokens.pop(0) == "+" else -1), _product(tokens, known)
-        value = None if value is None or other is None else value + sign * other
-    return value
-
-
-def _product(tokens: list[str], known: Known) -> int | None:
-    value = _single(tokens, known)
-    while tokens and tokens[0] in "*/":
-        mark, other = tokens.pop(0), _single(tokens, known)
-        if value is None or other is None:
-            value = None
-        elif mark == "*":
-            value *= other
-        elif other and value % other == 0:
-            value //= other
-        else:
-            raise ValueError
-    return value
-
-
-def _single(tokens: list[str], known: Known) -> int | None:
-    first = tokens.pop(0)
-    if first == "(":
-        value = _sum(tokens, known)
-        if tokens.pop(0) != ")":
-            raise ValueError
-        return value
-    if is_number(first):
-        return int(first)
-    if not first.isidentifier():
-        raise ValueError
-    return known(first)
+    return _NAME.findall(expression[:MAXIMUM_CHARACTERS])

@@ -22,19 +22,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import NoReturn, TypeGuard, TypeVar
+from typing import NoReturn, TypeGuard
 
 from zckpt.errors import UsageError
-from zckpt.naming.axes import Axes, parse_axes
-
-One = TypeVar("One")
+from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}))?\}")
-NUMBER = re.compile(r"\{=([^{}]*)\}")
+_NUMBER = re.compile(r"\{=([^{}]*)\}")
 
 MAXIMUM_NBYTES = 1 << 22
 """Of a map, or a configuration."""
@@ -79,9 +77,15 @@ class Template:
         found = {letter: int(value) - self.first.get(letter, 0) for letter, value in match.groupdict().items()}
         return found if all(value >= 0 for value in found.values()) else None
 
-    def letters(self) -> set[str]:
-        """Return the letters of the name and of the axes."""
-        return {*self.indices, *(factor.name for axis in self.axes or () for factor in axis)}
+    @property
+    def factors(self) -> tuple[Factor, ...]:
+        """All that the axes have."""
+        return tuple(factor for axis in self.axes or () for factor in axis)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The letters of the name and of the axes."""
+        return (*self.indices, *(factor.name for factor in self.factors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,45 @@ class Rule:
         every = [template.indices for side in self.sides for template in side]
         return tuple(one for one in every[0] if all(one in other for other in every))
 
+    @property
+    def factors(self) -> list[Factor]:
+        """All that the tensors of both sides have."""
+        return [factor for side in self.sides for template in side for factor in template.factors]
+
+
+Templates = tuple[Template, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two ways.
+
+    Parameters
+    ----------
+    name : str
+    tied : dict of str to str
+        Names that are, where no rule gives them, other names of others.
+    order : tuple of Template
+        The tensors in the order of its program; may be empty.
+    ignored : tuple of Template
+        Tensors that the other side needs not, for they follow from its configuration.
+    refused : dict of Template to str
+        Tensors for which the other side has no place, and what they are.
+    optimizer : tuple of Rule
+        Where its program has parameters that it takes apart when it saves the model, and not when it saves the
+        optimizer: rules of the optimizer's own tensors.
+    implied : set of str
+        Names that the other side has not where they are other names of a tensor.
+    """
+
+    name: str
+    tied: dict[str, str]
+    order: Templates
+    ignored: Templates
+    refused: dict[Template, str]
+    optimizer: tuple[Rule, ...]
+    implied: frozenset[str]
+
 
 @dataclass(frozen=True, slots=True)
 class Map:
@@ -116,39 +159,51 @@ class Map:
     ----------
     name : str
     about : str
-    sides : pair of str
+    sides : pair of Side
     sizes : dict of str to tuple of str
         For each letter or name, expressions of which the first that can be told counts.
     rules : tuple of Rule
-    tied : pair of dict of str to str
-        Names of a side that are, where no rule gives them, other names of others.
-    order : pair of tuple of Template
-        The tensors in the order of each side's program; may be empty.
-    ignored : pair of tuple of Template
-        Tensors of a side that the other needs not, for they follow from its configuration.
-    refused : pair of tuple of (Template, str)
-        Tensors of a side for which the other has no place, and what they are.
-    optimizer : pair of tuple of Rule
-        For a side whose program has parameters that it takes apart when it saves the model, and not when it saves the
-        optimizer: rules of the optimizer's own tensors.
     settings : dict of str to object
         What the configuration must say, where it says it: values that make other weights of the same arrangement.
-    implied : pair of set of str
-        Names of a side that the other has not where they are other names of a tensor.
+    document : mapping
+        That says so.
     """
 
     name: str
     about: str
-    sides: tuple[str, str]
+    sides: tuple[Side, Side]
     sizes: dict[str, tuple[str, ...]]
     rules: tuple[Rule, ...]
-    tied: tuple[dict[str, str], dict[str, str]]
-    order: tuple[tuple[Template, ...], tuple[Template, ...]]
-    ignored: tuple[tuple[Template, ...], tuple[Template, ...]]
-    refused: tuple[tuple[tuple[Template, str], ...], tuple[tuple[Template, str], ...]]
-    optimizer: tuple[tuple[Rule, ...], tuple[Rule, ...]]
     settings: dict[str, object]
-    implied: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    document: Mapping[str, object] = field(repr=False, compare=False)
+
+    def numbered(self, config: Mapping[str, int]) -> Map:
+        """Return the map whose names have the numbers of a model: `{=layers+2}.weight`, the norm behind the layers.
+
+        Raises
+        ------
+        UsageError
+            One is not known, or is less than 0.
+        """
+
+        def known(name: str) -> int | None:
+            found = (config.get(one) if one.isidentifier() else None for one in self.sizes.get(name, (name,)))
+            return next((one for one in found if one is not None), None)
+
+        def number(match: re.Match[str]) -> str:
+            value = evaluated(match[1], known, self.name)
+            if value is None or value < 0:
+                keys = [key for name in names_in(match[1]) for key in self.sizes.get(name, (name,))]
+                raise UsageError(
+                    f"{self.name}: names have {match[1]} in them, which nothing tells",
+                    expected=f"a configuration with {' or '.join(keys)}",
+                    found=value,
+                    advice="give --map-config FILE, the model's config.json",
+                )
+            return str(value)
+
+        text = json.dumps(self.document)
+        return parse_map(json.loads(_NUMBER.sub(number, text)), self.name) if _NUMBER.search(text) else self
 
 
 def shipped() -> list[str]:
@@ -210,43 +265,32 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
     strange = sorted(document.keys() - KEYS)
     if strange:
         _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE})))
-    sides = document.get("sides")
-    if not _is_texts(sides) or len(sides) != 2 or sides[0] == sides[1]:
+    names = document.get("sides")
+    if not _is_texts(names) or len(names) != 2 or names[0] == names[1]:
         _refuse(name, "unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
-    first, second = sides
     rules = document.get("rules")
     if not isinstance(rules, list) or not rules:
         _refuse(name, "unusable rules", "a list of them")
-    sizes = {key: _sizes(value, f"{name}: size {key}") for key, value in _mapping(document, "sizes", name).items()}
-    parsed = tuple(_rule(one, (first, second), f"{name}: rule {number}") for number, one in enumerate(rules, 1))
+    sizes = {}
+    for key, value in _mapping(document, "sizes", name).items():
+        several = value if isinstance(value, list) else [value]
+        if not several or not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in several):
+            _refuse(
+                f"{name}: size {key}", "unusable", "an expression, or a list of which the first that can be told counts"
+            )
+        sizes[key] = tuple(map(str, several))
     settings = _mapping(document, "settings", name)
     if not all(isinstance(value, (str, int, float)) for value in settings.values()):
         _refuse(name, "unusable settings", "texts, numbers, true or false")
-
-    def pair(key: str, of: Callable[[object, str], One], empty: object) -> tuple[One, One]:
-        """Return what is said of each side under a key."""
-        found = _mapping(document, key, name)
-        if found.keys() - {first, second}:
-            _refuse(name, f"unusable {key}", f"{first} and {second}")
-        one, other = (empty if (its := found.get(side)) is None else its for side in (first, second))
-        return of(one, f"{name}: unusable {key}"), of(other, f"{name}: unusable {key}")
-
-    def optimizer_rules(value: object, where: str) -> tuple[Rule, ...]:
-        if not isinstance(value, list):
-            raise UsageError(where, expected="a list of rules")
-        return tuple(_rule(one, (first, second), where) for one in value)
-
-    optimizer = pair("optimizer", optimizer_rules, [])
-    for side, own in enumerate(optimizer):
-        if any(one.padded or one.sides[0][0].axes is None or len(one.sides[side]) != 1 for one in own):
-            _refuse(name, "unusable optimizer", f"one tensor of {sides[side]}, and arrangements")
-    refused, other_refused = pair("refused", _texts_by_name, {})
     return Map(
-        name, str(document.get("about", "")), (first, second), sizes, parsed, pair("tied", _texts_by_name, {}),
-        pair("order", _templates, []), pair("ignored", _templates, []),
-        (_reasons(refused, name), _reasons(other_refused, name)),
-        optimizer, settings, pair("implied", lambda value, where: frozenset(_names(value, where)), []),
-    )  # fmt: skip
+        name,
+        str(document.get("about", "")),
+        (_side(document, 0, names, name), _side(document, 1, names, name)),
+        sizes,
+        tuple(_rule(one, names, f"{name}: rule {number}") for number, one in enumerate(rules, 1)),
+        settings,
+        document,
+    )
 
 
 def _refuse(where: str, message: str, expected: str) -> NoReturn:
@@ -264,99 +308,99 @@ def _mapping(document: Mapping[str, object], key: str, where: str) -> dict[str, 
     return found
 
 
-def _texts_by_name(value: object, where: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
-        raise UsageError(where, expected="texts by names")
-    return value
+def _side(document: Mapping[str, object], number: int, names: list[str], where: str) -> Side:
+    """Return what a document says of one of its sides."""
+    name = names[number]
 
+    def said(key: str, empty: object) -> object:
+        found = _mapping(document, key, where)
+        if found.keys() - set(names):
+            _refuse(where, f"unusable {key}", " and ".join(names))
+        return empty if found.get(name) is None else found[name]
 
-def _names(value: object, where: str) -> list[str]:
-    if not _is_texts(value):
-        raise UsageError(where, expected="a list of names")
-    return value
+    def texts(key: str) -> list[str]:
+        value = said(key, [])
+        if not _is_texts(value):
+            _refuse(where, f"unusable {key}", "a list of names")
+        return value
 
+    def by_name(key: str) -> dict[str, str]:
+        value = said(key, {})
+        if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
+            _refuse(where, f"unusable {key}", "texts by names")
+        return value
 
-def _templates(value: object, where: str) -> tuple[Template, ...]:
-    return tuple(template(text, None, where) for text in _names(value, where))
-
-
-def _reasons(refused: Mapping[str, str], where: str) -> tuple[tuple[Template, str], ...]:
-    return tuple((template(text, None, where), why) for text, why in refused.items())
-
-
-def _sizes(value: object, where: str) -> tuple[str, ...]:
-    found = value if isinstance(value, list) else [value]
-    if not found or not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in found):
-        _refuse(where, "unusable", "an expression, or a list of which the first that can be told counts")
-    return tuple(str(one) for one in found)
+    rules = said("optimizer", [])
+    if not isinstance(rules, list):
+        _refuse(where, "unusable optimizer", "a list of rules")
+    optimizer = tuple(_rule(one, names, f"{where}: unusable optimizer") for one in rules)
+    if any(one.padded or one.sides[0][0].axes is None or len(one.sides[number]) != 1 for one in optimizer):
+        _refuse(where, "unusable optimizer", f"one tensor of {name}, and arrangements")
+    return Side(
+        name,
+        by_name("tied"),
+        tuple(template(text, None, where) for text in texts("order")),
+        tuple(template(text, None, where) for text in texts("ignored")),
+        {template(text, None, where): why for text, why in by_name("refused").items()},
+        optimizer,
+        frozenset(texts("implied")),
+    )
 
 
 def template(text: str, axes: str | None, where: str) -> Template:
     """Return a template; errors are those of `read_map`."""
-    seen: set[str] = set()
     first: dict[str, int] = {}
     pattern, end = "", 0
     if re.search(r"\}(?:[0-9]|\{[A-Za-z_])", text):
         _refuse(where, f"{text}: what follows a number is not told from it", "a text between, no digit first")
     for match in _INDEX.finditer(text):
-        again = match[1] in seen
-        pattern += re.escape(text[end : match.start()]) + (
-            rf"(?P={match[1]})" if again else f"(?P<{match[1]}>0|[1-9][0-9]{{0,17}})"
-        )
-        if first.setdefault(match[1], int(match[2] or 0)) != int(match[2] or 0):
-            _refuse(where, f"{text} counts {match[1]} in two ways", "one")
-        seen.add(match[1])
+        letter, begin = match[1], int(match[2] or 0)
+        value = f"(?P={letter})" if letter in first else f"(?P<{letter}>0|[1-9][0-9]{{0,17}})"
+        pattern += re.escape(text[end : match.start()]) + value
+        if first.setdefault(letter, begin) != begin:
+            _refuse(where, f"{text} counts {letter} in two ways", "one")
         end = match.end()
     pattern += re.escape(text[end:])
     arranged = None if axes is None else parse_axes(axes, f"{where}: {text}")
     return Template(text, arranged, re.compile(pattern), {letter: number for letter, number in first.items() if number})
 
 
-def _rule(value: object, names: tuple[str, str], where: str) -> Rule:
-    if (
-        not isinstance(value, dict)
-        or value.keys() - {*names, "padded", "beside"}
-        or names[0] not in value
-        or names[1] not in value
-    ):
-        _refuse(where, "unusable", f"{names[0]} and {names[1]}, and perhaps padded and beside")
-    padded = value.get("padded", [])
+def _rule(value: object, names: list[str], where: str) -> Rule:
+    if not isinstance(value, dict) or value.keys() - {*names, "padded", "beside"} or not set(names) <= value.keys():
+        _refuse(where, "unusable", f"{' and '.join(names)}, and perhaps padded and beside")
+    padded, beside = value.get("padded", []), value.get("beside", {})
     if not _is_texts(padded) or len(padded) > 1:
         _refuse(where, "unusable padded", "a list of one letter")
-    sides = (_side(value[names[0]], where), _side(value[names[1]], where))
-    rule = Rule(sides, tuple(padded))
-    rule = replace(rule, beside=_beside(value.get("beside", {}), names, rule.shared, where))
-    every = [*sides[0], *sides[1]]
+    if not isinstance(beside, dict) or beside.keys() - set(names):
+        _refuse(where, "unusable beside", f"names of {' or '.join(names)}")
+    others = []
+    for name in names:
+        texts = beside.get(name, [])
+        if not _is_texts(texts):
+            _refuse(where, "unusable beside", "a list of names")
+        others.append(tuple(template(text, None, f"{where}: unusable beside") for text in texts))
+    rule = Rule(
+        (_tensors(value[names[0]], where), _tensors(value[names[1]], where)), tuple(padded), (others[0], others[1])
+    )
+    if any(set(one.indices) - set(rule.shared) for side in others for one in side):
+        _refuse(where, "unusable beside", "letters that all names of the rule have")
+    first, *rest = every = [*rule.sides[0], *rule.sides[1]]
     if any(one.axes is None for one in every):
         if len(every) != 2 or any(one.axes is not None for one in every):
             _refuse(where, "some tensors have no arrangement", "that of all, or of none where one tensor is one")
-        if set(every[0].indices) != set(every[1].indices):
-            _refuse(where, f"{every[0].text} and {every[1].text} have other letters", "the same in both names")
+        if set(first.indices) != set(rest[0].indices):
+            _refuse(where, f"{first.text} and {rest[0].text} have other letters", "the same in both names")
         return rule
-    letters = [one.letters() for one in every]
-    for one, own in zip(every, letters, strict=True):
-        axes = [factor.name for axis in one.axes or () for factor in axis]
-        if own != letters[0] or set(axes) & set(one.indices):
-            _refuse(where, f"{one.text} has other letters than {every[0].text}", "each once, in the name or the axes")
-    if set(padded) - letters[0]:
-        _refuse(where, "unusable padded", f"letters of {', '.join(sorted(letters[0]))}")
+    for one in every:
+        if set(one.letters) != set(first.letters) or len(set(one.letters)) != len(one.letters):
+            _refuse(where, f"{one.text} has other letters than {first.text}", "each once, in the name or the axes")
+    if set(padded) - set(first.letters):
+        _refuse(where, "unusable padded", f"letters of {', '.join(sorted(first.letters))}")
     return rule
 
 
-def _beside(
-    value: object, names: tuple[str, str], shared: tuple[str, ...], where: str
-) -> tuple[tuple[Template, ...], tuple[Template, ...]]:
-    """Return the names that must be there for a rule to hold, by side."""
-    if not isinstance(value, dict) or value.keys() - set(names):
-        _refuse(where, "unusable beside", f"names of {names[0]} or {names[1]}")
-    first, second = (_templates(value.get(name, []), f"{where}: unusable beside") for name in names)
-    found = (first, second)
-    if any(set(one.indices) - set(shared) for side in found for one in side):
-        _refuse(where, "unusable beside", "letters that all names of the rule have")
-    return found
-
-
-def _side(value: object, where: str) -> tuple[Template, ...]:
+def _tensors(value: object, where: str) -> Templates:
+    """Return what a rule says of one side."""
     if isinstance(value, str) and value:
         return (template(value, None, where),)
     if not isinstance(value, dict) or not value or not _is_texts(list(value)):

@@ -7,13 +7,14 @@ in a list of what is frozen. These get the new names. A tensor may also be calle
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint
-from zckpt.torchfile import FromFile
-from zckpt.torchfile.nodes import DefaultMapping, Object, OrderedMapping
+from zckpt.torchfile import FromFile, children, each
+from zckpt.torchfile.nodes import DefaultMapping, OrderedMapping
 
 MAPPINGS = (dict, OrderedMapping, DefaultMapping)
 
@@ -44,7 +45,7 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
     for section in ("metadata", "optimizer_metadata"):
         found = {}
         for key, value in getattr(changed, section).items():
-            told = {text for text in _texts(value) if text in others}
+            told = _texts(value) & others
             following = _Following(new)
             found[key] = following.of(value) if told else value
             wrong = following.missed or min(told - new.keys(), default=None)
@@ -75,55 +76,36 @@ class _Following:
             return self.names.get(node, node)
         if isinstance(node, FromFile):
             return replace(node, node=self.of(node.node))
-        if id(node) not in self._done:
-            self._done[id(node)] = self._made(node)
-        return self._done[id(node)]
-
-    def _made(self, node: object) -> object:
-        if type(node) in MAPPINGS and isinstance(node, dict):
-            return self._mapping(node)
-        if type(node) is list:
-            made: list[object] = []
-            self._done[id(node)] = made
-            made += [self.of(one) for one in node]
-            return made
+        if id(node) in self._done:
+            return self._done[id(node)]
+        made: object = node
         if type(node) is tuple:
-            return tuple(self.of(one) for one in node)
-        self.missed = self.missed or next((text for text in _texts(node) if text in self.names), None)
-        return node
-
-    def _mapping(self, node: dict[object, object]) -> dict[object, object]:
-        made: dict[object, object] = DefaultMapping(node.factory) if isinstance(node, DefaultMapping) else type(node)()
-        if isinstance(node, (OrderedMapping, DefaultMapping)) and isinstance(made, (OrderedMapping, DefaultMapping)):
-            made.state = node.state
+            made = tuple(self.of(one) for one in node)
+        elif type(node) is list:
+            made = found = self._done[id(node)] = list[object]()  # which may be below itself
+            found += [self.of(one) for one in node]
+        elif isinstance(node, dict) and type(node) in MAPPINGS:
+            made = self._done[id(node)] = copy(node)
+            made.clear()
+            for key, value in node.items():
+                new = self.of(key) if isinstance(key, (str, tuple)) else key
+                if new in made:
+                    self.missed = str(key)
+                made[new] = self.of(value)
+        else:
+            self.missed = self.missed or min(_texts(node) & self.names.keys(), default=None)
         self._done[id(node)] = made
-        for key, value in node.items():
-            new = self.of(key) if isinstance(key, (str, tuple)) else key
-            if new in made:
-                self.missed = str(key)
-            made[new] = self.of(value)
         return made
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yield all texts in a tree, keys included."""
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, str):
-            yield node
-            continue
+def _texts(value: object) -> set[str]:
+    """Return all texts in a tree, keys included."""
+
+    def below(node: object) -> Iterator[object]:
         if isinstance(node, FromFile):
-            node = node.node
-        if id(node) in seen:
-            continue
+            yield node.node
         if isinstance(node, dict):
-            stack += [*node, *node.values()]
-        elif isinstance(node, (list, tuple, set, frozenset)):
-            stack += node
-        elif isinstance(node, Object):
-            stack += [*node.args, node.kwargs, node.state, node.items, node.entries]
-        else:
-            continue
-        seen.add(id(node))
+            yield from node
+        yield from (child for _, child in children(node))
+
+    return {one for one in each(value, below) if isinstance(one, str)}

@@ -47,7 +47,7 @@ class Fit:
     ignored: list[str]
 
 
-def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]], path: str) -> Fit:
+def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
     """Return how names follow a map_.
 
     Parameters
@@ -55,8 +55,6 @@ def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]], path: str) -> Fit:
     map_ : Map
     shapes : mapping of str to tuple of int
         Of all tensors, by name.
-    path : str
-        For messages.
 
     Raises
     ------
@@ -67,54 +65,39 @@ def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]], path: str) -> Fit:
     """
     found = []
     misses: list[tuple[int, int, list[str]]] = []
-    for side in (0, 1):
-        instances, ignored, left = _instances(map_, shapes, side)
+    for number, side in enumerate(map_.sides):
+        instances: list[Instance] = []
+        free = dict.fromkeys(shapes)
+        for rule in map_.rules:
+            for instance in of_rule(rule, rule.sides[number], free, shapes):
+                if all(one.name(instance.shared) in shapes for one in rule.beside[number]):
+                    instances.append(instance)
+                    for one in instance.sources:
+                        del free[one.name]
+        ignored = [name for name in free if any(one.pattern.fullmatch(name) for one in side.ignored)]
+        left = [name for name in free if name not in ignored]
         if instances and not left:
-            found.append(Fit(side, 1 - side, instances, ignored))
-        misses.append((len(left), side, left))
+            found.append(Fit(number, 1 - number, instances, ignored))
+        misses.append((len(left), number, left))
+    first, second = (side.name for side in map_.sides)
     if len(found) == 2:
-        raise UsageError(f"{map_.name}: the names are those of both {map_.sides[0]} and {map_.sides[1]}", path=path)
-    if not found:
-        _, side, left = min(misses)
-        _refuse_known(map_, side, left, path)
-        raise UsageError(
-            f"the map {map_.name} has no rule for {listed(left)}",
-            path=path,
-            expected=f"the names of {map_.sides[0]} or {map_.sides[1]}, all parts of a tensor included",
-            found=f"{len(left)} of {len(shapes)} that are none of {map_.sides[side]}",
-            advice="--strip-prefix and --rename come before the map; or write a map of your own",
-        )
-    return found[0]
-
-
-def _refuse_known(map_: Map, side: int, left: Sequence[str], path: str) -> None:
-    """Raise UnsupportedError if all that no rule has are tensors for which the other side is known to have no place."""
-    known = {name: why for name in left for one, why in map_.refused[side] if one.pattern.fullmatch(name)}
+        raise UsageError(f"{map_.name}: the names are those of both {first} and {second}")
+    if found:
+        return found[0]
+    _, number, left = min(misses)
+    side = map_.sides[number]
+    known = {name: why for name in left for one, why in side.refused.items() if one.pattern.fullmatch(name)}
     if left and len(known) == len(left):
         raise UnsupportedError(
-            f"{map_.name}: {listed(left)}: {next(iter(known.values()))}",
-            path=path,
+            f"{map_.name}: {listed(left)}: {known[left[0]]}",
             advice=f"a map of your own, like {map_.name}, with these in `ignored` leaves them out",
         )
-
-
-def _instances(
-    map_: Map,
-    shapes: Mapping[str, tuple[int, ...]],
-    side: int,
-) -> tuple[list[Instance], list[str], list[str]]:
-    """Return the instances of rules, names that are ignored, and names that nothing is said of."""
-    found: list[Instance] = []
-    left = dict.fromkeys(shapes)
-    for rule in map_.rules:
-        for instance in of_rule(rule, rule.sides[side], left, shapes):
-            if not all(one.name(instance.shared) in shapes for one in rule.beside[side]):
-                continue
-            found.append(instance)
-            for one in instance.sources:
-                del left[one.name]
-    ignored = [name for name in left if any(one.pattern.fullmatch(name) for one in map_.ignored[side])]
-    return found, ignored, [name for name in left if name not in ignored]
+    raise UsageError(
+        f"the map {map_.name} has no rule for {listed(left)}",
+        expected=f"the names of {first} or {second}, all parts of a tensor included",
+        found=f"{len(left)} of {len(shapes)} that are none of {side.name}",
+        advice="--strip-prefix and --rename come before the map; or write a map of your own",
+    )
 
 
 def of_rule(

@@ -8,7 +8,8 @@ norm.weight                 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from zckpt.naming.document import Template
 
@@ -22,43 +23,28 @@ def sorted_names(positions: Mapping[str, int], templates: Sequence[Template]) ->
         By name.
     templates : sequence of Template
     """
-    keys = {}
-    blocks = _blocks(templates, 0)
-    for name, position in positions.items():
-        keys[name] = _key(name, templates, blocks) or ((1, position),)
-    return sorted(positions, key=keys.__getitem__)
+    blocks = list(_blocks(templates, 0))
+
+    def key(name: str) -> tuple[tuple[int, int], ...]:
+        for one, numbers in zip(templates, blocks, strict=True):
+            match = one.pattern.fullmatch(name)
+            if match is not None:
+                indices = [int(match[letter]) for letter in one.indices]
+                return tuple((0, part) for pair in zip(numbers, [*indices, 0], strict=True) for part in pair)
+        return ((1, positions[name]),)
+
+    return sorted(positions, key=key)
 
 
-def _blocks(templates: Sequence[Template], depth: int) -> list[tuple[int, ...]]:
-    """Return for each template the numbers of the blocks that it is in, outermost first."""
-    found: list[tuple[int, ...]] = []
-    before: str | None = None
-    block, start = -1, 0
+def _blocks(templates: Sequence[Template], depth: int) -> Iterator[tuple[int, ...]]:
+    """Yield for each template the numbers of the blocks that it is in, outermost first."""
 
-    def close(end: int) -> None:
-        if before is not None:
-            found.extend((block, *rest) for rest in _blocks(templates[start:end], depth + 1))
+    def letter(numbered: tuple[int, Template]) -> str | int:
+        at, one = numbered
+        return one.indices[depth] if len(one.indices) > depth else at  # a block of its own
 
-    for index, one in enumerate(templates):
-        letter = one.indices[depth] if len(one.indices) > depth else None
-        if letter is None:
-            close(index)
-            block += 1
-            found.append((block,))
-        elif letter != before:
-            close(index)
-            block, start = block + 1, index
-        before = letter
-    close(len(templates))
-    return found
-
-
-def _key(
-    name: str, templates: Sequence[Template], blocks: Sequence[tuple[int, ...]]
-) -> tuple[tuple[int, int], ...] | None:
-    for one, numbers in zip(templates, blocks, strict=True):
-        match = one.pattern.fullmatch(name)
-        if match is not None:
-            indices = [int(match[letter]) for letter in one.indices]
-            return tuple((0, part) for pair in zip(numbers, [*indices, 0], strict=True) for part in pair)
-    return None
+    for block, (key, some) in enumerate(groupby(enumerate(templates), letter)):
+        if isinstance(key, int):
+            yield (block,)
+        else:
+            yield from ((block, *rest) for rest in _blocks([one for _, one in some], depth + 1))

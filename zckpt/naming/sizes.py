@@ -73,21 +73,20 @@ def arguments_of(checkpoint: Checkpoint) -> dict[str, object]:
 
 def numbers_of(config: Mapping[str, object]) -> dict[str, int]:
     """Return the whole numbers in a configuration, those of its language model included."""
-    inner = [one for key in INSIDE if isinstance(one := config.get(key), Mapping)]
-    return {key: value for one in [*inner, config] for key, value in one.items() if type(value) is int}
+    return {key: value for one in _levels(config) for key, value in one.items() if type(value) is int}
 
 
-def check_settings(map_: Map, config: Mapping[str, object], path: str) -> None:
+def _levels(config: Mapping[str, object]) -> list[Mapping[str, object]]:
+    return [*(one for key in INSIDE if isinstance(one := config.get(key), Mapping)), config]
+
+
+def check_settings(map_: Map, config: Mapping[str, object]) -> None:
     """Raise UnsupportedError if a configuration says that the weights are others than those that a map is about."""
-    inner = [one for key in INSIDE if isinstance(one := config.get(key), Mapping)]
     for key, value in map_.settings.items():
-        for one in [*inner, config]:
-            if key in one and one[key] is not None and one[key] != value:
+        for one in _levels(config):
+            if one.get(key) is not None and one[key] != value:
                 raise UnsupportedError(
-                    f"the map {map_.name} is not about models with this {key}",
-                    path=path,
-                    expected=value,
-                    found=one[key],
+                    f"the map {map_.name} is not about models with this {key}", expected=value, found=one[key]
                 )
 
 
@@ -120,21 +119,24 @@ class Sizes:
 
     def __init__(self, map_: Map, rule: Rule, config: Mapping[str, int], tensors: Sequence[Tensor]) -> None:
         self._map, self._config, self._tensors = map_, config, tensors
-        self._where = map_.name
         self._solved: dict[str, int] = {}
         self._asked: set[str] = set()
-        self._late = {name for factor in _factors(rule) if factor.name in rule.padded for name in _names_of(factor)}
+        padded = [factor for factor in rule.factors if factor.name in rule.padded]
+        late = {
+            factor: dict.fromkeys([factor.name, *names_in(f"{factor.low or ''} {factor.high or ''}")])
+            for factor in padded
+        }
+        self._late = {name for names in late.values() for name in names}
         for letter in {letter for one in tensors for letter in one.indices} - set(rule.shared):
             self._solved[letter] = 1 + max(one.indices.get(letter, 0) for one in tensors)
         self._solve()
-        late, self._late = self._late, set()
-        for factor in _factors(rule):
-            if factor.name in rule.padded:  # what nothing tells is as many as there are: no padding
-                known = [size for name in _names_of(factor) if (size := self.of(name)) is not None]
-                for name in _names_of(factor) if known else ():
-                    self._solved.setdefault(name, self._configured(name) or max(known))
+        self._late = set()
+        for names in late.values():  # what nothing tells is as many as there are: no padding
+            known = [size for name in names if (size := self.of(name)) is not None]
+            for name in names if known else ():
+                self._solved.setdefault(name, self._configured(name) or max(known))
         self._solve()
-        self._check(rule, late)
+        self._check(rule, is_padded=bool(padded))
 
     def of(self, name: str) -> int | None:
         """Return the size of a letter or name; None if it is not known."""
@@ -145,101 +147,86 @@ class Sizes:
     def _configured(self, name: str) -> int | None:
         if name in self._asked:
             return None
+
+        def known(other: str) -> int | None:
+            return self._config[other] if other in self._config else self.of(other)
+
         self._asked.add(name)
         try:
-            for one in self._map.sizes.get(name, ()):
-                found = evaluated(one, self._named_in_config, f"{self._where}: size {name}")
-                if found is not None:
-                    return found
+            where = f"{self._map.name}: size {name}"
+            values = (evaluated(one, known, where) for one in self._map.sizes.get(name, ()))
+            return next((value for value in values if value is not None), None)
         finally:
             self._asked.discard(name)
-        return None
 
-    def _named_in_config(self, name: str) -> int | None:
-        return self._config[name] if name in self._config else self.of(name)
+    def _evaluated(self, expression: str) -> int:
+        value = evaluated(expression, self.of, self._map.name)
+        if value is None:
+            raise self._unknown(expression)
+        return value
 
     def bounds(self, factor: Factor) -> tuple[int, int]:
         """Return from which to below which value a factor goes."""
-        found = []
-        for expression, default in ((factor.low, "0"), (factor.high, factor.name)):
-            value = evaluated(expression or default, self.of, self._where)
-            if value is None:
-                raise self._unknown(expression or default)
-            found.append(value)
-        return found[0], found[1]
+        return self._evaluated(factor.low or "0"), self._evaluated(factor.high or factor.name)
 
     def total(self, letter: str) -> int:
         """Return how many values a letter has."""
-        found = self.of(letter)
-        if found is None:
-            raise self._unknown(letter)
-        return found
+        return self._evaluated(letter)
 
     def _unknown(self, expression: str) -> UsageError:
         name = next((one for one in names_in(expression) if self.of(one) is None), expression)
         texts = self._map.sizes.get(name, ())
         return UsageError(
-            f"{self._where}: the shapes of {listed([one.name for one in self._tensors])} do not tell {name}",
+            f"{self._map.name}: the shapes of {listed([one.name for one in self._tensors])} do not tell {name}",
             expected=f"a configuration with {' or '.join(texts)}" if texts else f"a size {name} in the map",
             advice="give --map-config FILE, the model's config.json or params.json",
         )
 
     def _solve(self) -> None:
         """Tell sizes from shapes, as long as there is a dimension with one that is not known."""
-        progress = True
-        while progress:
-            progress = False
-            for one in self._tensors:
-                axes = one.template.axes or ()
-                for axis, size in zip(axes, one.shape or (), strict=False):
-                    progress = self._solve_axis(axis, size, one) or progress
+        every = [
+            (axis, size, one)
+            for one in self._tensors
+            for axis, size in zip(one.template.axes or (), one.shape or (), strict=False)
+        ]
+        while any(self._solve_axis(*one) for one in every):
+            pass
 
     def _solve_axis(self, axis: Sequence[Factor], size: int, of: Tensor) -> bool:
-        values = [evaluated(factor.numel, self.of, self._where) for factor in axis]
-        known = math.prod(value for value in values if value is not None)
-        unknown = [factor.numel for factor, value in zip(axis, values, strict=True) if value is None]
+        values = [(factor.numel, evaluated(factor.numel, self.of, self._map.name)) for factor in axis]
+        told = [text for text, value in values if value is not None]
+        unknown = [text for text, value in values if value is None]
+        known = math.prod(value for _, value in values if value is not None)
         if len(unknown) != 1 or not unknown[0].isidentifier() or known < 1:
             return False
         if size % known:
-            told = [factor.numel for factor, value in zip(axis, values, strict=True) if value is not None]
-            raise UsageError(
-                f"{self._where}: {of.name} has another shape",
-                expected=f"a multiple of {known}, which is {' x '.join(told)}",
-                found=of.shape,
-                advice="is the configuration that of this model?",
-            )
+            raise self._misshapen(of, f"a multiple of {known}, which is {' x '.join(told)}")
         self._solved[unknown[0]] = size // known
         return True
 
-    def _check(self, rule: Rule, late: set[str]) -> None:
-        for factor in _factors(rule):
+    def _misshapen(self, of: Tensor, expected: str) -> UsageError:
+        return UsageError(
+            f"{self._map.name}: {of.name} has another shape",
+            expected=expected,
+            found=of.shape,
+            advice="is the configuration that of this model?",
+        )
+
+    def _check(self, rule: Rule, *, is_padded: bool) -> None:
+        for factor in rule.factors:
             low, high = self.bounds(factor)
             if not 0 <= low <= high <= self.total(factor.name):
                 raise UsageError(
-                    f"{self._where}: there are not so many {factor.name}",
+                    f"{self._map.name}: there are not so many {factor.name}",
                     expected=f"at most {self.total(factor.name)}",
                     found=f"{low} to {high}",
-                    advice="the configuration is of another model" if late else None,
+                    advice="the configuration is of another model" if is_padded else None,
                 )
         for one in self._tensors:
-            expected = self.shape(one.template)
+            expected = tuple(
+                math.prod(high - low for low, high in map(self.bounds, axis)) for axis in one.template.axes or ()
+            )
             if one.shape != expected:
-                letters = {f.name for axis in one.template.axes or () for f in axis}
-                raise UsageError(
-                    f"{self._where}: {one.name} has another shape",
-                    expected=f"{expected} with {', '.join(f'{name}={self.of(name)}' for name in sorted(letters))}",
-                    found=one.shape,
-                    advice="is the configuration that of this model?",
-                )
-
-    def shape(self, template: Template) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-        return tuple(math.prod(high - low for low, high in map(self.bounds, axis)) for axis in template.axes or ())
-
-
-def _factors(rule: Rule) -> list[Factor]:
-    return [factor for side in rule.sides for one in side for axis in one.axes or () for factor in axis]
-
-
-def _names_of(factor: Factor) -> list[str]:
-    return list(dict.fromkeys([factor.name, *names_in(factor.low or ""), *names_in(factor.high or "")]))
+                letters = sorted({factor.name for factor in one.template.factors})
+                sizes = ", ".join(f"{name}={self.of(name)}" for name in letters)
+                raise self._misshapen(one, f"{expected} with {sizes}")

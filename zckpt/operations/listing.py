@@ -19,7 +19,10 @@ def list_formats() -> dict[str, object]:
     """
     broken: list[BrokenPluginError] = []
     found = [_about(one) for one in formats(broken)]
-    maps = [{"name": one.name, "sides": list(one.sides), "about": one.about} for one in map(read_map, shipped())]
+    maps = [
+        {"name": one.name, "sides": [side.name for side in one.sides], "about": one.about}
+        for one in map(read_map, shipped())
+    ]
     return {"formats": found, "broken": [str(error) for error in broken], "maps": maps}
 
 

@@ -27,7 +27,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, shares
 from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Slot, SourceFile
-from zckpt.state.boxes import bounds, row_major
+from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -115,23 +115,38 @@ def map(  # noqa: A001  # the verb's name, as `open`
         raise UsageError(
             "no such slot", path=named(checkpoint), expected=f"some of {', '.join(there)}", found=", ".join(unknown)
         )
-    rows = Rows(checkpoint.files)
+    rows = _Rows(checkpoint.files)
     chosen = [name for name in there if slots is None or name in slots]
     drawing = _Drawing(rows, {name: index for index, name in enumerate(chosen)})
-    parameters = [drawing.parameter(p, _kind(p)) for p in checkpoint.parameters.values()]
-    parameters += [drawing.parameter(p, "buffer") for p in checkpoint.buffers.values()]
-    parameters += [drawing.parameter(p, "unnamed") for p in checkpoint.unnamed.values()]
+    kinds = ("parameter", checkpoint.parameters), ("buffer", checkpoint.buffers), ("unnamed", checkpoint.unnamed)
+    parameters = [drawing.parameter(one, kind) for kind, some in kinds for one in some.values()]
+    drawing.count_cut()
     padding = _padding(checkpoint, rows)
     padded: dict[int, int] = {}
     for _, row, _, nbytes in padding:
         padded[row] = padded.get(row, 0) + nbytes
-    drawing.count_cut()
     order = rows.order(drawing.held)
     position = {row: index for index, row in enumerate(order)}
     ends = _ends([position.get(row, NONE) for row in range(len(rows.files))])
     for cut in (cut for one in parameters for cut in cast("list[list[Any]]", one["cuts"])):
         cut[3] = _moved(cut[3], position, ends)
-    paths, root = drawing.relative_paths()
+    paths = sorted({path for path in drawing.sources.values() if path is not None})
+    root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
+    number = {path: index for index, path in enumerate(paths)}
+    none = [0] * len(chosen)
+    lines: list[dict[str, object]] = []
+    for row in order:
+        files = rows.files[row]
+        held = (drawing.sources.get((row, slot), "") for slot in range(len(chosen)))  # None: of several files
+        lines.append({
+            "label": rows.label(row),
+            "dp": files[0].dp_rank,
+            "mp": files[0].mp_rank,
+            "held": drawing.held.get(row, none),
+            "padding": padded.get(row, 0),
+            "file_nbytes": sum(file.nbytes for file in files),
+            "paths": [SEVERAL if path is None else number.get(path, NONE) for path in held],
+        })  # fmt: skip
     return Map(
         source=checkpoint.source,
         format=checkpoint.format,
@@ -140,36 +155,32 @@ def map(  # noqa: A001  # the verb's name, as `open`
         slots=chosen,
         dtypes=[[name, itemsize(name)] for name in drawing.dtypes],
         root=root,
-        paths=paths,
-        rows=[drawing.row(row, padded.get(row, 0)) for row in order],
+        paths=[os.path.relpath(path, root) if root else path for path in paths],
+        rows=lines,
         parameters=parameters,
-        boxes=[[list(b.offsets), list(b.sizes), start] for b, start in drawing.boxes],
+        boxes=[[list(offsets), list(sizes), start] for (offsets, sizes), (_, start) in drawing.boxes.items()],
         padding=[[group, position[row], numel, nbytes] for group, row, numel, nbytes in padding],
     )
-
-
-def _kind(parameter: Parameter) -> str:
-    if parameter.tied_to is not None:
-        return "tied"
-    return "frozen" if parameter.frozen else "parameter"
 
 
 @dataclass(slots=True)
 class _Drawing:
     """What is gathered while the spans of all slots are walked once."""
 
-    rows: Rows
+    rows: _Rows
     slots: dict[str, int]
     dtypes: dict[str, int] = field(default_factory=dict)
-    boxes: list[tuple[Extent, int]] = field(default_factory=list)
+    boxes: dict[Box, tuple[int, int]] = field(default_factory=dict)
+    """Of those that are not one range, the number, and where it starts."""
     held: dict[int, list[int]] = field(default_factory=dict)
     sources: dict[tuple[int, int], str | None] = field(default_factory=dict)
-    _cut: dict[tuple[int, int], tuple[CutFiles, list[int]]] = field(default_factory=dict)
-    _rows_of_files: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)
-    _box_numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
-    _path_numbers: dict[str, int] = field(default_factory=dict)
+    """By row and slot, the file; None: several."""
+    _cut: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    _rows_of_files: dict[int, tuple[CutFiles, list[int], list[int]]] = field(default_factory=dict)
 
     def parameter(self, parameter: Parameter, kind: str) -> dict[str, object]:
+        if kind == "parameter" and (parameter.frozen or parameter.tied_to is not None):
+            kind = "frozen" if parameter.tied_to is None else "tied"
         cuts: list[tuple[list[int], list[int], int, list[int]]] = []
         for slot in parameter.slots.values():
             if slot.name not in self.slots:
@@ -183,7 +194,7 @@ class _Drawing:
                     break
             else:
                 cuts.append(([number], [dtype], slot.numel, extents))
-        found: dict[str, object] = {
+        return {
             "name": parameter.name,
             "shape": list(parameter.shape),
             "dtype": parameter.dtype,
@@ -191,10 +202,8 @@ class _Drawing:
             "kind": kind,
             "group": parameter.group,
             "cuts": [list(cut) for cut in cuts],
+            **({} if parameter.tied_to is None else {"owner": parameter.tied_to}),
         }
-        if parameter.tied_to is not None:
-            found["owner"] = parameter.tied_to
-        return found
 
     def _extents(self, slot: Slot, number: int) -> list[int]:
         extents: list[int] = []
@@ -203,11 +212,11 @@ class _Drawing:
                 self._add_cut(extents, spans, number)
                 continue
             for span in spans:
-                row = self.rows.of(span.path)
-                self._count(row, number, span.path, span.extent.numel * itemsize(span.dtype))
-                if span.extent.numel:
+                row, numel = self.rows.of(span.path), span.extent.numel
+                self._count(row, number, span.path, numel * itemsize(span.dtype))
+                if numel:
                     start, box = self._position(span.extent, slot.shape)
-                    _add_extent(extents, row, 1, start, span.extent.numel, start + span.extent.numel, box)
+                    _add_extent(extents, row, 1, start, numel, start + numel, box)
         return extents
 
     def _add_cut(self, extents: list[int], spans: CutSpans, number: int) -> None:
@@ -215,9 +224,9 @@ class _Drawing:
         files, width, origin = spans.files, spans.width, spans.origin
         if id(files) not in self._rows_of_files:
             rows = [self.rows.of(path) for path in files.paths]
-            self._rows_of_files[id(files)] = rows, _ends(rows)
-        rows, ends = self._rows_of_files[id(files)]
-        _, steps = self._cut.setdefault((id(files), number), (files, [0] * (len(rows) + 1)))
+            self._rows_of_files[id(files)] = files, rows, _ends(rows)
+        _, rows, ends = self._rows_of_files[id(files)]
+        steps = self._cut.setdefault((id(files), number), [0] * (len(rows) + 1))
         at, end = spans.files_of(0, spans.numel)
         while at < end:
             stop = at + 1 if at * width < origin else min(end, ends[at])
@@ -231,8 +240,8 @@ class _Drawing:
 
     def count_cut(self) -> None:
         """Count what files hold by rules, which have noted from which file on they hold more or less."""
-        for (_, number), (files, steps) in self._cut.items():
-            rows, _ = self._rows_of_files[id(files)]
+        for (key, number), steps in self._cut.items():
+            files, rows, _ = self._rows_of_files[key]
             for row, path, numel in zip(rows, files.paths, accumulate(steps)):  # noqa: B905  # one step more than files
                 if numel:
                     self._count(row, number, path, numel * itemsize(files.dtype))
@@ -256,35 +265,8 @@ class _Drawing:
         low, high = bounds(Extent(extent.offsets, extent.sizes, 0, numel), shape)
         if high - low == numel:
             return start + extent.start, NONE
-        key = (extent.offsets, extent.sizes)
-        if key not in self._box_numbers:
-            self._box_numbers[key] = len(self.boxes)
-            self.boxes.append((extent, start))
-        return start + extent.start, self._box_numbers[key]
-
-    def relative_paths(self) -> tuple[list[str], str]:
-        paths = sorted({path for path in self.sources.values() if path is not None})
-        root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
-        self._path_numbers = {path: index for index, path in enumerate(paths)}
-        return [os.path.relpath(path, root) if root else path for path in paths], root
-
-    def row(self, row: int, padding_nbytes: int) -> dict[str, object]:
-        files = self.rows.files[row]
-        return {
-            "label": self.rows.label(row),
-            "dp": files[0].dp_rank,
-            "mp": files[0].mp_rank,
-            "held": self.held.get(row, [0] * len(self.slots)),
-            "padding": padding_nbytes,
-            "file_nbytes": sum(file.nbytes for file in files),
-            "paths": [self._path_number(row, slot) for slot in range(len(self.slots))],
-        }
-
-    def _path_number(self, row: int, slot: int) -> int:
-        if (row, slot) not in self.sources:
-            return NONE
-        path = self.sources[row, slot]
-        return SEVERAL if path is None else self._path_numbers[path]
+        box, _ = self.boxes.setdefault((extent.offsets, extent.sizes), (len(self.boxes), start))
+        return start + extent.start, box
 
 
 EXTENT_NUMBERS = 6
@@ -328,7 +310,7 @@ def _moved(extents: list[int], position: dict[int, int], ends: list[int]) -> lis
     return moved
 
 
-def _padding(checkpoint: Checkpoint, rows: Rows) -> list[tuple[int, int, int, int]]:
+def _padding(checkpoint: Checkpoint, rows: _Rows) -> list[tuple[int, int, int, int]]:
     """Return (group, row, elements, bytes) of padding; entries of one rank and group are its slices in their order."""
     met: dict[tuple[int, int], int] = {}
     where: dict[int, list[int]] = {}
@@ -346,44 +328,37 @@ MOST_FILE_ROWS = 4096
 """Files without a rank have a row each up to this number; more are added up by role."""
 
 
-class Rows:
+class _Rows:
     """The rows of the map, numbered as they are met; `order` says in which order they are shown."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
-        self._by_path: dict[str, int] = {}
         self.files: list[list[SourceFile]] = []
-        self._keys: dict[tuple[object, ...], int] = {}
-        self._ranked = any(file.dp_rank is not None for file in files)
-        plain = [Path(file.path).name for file in files]
-        self._each_file = not self._ranked and len(set(plain)) == len(plain) <= MOST_FILE_ROWS
+        self._by_path: dict[str, int] = {}
+        ranked = [file for file in files if file.dp_rank is not None]
+        names = {Path(file.path).name for file in files}
+        self._each_file = not ranked and len(names) == len(files) <= MOST_FILE_ROWS
+        self._slices = len({file.mp_rank for file in ranked}) > 1
+        keys: dict[tuple[object, ...], int] = {}
         for file in files:
-            row = self._row(self._key(file))
+            if file.dp_rank is not None:
+                key: tuple[object, ...] = ("rank", file.dp_rank, file.mp_rank)
+            else:
+                key = ("file", file.path) if self._each_file else ("role", file.role, file.mp_rank)
+            row = self._by_path[file.path] = keys.setdefault(key, len(keys))
+            if row == len(self.files):
+                self.files.append([])
             self.files[row].append(file)
-            self._by_path[file.path] = row
-        self._slices = len({file.mp_rank for file in files if file.dp_rank is not None}) > 1
-
-    def _key(self, file: SourceFile) -> tuple[object, ...]:
-        if file.dp_rank is not None:
-            return ("rank", file.dp_rank, file.mp_rank)
-        return ("file", file.path) if self._each_file else ("role", file.role, file.mp_rank)
-
-    def _row(self, key: tuple[object, ...]) -> int:
-        if key not in self._keys:
-            self._keys[key] = len(self.files)
-            self.files.append([])
-        return self._keys[key]
 
     def of(self, path: str) -> int:
         """Return the row of a file in which elements lie."""
-        row = self._by_path.get(path)
-        if row is None:  # an adapter that does not list all it reads
-            row = self._by_path[path] = self._row(("file", path))
-            self.files[row].append(SourceFile(path, 0, "file"))
-        return row
+        if path not in self._by_path:  # an adapter that does not list all it reads
+            self._by_path[path] = len(self.files)
+            self.files.append([SourceFile(path, 0, "file")])
+        return self._by_path[path]
 
     def of_rank(self, dp_rank: int) -> list[int]:
         """Return the rows of a data-parallel rank, one for each of its model-parallel slices."""
-        found = [row for row, files in enumerate(self.files) if files and files[0].dp_rank == dp_rank]
+        found = [row for row, files in enumerate(self.files) if files[0].dp_rank == dp_rank]
         return sorted(found, key=lambda row: self.files[row][0].mp_rank or 0)
 
     def order(self, held: Collection[int]) -> list[int]:
@@ -393,8 +368,8 @@ class Rows:
             file = self.files[row][0]
             return (file.dp_rank is not None, file.mp_rank or 0, file.dp_rank or 0)
 
-        ranks = (row for row, files in enumerate(self.files) if any(file.dp_rank is not None for file in files))
-        return sorted({*held, *ranks}, key=key)
+        rows = [row for row, files in enumerate(self.files) if row in held or files[0].dp_rank is not None]
+        return sorted(rows, key=key)
 
     def label(self, row: int) -> str:
         """Return what a person calls the row."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.errors import UsageError
@@ -164,17 +164,21 @@ def diff(
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))
-    found = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
-    if not found and (slots or parameters):
+    there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
+    if not there and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
+    alike = [one for one in matches.slots if one.a.shape == one.b.shape]
+    pairs = [one.pair for one in alike]
     with using(shared["executor"]):
-        changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), how_read(shared))
+        found = {one.index: one for one in differences(pairs, tolerance=Tolerance(rtol, atol), **how_read(shared))}
         settings = [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=shared["memory"])
+    changed = [Changed(alike[index], one) for index, one in found.items()]
+    changed += [Changed(one, None) for one in matches.slots if one.a.shape != one.b.shape]
     return Compared(
         ours,
         theirs,
-        changed,
-        equal,
+        sorted(changed, key=_how_much),
+        [one for index, one in enumerate(alike) if index not in found],
         matches.only_in_a,
         matches.only_in_b,
         settings,
@@ -183,17 +187,6 @@ def diff(
         num_elements=sum(one.a.numel for one in matches.slots),
         nbytes=sum(one.a.nbytes for one in matches.slots),
     )
-
-
-def _compare_slots(
-    slots: Sequence[Match], tolerance: Tolerance, how: dict[str, Any]
-) -> tuple[list[Changed], list[Match]]:
-    """Return the slots that differ, those that changed most first, and those that are equal."""
-    alike = [one for one in slots if one.a.shape == one.b.shape]
-    different = {one.index: one for one in differences([one.pair for one in alike], tolerance=tolerance, **how)}
-    changed = [Changed(alike[index], one) for index, one in different.items()]
-    changed += [Changed(one, None) for one in slots if one.a.shape != one.b.shape]
-    return sorted(changed, key=_how_much), [one for index, one in enumerate(alike) if index not in different]
 
 
 def _how_much(one: Changed) -> tuple[float, float]:

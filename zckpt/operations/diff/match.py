@@ -83,34 +83,25 @@ def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
             found.only_in_a.append((name, None))
             continue
         found.names.append(name)
-        _match_parameter(found, name, (a, ours[name]), (b, theirs[name]), chosen)
+        tied = ours[name].tied_to, theirs[name].tied_to
+        if None not in tied:
+            continue  # its owner has all there is, and is compared
+        mine = a.parameters[tied[0]] if tied[0] is not None else ours[name]
+        its = b.parameters[tied[1]] if tied[1] is not None else theirs[name]
+        values = match_values(name, mine, its)
+        if tied == (None, None):
+            values += _match_state(found, name, (a, mine), (b, its))
+        for one in values:
+            if isinstance(one, Match):
+                if chosen.takes_slot(one.slot):
+                    found.slots.append(one)
+            elif chosen.takes_slot(one[1]) and tied == (None, None):
+                (found.only_in_a if one[0] == "a" else found.only_in_b).append((name, one[1]))
     found.only_in_b += [(name, None) for name in theirs if name not in ours and chosen.takes(name)]
     return found
 
 
 Side = tuple[Checkpoint, Parameter]
-
-
-def _match_parameter(found: Matches, name: str, a: Side, b: Side, chosen: Filter) -> None:
-    ours, theirs = (_owner(*side) for side in (a, b))
-    alias = a[1].tied_to is not None or b[1].tied_to is not None
-    if a[1].tied_to is not None and b[1].tied_to is not None:
-        return  # its owner has all there is, and is compared
-    values = match_values(name, ours, theirs)
-    if alias:
-        values = [one for one in values if isinstance(one, Match)]
-    else:
-        values += _match_state(found, name, (a[0], ours), (b[0], theirs))
-    for one in values:
-        if isinstance(one, Match):
-            if chosen.takes_slot(one.slot):
-                found.slots.append(one)
-        elif chosen.takes_slot(one[1]):
-            (found.only_in_a if one[0] == "a" else found.only_in_b).append((name, one[1]))
-
-
-def _owner(checkpoint: Checkpoint, parameter: Parameter) -> Parameter:
-    return parameter if parameter.tied_to is None else checkpoint.parameters[parameter.tied_to]
 
 
 def _match_state(found: Matches, name: str, a: Side, b: Side) -> list[Match | Only]:
@@ -166,56 +157,42 @@ Only = tuple[str, str]
 
 def match_values(name: str, a: Parameter, b: Parameter) -> list[Match | Only]:
     """Match weights and masters of a parameter."""
-    ours, theirs = a.slots.get(MASTER), b.slots.get(MASTER)
-    x, y = own_weight(a), own_weight(b)
-    if ours is not None and theirs is not None:
-        return [Match(name, MASTER, ours, theirs), *_weights(name, (ours, x), (theirs, y))]
-    if ours is not None:
-        return _one_master(name, ours, x, y, "a")
-    if theirs is not None:
-        return _one_master(name, theirs, y, x, "b")
-    if x is not None and y is not None:
-        return [Match(name, WEIGHT, x, y)]
-    return [(side, WEIGHT) for side, weight in (("a", x), ("b", y)) if weight is not None]
+    sides = [("a", a.slots.get(MASTER), own_weight(a)), ("b", b.slots.get(MASTER), own_weight(b))]
+    sides.sort(key=lambda side: side[1] is None)  # if one has a master, it comes first
+    (here, master, x), (there, other, y) = sides
+
+    def pair(slot: str, mine: Slot, its: Slot, dtype: str | None = None) -> Match:
+        return Match(name, slot, mine, its, dtype) if here == "a" else Match(name, slot, its, mine, dtype)
+
+    if master is None and x is not None and y is not None:
+        return [pair(WEIGHT, x, y)]
+    if master is not None and other is not None:
+        return [pair(MASTER, master, other), *(pair(WEIGHT, *one) for one in _weights((master, x), (other, y)))]
+    if master is None or y is None:
+        alone = (here, MASTER, master), (here, WEIGHT, x), (there, WEIGHT, y)
+        return [(side, key) for side, key, slot in alone if slot is not None]
+    holds_masters = y.dtype == master.dtype  # the model of the other side is in the masters' type
+    first: Match | Only = pair(MASTER, master, y) if holds_masters else (here, MASTER)
+    if holds_masters and (x is None or not (x.dtype == y.dtype or _rounds(y, x))):
+        return [first]
+    if x is None:
+        return [first, pair(WEIGHT, master, y, y.dtype if _rounds(master, y) else None)]
+    return [first, pair(WEIGHT, x, y, x.dtype if holds_masters else None)]
 
 
-def _weights(name: str, a: tuple[Slot, Slot | None], b: tuple[Slot, Slot | None]) -> list[Match]:
-    """Match the weights of a parameter that has masters, both given; a missing one is its rounded master."""
+def _weights(a: tuple[Slot, Slot | None], b: tuple[Slot, Slot | None]) -> list[tuple[Slot, Slot, str | None]]:
+    """Return the weights of a parameter that has masters, both given; a missing one is its rounded master.
+
+    And the type that both are compared in: one of the masters' type is compared as it rounds.
+    """
     (ours, x), (theirs, y) = a, b
     if x is not None and y is not None:
-        return [Match(name, WEIGHT, x, y, _narrower((ours, x), (theirs, y)))]
+        if x.dtype != y.dtype and y.dtype == theirs.dtype and _rounds(y, x):
+            return [(x, y, x.dtype)]
+        return [(x, y, y.dtype if x.dtype != y.dtype and x.dtype == ours.dtype and _rounds(x, y) else None)]
     if x is not None and _rounds(theirs, x):
-        return [Match(name, WEIGHT, x, theirs, x.dtype)]
-    if y is not None and _rounds(ours, y):
-        return [Match(name, WEIGHT, ours, y, y.dtype)]
-    return []
-
-
-def _narrower(a: tuple[Slot, Slot], b: tuple[Slot, Slot]) -> str | None:
-    """Return the type that both weights are compared in: one of the masters' type is compared as it rounds."""
-    (ours, x), (theirs, y) = a, b
-    if x.dtype == y.dtype:
-        return None
-    if y.dtype == theirs.dtype and _rounds(y, x):
-        return x.dtype
-    return y.dtype if x.dtype == ours.dtype and _rounds(x, y) else None
-
-
-def _one_master(name: str, master: Slot, own: Slot | None, other: Slot | None, side: str) -> list[Match | Only]:
-    """Match a master, and its weight, with the weight that is all the other side has."""
-
-    def ordered(slot: str, mine: Slot, its: Slot, dtype: str | None = None) -> Match:
-        return Match(name, slot, mine, its, dtype) if side == "a" else Match(name, slot, its, mine, dtype)
-
-    if other is None:
-        return [(side, key) for key, slot in ((MASTER, master), (WEIGHT, own)) if slot is not None]
-    if other.dtype == master.dtype:  # the model of the other side is in the masters' type
-        if own is None or not (own.dtype == other.dtype or _rounds(other, own)):
-            return [ordered(MASTER, master, other)]
-        return [ordered(MASTER, master, other), ordered(WEIGHT, own, other, own.dtype)]
-    if own is None:
-        return [(side, MASTER), ordered(WEIGHT, master, other, other.dtype if _rounds(master, other) else None)]
-    return [(side, MASTER), ordered(WEIGHT, own, other)]
+        return [(x, theirs, x.dtype)]
+    return [(ours, y, y.dtype)] if y is not None and _rounds(ours, y) else []
 
 
 def _rounds(master: Slot, weight: Slot) -> bool:

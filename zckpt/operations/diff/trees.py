@@ -16,7 +16,7 @@ from zckpt.errors import listed
 from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.diff.match import Matches
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state import Checkpoint, Scalar, Slot
 from zckpt.torchfile import LEAVES, PARTS, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
 
 MAXIMUM_LEAVES = 1 << 14
@@ -198,73 +198,58 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
     """Return what differs besides the tensors.
 
     Not compared is what a world size, a stage or a format decides: ranks, files, which names share one tensor, and
-    the keys that `_of_layout` tells.
+    the keys that formats say to `follow` from how state is cut.
 
     Raises
     ------
     SourceError
         A tensor that was carried along cannot be read.
     """
-    found = [Setting(key, x, y) for key, x, y in _facts(a, b) if x != y]
+    scales = [single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b)]  # 1: losses as they are
+    facts = (("step", a.step, b.step), ("loss_scale", scales[0], scales[1]))
+    found = [Setting(key, x, y) for key, x, y in facts if x != y]
     found += _groups(a, b, matches)
     found += _state(matches)
-    found += _trained(matches, a, b)
-    found += _carried("per_rank", _of_ranks(a), _of_ranks(b), memory)
+    if a.param_groups and b.param_groups:  # a model alone does not say what is trained
+        trained = {
+            name: [side[name].group is not None for side in (matches.ours, matches.theirs)] for name in matches.names
+        }
+        found += [Setting(f"trained[{name}]", x, y) for name, (x, y) in trained.items() if x != y]
+    ranks = [
+        {
+            f"{one.key}[group {one.group}, part {one.part}, rank {one.rank}, mp_rank {one.mp_rank}]": one.value
+            for one in side.per_rank
+        }
+        for side in (a, b)
+    ]
+    found += _carried("per_rank", ranks[0], ranks[1], memory)
     found += _carried("metadata", a.metadata, b.metadata, memory)
     found += _carried("optimizer", a.optimizer_metadata, b.optimizer_metadata, memory)
-    return [one for one in found if not _of_layout(one, a, b)]
-
-
-def _of_layout(setting: Setting, a: Checkpoint, b: Checkpoint) -> bool:
-    """Tell whether a setting follows from how state is cut, as any format knows that has ever held it."""
-    return any(one.follows(setting.key, (setting.a, setting.b), (a, b)) for one in formats())
-
-
-def _facts(a: Checkpoint, b: Checkpoint) -> list[tuple[str, object, object]]:
-    scales = [single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b)]  # 1: losses as they are
-    return [("step", a.step, b.step), ("loss_scale", scales[0], scales[1])]
-
-
-def _of_ranks(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the state that is each rank's own by where it belongs."""
-    return {
-        f"{one.key}[group {one.group}, part {one.part}, rank {one.rank}, mp_rank {one.mp_rank}]": one.value
-        for one in checkpoint.per_rank
-    }
+    every = list(formats())
+    return [one for one in found if not any(its.follows(one.key, (one.a, one.b), (a, b)) for its in every)]
 
 
 def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
     if len(a.param_groups) != len(b.param_groups):
         return [Setting("param_groups", f"{len(a.param_groups)} groups", f"{len(b.param_groups)} groups")]
     found = []
-    for index, (ours, theirs) in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
-        key = f"param_groups[{index}]"
-        found += _leaves(key, leaves(_settings(ours)), leaves(_settings(theirs)))
+    sides = [{parameter.name: name for name, parameter in side.items()} for side in (matches.ours, matches.theirs)]
+    for index, groups in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
+        key, (ours, theirs) = f"param_groups[{index}]", groups
+        # the names that torch puts among hyperparameters are members, which are compared as such
+        values = [{key: one for key, one in its.hyperparameters.items() if key != "param_names"} for its in groups]
+        found += _leaves(key, leaves(values[0]), leaves(values[1]))
         if ours.optimizer != theirs.optimizer:
             found.append(Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer))
-        names = _members(ours, matches.ours), _members(theirs, matches.theirs)
-        if names[0] != names[1]:
-            found.append(Setting(f"{key}.params", *_shown_members(*names)))
+        x, y = ([names.get(one, one) for one in its.parameters] for names, its in zip(sides, groups, strict=True))
+        if sorted(x) == sorted(y):
+            at = next((i for i, (one, other) in enumerate(zip(x, y, strict=True)) if one != other), None)
+            if at is not None:
+                found.append(Setting(f"{key}.params", f"{x[at]} at {at}", f"{y[at]} at {at}"))
+        else:
+            alone = ([name for name in own if name not in other] for own, other in ((x, set(y)), (y, set(x))))
+            found.append(Setting(f"{key}.params", *(listed(names, most=SHOWN_NAMES) or "none" for names in alone)))
     return found
-
-
-def _settings(group: ParamGroup) -> dict[str, object]:
-    """Return hyperparameters; the names that torch puts among them are members, which are compared as such."""
-    return {key: value for key, value in group.hyperparameters.items() if key != "param_names"}
-
-
-def _members(group: ParamGroup, named: Mapping[str, Parameter]) -> list[str]:
-    names = {parameter.name: name for name, parameter in named.items()}
-    return [names.get(name, name) for name in group.parameters]
-
-
-def _shown_members(a: list[str], b: list[str]) -> tuple[str, str]:
-    if sorted(a) == sorted(b):
-        at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        return f"{a[at]} at {at}", f"{b[at]} at {at}"
-    ours, theirs = set(a), set(b)
-    gone, come = [name for name in a if name not in theirs], [name for name in b if name not in ours]
-    return listed(gone, most=SHOWN_NAMES) or "none", listed(come, most=SHOWN_NAMES) or "none"
 
 
 def _leaves(key: str, a: Mapping[str, Leaf], b: Mapping[str, Leaf]) -> list[Setting]:
@@ -291,16 +276,6 @@ def _state(matches: Matches) -> list[Setting]:
         else:
             found += [Setting(f"state[{name}].{key}", x, y) for name, x, y in values]
     return found
-
-
-def _trained(matches: Matches, a: Checkpoint, b: Checkpoint) -> list[Setting]:
-    """Return which parameters only one optimizer trains; a model alone does not say."""
-    if not (a.param_groups and b.param_groups):
-        return []
-    both = [
-        (name, *(side[name].group is not None for side in (matches.ours, matches.theirs))) for name in matches.names
-    ]
-    return [Setting(f"trained[{name}]", x, y) for name, x, y in both if x != y]
 
 
 def _carried(key: str, a: Mapping[str, object], b: Mapping[str, object], memory: int) -> list[Setting]:

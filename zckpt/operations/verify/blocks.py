@@ -6,58 +6,46 @@ block   [ piece | piece | padding | piece ][ piece ...  ]           one read, on
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zckpt.operations.verify.inventory import NO_SUM, Inventory, Piece, Scattered, Subject, SumIndex
+from zckpt.operations.verify.inventory import NO_SUM, Inventory, Piece, Scattered, SumIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import merge, without
-
-Subjects = dict[int, Subject]
-"""Those that some work is about, by index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Bytes that are read at once, and the pieces in them."""
+    """Bytes that are read at once, `size` of them from `offset` on, and the pieces in them."""
 
     path: str
     offset: int
-    nbytes: int
+    size: int
     checksum: int
     pieces: tuple[Piece, ...] = ()
 
     @property
-    def read_nbytes(self) -> int:
-        """Bytes read, those of partners too."""
-        return self.nbytes + sum(r.numel * itemsize(r.partner.dtype) for r in self.pieces if r.partner is not None)
+    def _partners(self) -> Iterator[Piece]:
+        return (piece.partner for piece in self.pieces if piece.partner is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read, those of partners too."""
+        return self.size + sum(one.nbytes for one in self._partners)
+
+    @property
+    def paths(self) -> Iterator[str]:
+        """The files that are read."""
+        yield self.path
+        yield from (one.path for one in self._partners)
+
+    @property
+    def subjects(self) -> list[int]:
+        """What they are about."""
+        return [one.subject for one in (*self.pieces, *self._partners)]
 
 
 Work = Block | Scattered
-
-
-def subjects_of(inventory: Inventory, some: Iterable[Work]) -> Subjects:
-    """Return the subjects that some work is about: another process is sent no others."""
-    numbers: list[int] = []
-    for work in some:
-        if isinstance(work, Scattered):
-            numbers.append(work.subject)
-            continue
-        numbers += (piece.subject for piece in work.pieces)
-        numbers += (piece.partner.subject for piece in work.pieces if piece.partner is not None)
-    return {number: inventory.subjects[number] for number in numbers}
-
-
-def paths_of(work: Work) -> Iterator[str]:
-    """Yield the files that some work reads."""
-    if isinstance(work, Block):
-        yield work.path
-        yield from (piece.partner.path for piece in work.pieces if piece.partner is not None)
-        return
-    for slot in (work.slot, work.other):
-        if slot is not None:
-            yield from (span.path for spans in (slot.spans, *slot.replicas) for span in spans)
 
 
 def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int) -> Iterator[Block]:
@@ -73,46 +61,23 @@ def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int
         Of a block.
     """
     for path in paths:
-        pieces, overlapping = _apart(sorted(inventory.pieces.get(path, ()), key=lambda piece: piece.offset))
+        pieces: list[Piece] = []
+        overlapping: list[Piece] = []
+        end = 0
+        for piece in sorted(inventory.pieces.get(path, ()), key=lambda piece: piece.offset):
+            (overlapping if piece.offset < end else pieces).append(piece)
+            end = max(end, piece.end)
         claimed = merge(inventory.claimed.get(path, []))
         intervals = [(*rest, number) for low, high, number in sums.of(path) for rest in without([(low, high)], claimed)]
-        intervals += _uncovered(pieces, intervals)
+        summed = [(low, high) for low, high, _ in intervals]
+        others = merge((piece.offset, piece.end) for piece in pieces)
+        intervals += [(*rest, NO_SUM) for rest in without(others, summed)]
         yield from _cut(path, sorted(intervals), pieces, most)
         for piece in overlapping:
             yield from _cut(path, [(piece.offset, piece.end, NO_SUM)], [piece], most)
 
 
-def _apart(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Return pieces of which no two share a byte, and the others."""
-    alone: list[Piece] = []
-    others: list[Piece] = []
-    end = 0
-    for piece in pieces:
-        (others if piece.offset < end else alone).append(piece)
-        end = max(end, piece.end)
-    return alone, others
-
-
-Interval = tuple[int, int, int]
-"""Begin, end and checksum."""
-
-
-def _uncovered(pieces: Sequence[Piece], intervals: Sequence[Interval]) -> list[Interval]:
-    """Return intervals for the pieces that none has, neighbours as one."""
-    found: list[Interval] = []
-    begins = [low for low, _, _ in intervals]
-    for piece in pieces:
-        at = bisect_right(begins, piece.offset) - 1
-        if at >= 0 and piece.offset < intervals[at][1]:
-            continue
-        if found and found[-1][1] == piece.offset:
-            found[-1] = (found[-1][0], piece.end, NO_SUM)
-        else:
-            found.append((piece.offset, piece.end, NO_SUM))
-    return found
-
-
-def _cut(path: str, intervals: Sequence[Interval], pieces: Sequence[Piece], most: int) -> Iterator[Block]:
+def _cut(path: str, intervals: Sequence[tuple[int, int, int]], pieces: Sequence[Piece], most: int) -> Iterator[Block]:
     at = 0
     for low, high, number in intervals:
         begin = low

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,9 +22,9 @@ from zckpt.engine.read import read_extent
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Budget, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.operations.verify.blocks import Block, Subjects, Work, paths_of, subjects_of
+from zckpt.operations.verify.blocks import Block, Work
 from zckpt.operations.verify.elements import Tally, Unequal, not_copied, not_rounded, tally, typed
-from zckpt.operations.verify.inventory import Inventory, Partner, Piece, Scattered
+from zckpt.operations.verify.inventory import NO_SUM, Inventory, Piece, Scattered, Subject
 from zckpt.state import Extent
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
@@ -40,6 +42,19 @@ BUFFERS_OF_DIRECT = 1
 
 ALIGNMENT = 64
 
+Subjects = dict[int, Subject]
+"""Those that some work is about, by index: another process is sent no others."""
+
+Batch = tuple[tuple[Work, ...], Subjects]
+
+Key = TypeVar("Key")
+
+
+Found = TypeVar("Found", Tally, Unequal)
+
+Pair = tuple[int, str, str, int, int]
+"""Of a comparison: the subject, the file of the masters and that of the weights, and their checksums."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -48,7 +63,7 @@ class Outcome:
     Parameters
     ----------
     tallies : dict of (subject, checksum) to Tally
-    compared : dict of (subject, file, checksums) to [elements, Unequal]
+    compared : dict of Pair to Unequal
         Masters with their weights.
     duplicates : dict of int to Unequal
     crcs : list of (checksum, offset, nbytes, crc)
@@ -61,41 +76,42 @@ class Outcome:
     """
 
     tallies: dict[tuple[int, int], Tally] = field(default_factory=dict)
-    compared: dict[tuple[int, str, str, int, int], tuple[int, Unequal]] = field(default_factory=dict)
+    compared: dict[Pair, Unequal] = field(default_factory=dict)
     duplicates: dict[int, Unequal] = field(default_factory=dict)
     crcs: list[tuple[int, int, int, int]] = field(default_factory=list)
     errors: list[SourceError] = field(default_factory=list)
     elements: int = 0
     checksums: int = 0
 
-    def add_tally(self, subject: int, checksum: int, found: Tally) -> None:
-        """Add what is wrong with elements of a subject."""
-        if found:
-            key = (subject, checksum)
-            self.tallies[key] = self.tallies.get(key, Tally()).plus(found)
-
-    def add_comparison(self, key: tuple[int, str, str, int, int], numel: int, found: Unequal) -> None:
-        """Add a comparison of some elements of a master."""
-        before, known = self.compared.get(key, (0, Unequal(0)))
-        self.compared[key] = (before + numel, _both(known, found))
-
     def add(self, other: Outcome) -> None:
         """Add what a task has found."""
-        for (subject, checksum), found in other.tallies.items():
-            self.add_tally(subject, checksum, found)
-        for key, (numel, unequal) in other.compared.items():
-            self.add_comparison(key, numel, unequal)
+        for key, one in other.tallies.items():
+            _add(self.tallies, key, one)
+        for pair, unequal in other.compared.items():
+            _add(self.compared, pair, unequal)
         for number, unequal in other.duplicates.items():
-            self.duplicates[number] = _both(self.duplicates.get(number, Unequal(0)), unequal)
+            _add(self.duplicates, number, unequal)
         self.errors += other.errors
         self.elements += other.elements
 
+    def look(self, subjects: Subjects, piece: Piece, checksum: int, values: Array) -> None:
+        """Add what is wrong with the elements of a piece."""
+        wrong = tally(values, piece.dtype, subjects[piece.subject], piece.first)
+        if piece.many is None:
+            self.elements += piece.numel
+            if wrong:
+                _add(self.tallies, (piece.subject, checksum), wrong)
+            return
+        shares = piece.many.within(piece.first, piece.first + piece.numel)
+        self.elements += int((shares[:, 2] - shares[:, 1]).sum())
+        for index, begin, end, first in shares.tolist() if wrong else ():
+            some = values[begin - piece.first : end - piece.first]
+            if its := tally(some, piece.dtype, subjects[piece.subject], first):
+                _add(self.tallies, (piece.many.subjects[index], checksum), its)
 
-def _both(one: Unequal, other: Unequal) -> Unequal:
-    if not one.count or not other.count:
-        return one if one.count else other
-    first = one if one.first <= other.first else other
-    return Unequal(one.count + other.count, first.first, first.detail)
+
+def _add(found: dict[Key, Found], key: Key, one: Found) -> None:
+    found[key] = found[key].plus(one) if key in found else one
 
 
 class Checks:
@@ -157,36 +173,33 @@ def run(
         Read past the page cache.
     """
     outcome, checks = Outcome(), Checks(sums)
-    batches = ((some, subjects_of(inventory, some)) for some in batched(work, nbytes_of))
-    portions: Portions[tuple[tuple[Work, ...], Subjects]] = Portions(
-        total, lambda batch: sum(map(nbytes_of, batch[0])), lambda batch: (p for one in batch[0] for p in paths_of(one))
+    batches = (
+        (some, {number: inventory.subjects[number] for one in some for number in one.subjects})
+        for some in batched(work, attrgetter("nbytes"))
     )
+    portions: Portions[Batch] = Portions(total, _nbytes, lambda batch: (path for one in batch[0] for path in one.paths))
     look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
     with (
         Workers(WRITERS, at_once=share.at_once) as workers,
         closing(workers.run(look, batches, portions)) as results,
     ):
-        for (batch, _), found in results:
+        for batch, found in results:
             outcome.add(found)
             checks.add(found.crcs)
-            reporter.advance(sum(map(nbytes_of, batch)))
+            reporter.advance(_nbytes(batch))
     outcome.checksums = checks.count
     return outcome, checks.wrong
 
 
-def nbytes_of(work: Work) -> int:
-    """Return the bytes that some work reads."""
-    if isinstance(work, Block):
-        return work.read_nbytes
-    other = 0 if work.other is None else itemsize(work.other.dtype)
-    return work.extent.numel * (itemsize(work.slot.dtype) + other)
+def _nbytes(batch: Batch) -> int:
+    return sum(one.nbytes for one in batch[0])
 
 
 Rooms = tuple[memoryview, memoryview]
 """Memory for a block and for its partners."""
 
 
-def _run_batch(most: int, spare: list[Rooms], direct: int, given: tuple[Sequence[Work], Subjects]) -> Outcome:
+def _run_batch(most: int, spare: list[Rooms], direct: int, given: Batch) -> Outcome:
     """Look at some work. `spare` has what no batch uses at the moment; `direct` is as for `Sources`."""
     found, (batch, subjects) = Outcome(), given
     with Sources(direct) as sources:
@@ -210,72 +223,47 @@ def _run_batch(most: int, spare: list[Rooms], direct: int, given: tuple[Sequence
 
 
 def _look_at_block(found: Outcome, subjects: Subjects, block: Block, rooms: Rooms, sources: Sources) -> None:
-    base = (block.pieces[0].offset - block.offset) % ALIGNMENT if block.pieces else 0
-    base = (ALIGNMENT - base) % ALIGNMENT  # so that the first piece begins where elements may
-    data = _bytes(block.path, block.offset, rooms[0], base, block.nbytes, sources)
-    if block.checksum >= 0:
-        found.crcs.append((block.checksum, block.offset, block.nbytes, crc32(data.data)))
+    """Look at bytes of a file, and read, look at, and hold against them, the weights of masters among them."""
+
+    def read(path: str, offset: int, nbytes: int, checksum: int, room: memoryview, base: int) -> Array:
+        """Return bytes, read behind `base` bytes of memory, or as far behind a page as they are in the file."""
+        view, _ = sources.window(path, offset, room[base : base + nbytes], room)
+        data = np.frombuffer(view, np.uint8)
+        if checksum != NO_SUM:
+            found.crcs.append((checksum, offset, nbytes, crc32(data.data)))
+        return data
+
+    before = (block.pieces[0].offset - block.offset) % ALIGNMENT if block.pieces else 0
+    base = (ALIGNMENT - before) % ALIGNMENT  # so that the first piece begins where elements may
+    data = read(block.path, block.offset, block.size, block.checksum, rooms[0], base)
     for piece in block.pieces:
         low = piece.offset - block.offset
-        values = typed(data[low : low + piece.end - piece.offset], piece.dtype, piece.byteorder)
-        shares = None if piece.many is None else piece.many.within(piece.first, piece.first + piece.numel)
-        found.elements += piece.numel if shares is None else int((shares[:, 2] - shares[:, 1]).sum())
-        subject, wrong = subjects[piece.subject], tally(values, piece.dtype, subjects[piece.subject], piece.first)
-        if wrong and piece.many is not None and shares is not None:
-            for index, begin, end, first in shares.tolist():
-                some = values[begin - piece.first : end - piece.first]
-                number = piece.many.subjects[index]
-                found.add_tally(number, block.checksum, tally(some, piece.dtype, subject, first))
-        else:
-            found.add_tally(piece.subject, block.checksum, wrong)
-        if piece.partner is not None:
-            _look_at_partner(found, subjects, piece, piece.partner, values, block, rooms[1], sources)
-
-
-def _bytes(path: str, offset: int, room: memoryview, base: int, nbytes: int, sources: Sources) -> Array:
-    """Return bytes of a file, read behind `base` bytes of memory, or as far behind a page as they are in the file."""
-    view, _ = sources.window(path, offset, room[base : base + nbytes], room)
-    return np.frombuffer(view, np.uint8)
-
-
-def _look_at_partner(
-    found: Outcome,
-    subjects: Subjects,
-    piece: Piece,
-    partner: Partner,
-    masters: Array,
-    block: Block,
-    room: memoryview,
-    sources: Sources,
-) -> None:
-    """Read the weights of a piece of masters, look at them, and hold them against it."""
-    nbytes = piece.numel * itemsize(partner.dtype)
-    data = _bytes(partner.path, partner.offset, room, 0, nbytes, sources)
-    if partner.checksum >= 0:
-        found.crcs.append((partner.checksum, partner.offset, nbytes, crc32(data.data)))
-    weights = typed(data, partner.dtype, partner.byteorder)
-    found.elements += piece.numel
-    subject = subjects[partner.subject]
-    found.add_tally(partner.subject, partner.checksum, tally(weights, partner.dtype, subject, piece.first))
-    key = (piece.subject, block.path, partner.path, block.checksum, partner.checksum)
-    found.add_comparison(key, piece.numel, not_rounded(masters, weights, partner.dtype, piece.first))
+        values = typed(data[low : low + piece.nbytes], piece.dtype, piece.byteorder)
+        found.look(subjects, piece, block.checksum, values)
+        its = piece.partner
+        if its is None:
+            continue
+        weights = typed(read(its.path, its.offset, its.nbytes, its.checksum, rooms[1], 0), its.dtype, its.byteorder)
+        found.look(subjects, its, its.checksum, weights)
+        pair = (piece.subject, block.path, its.path, block.checksum, its.checksum)
+        _add(found.compared, pair, not_rounded(values, weights, its.dtype, piece.first))
 
 
 def _look_at_scattered(found: Outcome, subjects: Subjects, work: Scattered, most: int, sources: Sources) -> None:
-    whole, subject = work.extent, subjects[work.subject]
-    indexes = [SpanIndex(slot) for slot in (work.slot, work.other) if slot is not None]
-    step = max(most // max(itemsize(index.slot.dtype) for index in indexes), 1)
+    whole = work.extent
+    indexes = [SpanIndex(slot) for slot in work.slots]
+    step = max(most // max(itemsize(slot.dtype) for slot in work.slots), 1)
     for start in range(0, whole.numel, step):
         extent = Extent(whole.offsets, whole.sizes, whole.start + start, min(step, whole.numel - start))
         slots = [index.reaching(extent) for index in indexes]
-        values = [read_extent(slot, extent, sources) for slot in slots]
+        values, *others = (read_extent(slot, extent, sources) for slot in slots)
         if work.other is None:
             found.elements += extent.numel
-            found.add_tally(work.subject, -1, tally(values[0], work.slot.dtype, subject, extent.start))
+            if wrong := tally(values, work.slot.dtype, subjects[work.subject], extent.start):
+                _add(found.tallies, (work.subject, NO_SUM), wrong)
         elif work.duplicate is not None:
-            unequal = not_copied(values[0], values[1], extent.start)
-            found.duplicates[work.duplicate] = _both(found.duplicates.get(work.duplicate, Unequal(0)), unequal)
+            _add(found.duplicates, work.duplicate, not_copied(values, others[0], extent.start))
         else:
-            unequal = not_rounded(values[0], values[1], work.other.dtype, extent.start)
             paths = (slots[0].spans[0].path, slots[1].spans[0].path)
-            found.add_comparison((work.subject, *paths, -1, -1), extent.numel, unequal)
+            unequal = not_rounded(values, others[0], work.other.dtype, extent.start)
+            _add(found.compared, (work.subject, *paths, NO_SUM, NO_SUM), unequal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,11 +20,6 @@ _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 """Bits that are all set in NaN and Inf."""
 
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-
-
-def is_second_moment(slot: str) -> bool:
-    """Tell by its name whether a slot cannot be negative."""
-    return "exp_avg_sq" in slot or slot in NOT_NEGATIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
     """
     if subject.kind == PADDING:
         wrong = values.view(np.uint8) != 0
-        return replace(Tally(nonzero=int(np.count_nonzero(wrong))), first=first + int(np.argmax(wrong)))
+        return Tally(nonzero=int(np.count_nonzero(wrong)), first=first + int(np.argmax(wrong)))
     odd = not_finite(values, dtype)
     found = Tally()
     if odd is not None and odd.any():
@@ -83,7 +78,8 @@ def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
         infinite = 0 if subject.kind == BUFFER else int(len(nan) - np.count_nonzero(nan))  # a mask of -inf is one
         at = int(np.argmax(odd)) // (2 if dtype in _REAL else 1)
         found = Tally(nan=int(np.count_nonzero(nan)), inf=infinite, first=first + at)
-    if subject.kind != BUFFER and is_floating(dtype) and is_second_moment(subject.slot):
+    is_second_moment = "exp_avg_sq" in subject.slot or subject.slot in NOT_NEGATIVE
+    if subject.kind != BUFFER and is_floating(dtype) and is_second_moment:
         below = values < 0
         if odd is not None and below.any():
             below &= ~odd
@@ -118,11 +114,17 @@ def typed(data: Array, dtype: str, byteorder: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """How many elements differ, and the first of them."""
+    """Of elements that were compared, how many differ, and the first of them."""
 
-    count: int
+    numel: int
+    count: int = 0
     first: int = 0
     detail: str = ""
+
+    def plus(self, other: Unequal) -> Unequal:
+        """Return the comparison of both."""
+        first = min((one for one in (self, other) if one.count), key=lambda one: one.first, default=self)
+        return Unequal(self.numel + other.numel, self.count + other.count, first.first, first.detail)
 
 
 def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal:
@@ -132,24 +134,17 @@ def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal
     odd = not_finite(weight[where], dtype)
     where = where[kept if odd is None else kept & ~odd]
     if not len(where):
-        return Unequal(0)
+        return Unequal(len(master))
     at = int(where[0])
     rounded = float(cast(master[at : at + 1], dtype)[0])
     detail = f"{float(weight[at])!r} where the master rounds to {rounded!r}, at element {first + at}"
-    return Unequal(len(where), first + at, detail)
+    return Unequal(len(master), len(where), first + at, detail)
 
 
 def not_copied(copy: Array, original: Array, first: int) -> Unequal:
     """Compare a copy with what it was made of: bit for bit, after rounding where it has another type."""
     if copy.dtype == original.dtype:
-        return not_equal(copy, original, first)
-    numbers = original.astype(copy.dtype) if original.dtype.kind in "biu" else original
-    where = weights.not_rounded(numbers, copy)
-    return Unequal(len(where), first + int(where[0])) if len(where) else Unequal(0)
-
-
-def not_equal(one: Array, other: Array, first: int) -> Unequal:
-    """Compare elements bit for bit."""
-    wrong = unequal_bits(one, other)
-    count = int(np.count_nonzero(wrong))
-    return Unequal(count, first + int(np.argmax(wrong))) if count else Unequal(0)
+        where = np.flatnonzero(unequal_bits(copy, original))
+    else:
+        where = weights.not_rounded(original.astype(copy.dtype) if original.dtype.kind in "biu" else original, copy)
+    return Unequal(len(copy), len(where), first + int(where[0])) if len(where) else Unequal(len(copy))

@@ -10,8 +10,9 @@ of its own record, and are left out of the blocks (`blocks.py`) of its own file.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -42,28 +43,6 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Partner:
-    """Where the weights of a piece of masters are, in the same order.
-
-    Parameters
-    ----------
-    path : str
-    offset : int, bytes
-    dtype, byteorder : str
-    checksum : int
-        Index of the checksum that covers them; `NO_SUM` where there is none.
-    subject : int
-    """
-
-    path: str
-    offset: int
-    dtype: str
-    byteorder: str
-    checksum: int
-    subject: int
-
-
-@dataclass(frozen=True, slots=True)
 class Many:
     """Subjects of one kind and slot that are cut alike: a file has them as one piece, with what lies between."""
 
@@ -80,7 +59,8 @@ class Many:
 class Piece:
     """Elements that lie end to end; `first` is the index of the first in the flattened box.
 
-    They are of one subject; or of `many`, of which this is one, and `first` is that in the tensor of the file.
+    They are of one subject; or of `many`, of which this is one, and `first` is that in the tensor of the file. Of
+    masters, `partner` is their weights, in the same order, with the index of the checksum that covers these.
     """
 
     subject: int
@@ -90,25 +70,35 @@ class Piece:
     dtype: str
     byteorder: str
     first: int
-    partner: Partner | None = None
+    partner: Piece | None = None
     many: Many | None = None
+    checksum: int = NO_SUM
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.numel * itemsize(self.dtype)
 
     @property
     def end(self) -> int:
         """Byte after the last."""
-        return self.offset + self.numel * itemsize(self.dtype)
+        return self.offset + self.nbytes
+
+    def part(self, skipped: int, numel: int) -> Piece:
+        """Return some of its elements."""
+        return replace(
+            self,
+            offset=self.offset + skipped * itemsize(self.dtype),
+            numel=numel,
+            first=self.first + skipped,
+            partner=None if self.partner is None else self.partner.part(skipped, numel),
+        )
 
     def within(self, low: int, high: int) -> Piece:
         """Return what of the piece lies in bytes [low, high), which begin and end with an element."""
         size = itemsize(self.dtype)
         skipped = (max(low, self.offset) - self.offset) // size
-        numel = (min(high, self.end) - self.offset) // size - skipped
-        partner = self.partner
-        if partner is not None:
-            partner = replace(partner, offset=partner.offset + skipped * itemsize(partner.dtype))
-        return replace(
-            self, offset=self.offset + skipped * size, numel=numel, first=self.first + skipped, partner=partner
-        )
+        return self.part(skipped, (min(high, self.end) - self.offset) // size - skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +122,26 @@ class Scattered:
     extent: Extent
     other: Slot | None = None
     duplicate: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.extent.numel * sum(itemsize(slot.dtype) for slot in self.slots)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """What is read."""
+        return [self.slot] if self.other is None else [self.slot, self.other]
+
+    @property
+    def paths(self) -> Iterator[str]:
+        """The files that are read."""
+        return (span.path for slot in self.slots for spans in (slot.spans, *slot.replicas) for span in spans)
+
+    @property
+    def subjects(self) -> list[int]:
+        """What it is about."""
+        return [self.subject]
 
 
 @dataclass(slots=True)
@@ -180,6 +190,11 @@ class SumIndex:
 def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     """Return all elements of a checkpoint: pieces that lie end to end, and what does not."""
     found = Inventory()
+
+    def subject_of(kind: str, name: str, slot: str) -> int:
+        found.subjects.append(Subject(kind, name, slot))
+        return len(found.subjects) - 1
+
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
     rounded = not steps_weights(checkpoint)
@@ -189,9 +204,8 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     for kind, parameter in kinds:
         held = rounded and _is_compared(parameter)
         partners = _partners(parameter, free) if held else None
-        for key in sorted(parameter.slots, key=_order):
-            slot, subject = parameter.slots[key], len(found.subjects)
-            found.subjects.append(Subject(kind, parameter.name, key))
+        for key in sorted(parameter.slots, key=lambda key: (key != WEIGHT, key != MASTER)):  # a partner comes first
+            slot, subject = parameter.slots[key], subject_of(kind, parameter.name, key)
             if key == MASTER and partners is None and held:
                 master, weight = stored_once([slot, parameter.slots[WEIGHT]])
                 found.apart.append(Scattered(subject, master, Extent.whole(master.shape), weight))
@@ -205,25 +219,31 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
                 seen.add(stored)
                 if not span.is_contiguous:
                     found.apart.append(Scattered(subject, replace(slot, spans=(span,), replicas=()), span.extent))
-                elif key == WEIGHT and partners is not None:
-                    found.claimed.setdefault(span.path, []).append((span.offset, _end(span)))
-                else:
-                    partner = _partner(span, partners, sums, subject - 1) if key == MASTER and partners else None
-                    found.pieces.setdefault(span.path, []).append(_piece(span, subject, partner))
+                    continue
+                piece = _piece(span, subject)
+                if key == WEIGHT and partners is not None:
+                    found.claimed.setdefault(span.path, []).append((piece.offset, piece.end))
+                    continue
+                if key == MASTER and partners:
+                    weights = _piece(partners[span.extent.offsets, span.extent.sizes], subject - 1)
+                    checksum = sums.at(weights.path, weights.offset)
+                    weights = replace(weights.part(span.extent.start, span.extent.numel), checksum=checksum)
+                    piece = replace(piece, partner=weights)
+                found.pieces.setdefault(span.path, []).append(piece)
     rules.put(found.pieces)
     for one in (one for padding in checkpoint.padding for one in padding.zeros):
-        subject = len(found.subjects)
-        found.subjects.append(Subject(PADDING, "", one.slot))
-        piece = Piece(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
+        piece = Piece(subject_of(PADDING, "", one.slot), one.path, one.offset, one.nbytes, "uint8", "little", 0)
         found.pieces.setdefault(one.path, []).append(piece)
+    found.duplicates += checkpoint.duplicates
     for number, duplicate in enumerate(checkpoint.duplicates):
-        found.duplicates.append(duplicate)
-        found.subjects.append(Subject(PARAMETER, duplicate.name, duplicate.slot.name))
+        subject = subject_of(PARAMETER, duplicate.name, duplicate.slot.name)
         copy, original = stored_once([duplicate.slot, duplicate.original])
-        found.apart.append(Scattered(len(found.subjects) - 1, copy, Extent.whole(copy.shape), original, number))
-    for ranges in found.claimed.values():
-        ranges.sort()
+        found.apart.append(Scattered(subject, copy, Extent.whole(copy.shape), original, number))
     return found
+
+
+def _piece(span: Span, subject: int) -> Piece:
+    return Piece(subject, span.path, span.offset, span.extent.numel, span.dtype, span.byteorder, span.extent.start)
 
 
 class _Rules:
@@ -273,20 +293,6 @@ def _dense(span: Span) -> Span:
     return replace(span, strides=None) if same else span
 
 
-def _order(key: str) -> int:
-    """Sort a weight before its master and both before the rest: a master's partner is the subject before it."""
-    return (WEIGHT, MASTER).index(key) if key in (WEIGHT, MASTER) else 2
-
-
-def _piece(span: Span, subject: int, partner: Partner | None) -> Piece:
-    first, numel = span.extent.start, span.extent.numel
-    return Piece(subject, span.path, span.offset, numel, span.dtype, span.byteorder, first, partner)
-
-
-def _end(span: Span) -> int:
-    return span.offset + span.extent.numel * itemsize(span.dtype)
-
-
 def _is_compared(parameter: Parameter) -> bool:
     return comparable(parameter) and parameter.slots[MASTER].spans != parameter.slots[WEIGHT].spans
 
@@ -299,21 +305,13 @@ def _free_weights(parameters: Sequence[Parameter]) -> Free:
     """Return all bytes that spans use, where weights are: one that shares some is not read with its master only."""
     paths = {span.path for p in parameters if _is_compared(p) for span in p.slots[WEIGHT].spans}
     used: Free = {}
-    for parameter in parameters:
-        for slot in parameter.slots.values():
-            for span in slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans:
-                if span.extent.numel and _dense(span).is_contiguous:
-                    used.setdefault(span.path, []).append((span.offset, _end(span)))
+    for slot in (slot for parameter in parameters for slot in parameter.slots.values()):
+        for span in slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans:
+            if span.extent.numel and _dense(span).is_contiguous:
+                used.setdefault(span.path, []).append(_dense(span).reach)
     for ranges in used.values():
         ranges.sort()
     return used
-
-
-def _is_alone(span: Span, used: Free) -> bool:
-    ranges = used[span.path]
-    at = bisect_right(ranges, (span.offset, _end(span)))
-    before, after = ranges[max(at - 2, 0) : at - 1], ranges[at : at + 1]
-    return all(high <= span.offset for _, high in before) and all(low >= _end(span) for low, _ in after)
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -325,12 +323,14 @@ def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
     boxes: dict[Box, Span] = {}
     covered: dict[Box, int] = {}
     for span in map(_dense, weight.spans):
-        whole = Extent(span.extent.offsets, span.extent.sizes, 0, span.extent.numel)
+        whole = Extent(span.extent.offsets, span.extent.sizes, 0, math.prod(span.extent.sizes))
         box = (span.extent.offsets, span.extent.sizes)
-        numel = Extent.whole(span.extent.sizes).numel
-        if not span.is_contiguous or span.extent != whole or numel != span.extent.numel or box in boxes:
+        if not span.is_contiguous or span.extent != whole or box in boxes:
             return None
-        if not _is_alone(span, used):
+        ranges = used[span.path]
+        at = bisect_right(ranges, span.reach)
+        before, after = ranges[max(at - 2, 0) : at - 1], ranges[at : at + 1]
+        if any(high > span.offset for _, high in before) or any(low < span.reach[1] for low, _ in after):
             return None
         boxes[box], covered[box] = span, 0
     for span in map(_dense, master.spans):
@@ -340,9 +340,3 @@ def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
         covered[box] = covered.get(box, 0) + span.extent.numel
     exact = all(covered[box] == span.extent.numel for box, span in boxes.items())
     return boxes if exact and not weight.replicas else None
-
-
-def _partner(span: Span, partners: dict[Box, Span], sums: SumIndex, subject: int) -> Partner:
-    weight = partners[span.extent.offsets, span.extent.sizes]
-    offset = weight.offset + span.extent.start * itemsize(weight.dtype)
-    return Partner(weight.path, offset, weight.dtype, weight.byteorder, sums.at(weight.path, weight.offset), subject)

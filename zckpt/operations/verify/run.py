@@ -200,9 +200,9 @@ def _deep(
     from zckpt.engine.checking import Sum
     from zckpt.formats.survey import checksums
     from zckpt.operations.verify.blocks import Work, blocks
-    from zckpt.operations.verify.deep import nbytes_of, run, share_of
+    from zckpt.operations.verify.deep import run, share_of
     from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
-    from zckpt.operations.verify.weights import Damage, damage_findings
+    from zckpt.operations.verify.weights import damage_findings
 
     sums: list[Sum] = []
     empty = 0
@@ -219,11 +219,11 @@ def _deep(
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
     share = share_of(how.memory, direct=how.direct)
     work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
-    how.reporter.begin(total := sum(map(nbytes_of, work)))
+    how.reporter.begin(total := sum(one.nbytes for one in work))
     try:
         outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=how.reporter, direct=how.direct)
     finally:
         how.reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}
     yield from map(finding_of, [*errors, *outcome.errors])
-    yield from damage_findings(outcome, inventory, Damage(sums, wrong, checkpoint), ranks)
+    yield from damage_findings(outcome, inventory, sums, wrong, checkpoint, ranks)

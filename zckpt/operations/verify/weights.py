@@ -25,7 +25,7 @@ from zckpt.errors import listed
 from zckpt.operations.verify.deep import Outcome
 from zckpt.operations.verify.elements import Tally
 from zckpt.operations.verify.findings import Finding
-from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
+from zckpt.operations.verify.inventory import BUFFER, NO_SUM, Inventory
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
 from zckpt.operations.verify.structure import Ranks
 from zckpt.state import Checkpoint, Slot, Span, Spans
@@ -60,7 +60,7 @@ class Comparison:
     detail: str = ""
 
 
-def weight_findings(compared: Iterable[Comparison], ranks: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
+def weight_findings(compared: Iterable[Comparison], ranks: Ranks) -> Iterator[Finding]:
     """Yield a finding for each file in which masters do not round to their weights.
 
     Parameters
@@ -72,7 +72,10 @@ def weight_findings(compared: Iterable[Comparison], ranks: Mapping[str, tuple[in
     by_file: dict[str, dict[str, list[Comparison]]] = {}
     for one in compared:
         by_file.setdefault(one.path, {}).setdefault(one.parameter, []).append(one)
-    wrong = {path: _different(parameters) for path, parameters in by_file.items()}
+    wrong = {
+        path: {name: some for name, every in its.items() if (some := [one for one in every if one.num_different])}
+        for path, its in by_file.items()
+    }
     foreign = [
         path
         for path, names in wrong.items()
@@ -91,115 +94,90 @@ def weight_findings(compared: Iterable[Comparison], ranks: Mapping[str, tuple[in
             found=first.detail,
         )
         return
-    for path, names in wrong.items():
-        if not names:
+    for path, its in wrong.items():
+        found = [one for some in its.values() for one in some]
+        if not found:
             continue
-        found = [one for name in names for one in by_file[path][name] if one.num_different]
+        first, where = found[0], (path, ranks.get(path, ()), tuple(its))
         if path in foreign:
-            yield Finding(
-                OTHER_RUN,
-                f"masters of {len(names)} of {len(by_file[path])} parameters do not round to their weights",
-                path,
-                ranks.get(path, ()),
-                tuple(names),
-                "a file of this step and run",
-                found[0].detail,
-            )
+            what = f"masters of {len(its)} of {len(by_file[path])} parameters do not round to their weights"
+            yield Finding(OTHER_RUN, what, *where, "a file of this step and run", first.detail)
             continue
         count, total = sum(one.num_different for one in found), sum(one.numel for one in found)
-        yield Finding(
-            WEIGHT_MISMATCH,
-            f"{listed(names)}: {count} of {total} elements of the weight are not the master, rounded",
-            path,
-            ranks.get(path, ()),
-            tuple(names),
-            None,
-            found[0].detail,
-            f"one of the two is damaged, here or in {found[0].weight_path}",
-        )
+        what = f"{listed(list(its))}: {count} of {total} elements of the weight are not the master, rounded"
+        advice = f"one of the two is damaged, here or in {first.weight_path}"
+        yield Finding(WEIGHT_MISMATCH, what, *where, None, first.detail, advice)
 
 
-def _different(parameters: Mapping[str, list[Comparison]]) -> list[str]:
-    return [name for name, found in parameters.items() if any(one.num_different for one in found)]
-
-
-class Damage:
-    """The records that are damaged, and what lies in them.
+def damage_findings(
+    outcome: Outcome,
+    inventory: Inventory,
+    sums: Sequence[Sum],
+    wrong: Mapping[int, int],
+    checkpoint: Checkpoint | None,
+    ranks: Ranks,
+) -> Iterator[Finding]:
+    """Yield findings about checksums, elements, weights and copies.
 
     Parameters
     ----------
+    outcome : Outcome
+    inventory : Inventory
     sums : sequence of Sum
     wrong : mapping of int to int
         Index of each damaged record to the CRC-32 of what is there.
     checkpoint : Checkpoint or None
         None where it could not be opened.
+    ranks : mapping of str to tuple of int
     """
-
-    def __init__(self, sums: Sequence[Sum], wrong: Mapping[int, int], checkpoint: Checkpoint | None) -> None:
-        self.sums = sums
-        self.wrong = wrong
-        self._ranges: dict[str, list[tuple[int, int]]] = {}
-        for number in wrong:
-            one = sums[number]
-            self._ranges.setdefault(one.path, []).append((one.offset, one.offset + one.nbytes))
-        self._checkpoint = checkpoint
-        self._held: dict[str, list[tuple[int, int, str, str]]] | None = None
-
-    def explains(self, spans: Iterable[Span]) -> bool:
-        """Tell whether any of these bytes lie in a damaged record."""
-        return any(
-            low < end and begin < high
-            for span in spans
-            for begin, end in [span.reach]
-            for low, high in self._ranges.get(span.path, ())
-        )
-
-    def findings(self, suspects: Mapping[int, set[str]], ranks: Ranks) -> Iterator[Finding]:
-        """Yield a finding for each damaged record.
-
-        Parameters
-        ----------
-        suspects : mapping of int to set of str
-            Parameters in a record in whose elements something is wrong.
-        ranks : mapping
-        """
-        for number, found in sorted(self.wrong.items()):
-            one = self.sums[number]
-            inside = self._inside(one)
-            names = [name for name in inside if name in suspects.get(number, ())] or list(inside)
-            what = f": {', '.join(dict.fromkeys(inside[name] for name in names))} of {listed(names)}" if names else ""
-            yield Finding(
-                CHECKSUM,
-                f"{one.name} is damaged{what}",
-                one.path,
-                ranks.get(one.path, ()),
-                tuple(names),
-                f"CRC-32 {one.crc32:08x}",
-                f"{found:08x}",
-            )
-
-    def _inside(self, one: Sum) -> dict[str, str]:
-        """Return the parameters and buffers that have elements in a record, with the slot."""
-        if self._checkpoint is None:
-            return {}
-        if self._held is None:
-            self._held = _held(self._checkpoint, self._ranges)
-        low, high = one.offset, one.offset + one.nbytes
-        found: dict[str, str] = {}
-        for begin, end, name, key in self._held.get(one.path, ()):
-            if begin < high and low < end:
-                found.setdefault(name, key)
-        return found
+    suspects: dict[int, set[str]] = {}  # by damaged record, in whose elements something is wrong
+    for subject, checksum in outcome.tallies:
+        if checksum in wrong:
+            suspects.setdefault(checksum, set()).add(inventory.subjects[subject].name)
+    compared = []
+    for (subject, path, weight_path, *checksums), unequal in outcome.compared.items():
+        name, damaged = inventory.subjects[subject].name, wrong.keys() & checksums
+        for checksum in damaged if unequal.count else ():
+            suspects.setdefault(checksum, set()).add(name)
+        if not damaged:
+            compared.append(Comparison(name, path, weight_path, unequal.numel, unequal.count, unequal.detail))
+    yield from _damaged(sums, wrong, suspects, checkpoint, ranks)
+    yield from _elements(outcome, inventory, sums, wrong, ranks)
+    yield from weight_findings(compared, ranks)
+    yield from _copies(outcome, inventory, [sums[number] for number in wrong])
 
 
-def _held(checkpoint: Checkpoint, paths: Collection[str]) -> dict[str, list[tuple[int, int, str, str]]]:
-    """Return what lies in some files, in the checkpoint's order: first and last byte, parameter or buffer, slot."""
-    found: dict[str, list[tuple[int, int, str, str]]] = {}
-    for parameter in checkpoint.holders():
+def _damaged(
+    sums: Sequence[Sum],
+    wrong: Mapping[int, int],
+    suspects: Mapping[int, set[str]],
+    checkpoint: Checkpoint | None,
+    ranks: Ranks,
+) -> Iterator[Finding]:
+    """Yield a finding for each damaged record, with the parameters and buffers that have elements in it."""
+    paths = {sums[number].path for number in wrong}
+    held: dict[str, list[tuple[int, int, str, str]]] = {}
+    for parameter in checkpoint.holders() if checkpoint is not None and wrong else ():
         for key, slot in parameter.slots.items():
             for span in _spans(slot, paths):
-                found.setdefault(span.path, []).append((*span.reach, parameter.name, key))
-    return found
+                held.setdefault(span.path, []).append((*span.reach, parameter.name, key))
+    for number, crc in sorted(wrong.items()):
+        one = sums[number]
+        inside: dict[str, str] = {}
+        for begin, end, name, key in held.get(one.path, ()):
+            if begin < one.offset + one.nbytes and one.offset < end:
+                inside.setdefault(name, key)
+        names = [name for name in inside if name in suspects.get(number, ())] or list(inside)
+        what = f": {', '.join(dict.fromkeys(inside[name] for name in names))} of {listed(names)}" if names else ""
+        yield Finding(
+            CHECKSUM,
+            f"{one.name} is damaged{what}",
+            one.path,
+            ranks.get(one.path, ()),
+            tuple(names),
+            f"CRC-32 {one.crc32:08x}",
+            f"{crc:08x}",
+        )
 
 
 def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
@@ -212,33 +190,12 @@ def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
     ]
 
 
-def damage_findings(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ranks) -> Iterator[Finding]:
-    """Yield findings about checksums, elements, weights and copies."""
-    suspects: dict[int, set[str]] = {}
-    for (subject, checksum), _ in outcome.tallies.items():
-        if checksum in damage.wrong:
-            suspects.setdefault(checksum, set()).add(inventory.subjects[subject].name)
-    compared = []
-    for (subject, path, weight_path, mine, its), (numel, unequal) in outcome.compared.items():
-        name, wrong = inventory.subjects[subject].name, {mine, its} & damage.wrong.keys()
-        for checksum in wrong if unequal.count else ():
-            suspects.setdefault(checksum, set()).add(name)
-        if not wrong:
-            compared.append(Comparison(name, path, weight_path, numel, unequal.count, unequal.detail))
-    yield from damage.findings(suspects, ranks)
-    yield from _elements(outcome, inventory, damage, ranks)
-    yield from weight_findings(compared, ranks)
-    yield from _copies(outcome, inventory, damage)
-
-
-Group = tuple[str, str, str | None]
-"""Code, slot and file."""
-
-
-def _elements(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ranks) -> Iterator[Finding]:
+def _elements(
+    outcome: Outcome, inventory: Inventory, sums: Sequence[Sum], wrong: Mapping[int, int], ranks: Ranks
+) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
-    groups: dict[Group, list[tuple[Subject, Tally]]] = {}
-    unsummed = {number for number, checksum in outcome.tallies if checksum < 0}
+    groups: dict[tuple[str, str, str | None], list[tuple[str, Tally]]] = {}  # by code, slot and file
+    unsummed = {number for number, checksum in outcome.tallies if checksum == NO_SUM}
     files: dict[int, str] = {}
     for where in sorted(inventory.pieces) if unsummed else ():
         for one in inventory.pieces[where]:
@@ -249,39 +206,31 @@ def _elements(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ran
             for index, *_ in many.within(one.first, one.first + one.numel).tolist():
                 files.setdefault(many.subjects[index], where)
     for (number, checksum), tally in sorted(outcome.tallies.items()):
-        if checksum in damage.wrong:
+        if checksum in wrong:
             continue
         subject = inventory.subjects[number]
-        path = damage.sums[checksum].path if checksum >= 0 else files.get(number)
-        for code in _codes(subject, tally):
-            groups.setdefault((code, subject.slot, path), []).append((subject, tally))
+        path = sums[checksum].path if checksum != NO_SUM else files.get(number)
+        codes = {
+            PADDING: subject.kind == PADDING_KIND,
+            BUFFER_NAN: subject.kind == BUFFER and tally.nan,
+            NOT_FINITE: subject.kind not in (BUFFER, PADDING_KIND) and (tally.nan or tally.inf),
+            NEGATIVE: tally.negative,
+        }
+        for code in (code for code, is_it in codes.items() if is_it):
+            groups.setdefault((code, subject.slot, path), []).append((subject.name, tally))
     for (code, slot, path), found in groups.items():
-        names = tuple(dict.fromkeys(subject.name for subject, _ in found if subject.name))
-        counts = [(s.name, _count(code, t), t.first) for s, t in found]
-        first = next(((name, at) for name, _, at in counts), ("", 0))
-        total = sum(count for _, count, _ in counts)
-        yield Finding(
-            code,
-            _message(code, slot, names, [tally for _, tally in found], total),
-            path,
-            ranks.get(path or "", ()),
-            names,
-            "zeros" if code == PADDING else "none",
-            "; ".join(f"{name} {count}" for name, count, _ in counts[:8]) + (" ..." if len(counts) > 8 else "")
-            if len(names) > 1
-            else f"{total}, first at {'byte' if code == PADDING else 'element'} {first[1]}",
-        )
-
-
-def _codes(subject: Subject, tally: Tally) -> Iterator[str]:
-    if subject.kind == PADDING_KIND:
-        yield PADDING
-    if subject.kind == BUFFER and tally.nan:
-        yield BUFFER_NAN
-    if subject.kind not in (BUFFER, PADDING_KIND) and (tally.nan or tally.inf):
-        yield NOT_FINITE
-    if tally.negative:
-        yield NEGATIVE
+        names = tuple(dict.fromkeys(name for name, _ in found if name))
+        tallies = [tally for _, tally in found]
+        counts = [_count(code, tally) for tally in tallies]
+        total = sum(counts)
+        if len(names) > 1:
+            each = [f"{name} {count}" for (name, _), count in zip(found, counts, strict=True)]
+            said = "; ".join(each[:8]) + (" ..." if len(each) > 8 else "")
+        else:
+            said = f"{total}, first at {'byte' if code == PADDING else 'element'} {tallies[0].first}"
+        expected = "zeros" if code == PADDING else "none"
+        what = _message(code, slot, names, tallies, total)
+        yield Finding(code, what, path, ranks.get(path or "", ()), names, expected, said)
 
 
 def _count(code: str, tally: Tally) -> int:
@@ -294,15 +243,19 @@ def _message(code: str, slot: str, names: Sequence[str], tallies: Sequence[Tally
     of = f"{slot} of {listed(names)}"
     if code == NEGATIVE:
         return f"{of}: {total} negative {'element' if total == 1 else 'elements'}"
-    nan, inf = sum(tally.nan for tally in tallies), sum(tally.inf for tally in tallies)
-    return f"{of}: {' and '.join(f'{n} {what}' for n, what in ((nan, 'NaN'), (inf, 'Inf')) if n)}"
+    kinds = ((sum(tally.nan for tally in tallies), "NaN"), (sum(tally.inf for tally in tallies), "Inf"))
+    return f"{of}: {' and '.join(f'{n} {kind}' for n, kind in kinds if n)}"
 
 
-def _copies(outcome: Outcome, inventory: Inventory, damage: Damage) -> Iterator[Finding]:
+def _copies(outcome: Outcome, inventory: Inventory, damaged: Sequence[Sum]) -> Iterator[Finding]:
     codes = {"tied": TIED_DIFFER, "parameter": REPLICAS_DIFFER, "buffer": BUFFERS_DIFFER}
     for number, unequal in sorted(outcome.duplicates.items()):
         one = inventory.duplicates[number]
-        if not unequal.count or damage.explains([*_spans(one.slot), *_spans(one.original)]):
+        if not unequal.count or any(
+            record.path == span.path and span.reach[0] < record.offset + record.nbytes and record.offset < span.reach[1]
+            for span in [*_spans(one.slot), *_spans(one.original)]
+            for record in damaged
+        ):
             continue
         path, original = one.slot.spans[0].path, one.original.spans[0].path
         names = (one.name,) if one.name == one.of else (one.of, one.name)
