@@ -23,7 +23,8 @@ from zckpt.engine.plan import fill
 from zckpt.errors import LayoutError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.cut import is_flattened, unflattened
-from zckpt.formats.megatron.names import in_order, stored
+from zckpt.formats.megatron.keys import stored
+from zckpt.formats.megatron.names import in_order
 from zckpt.state import Extent, Slot, Span
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
@@ -229,12 +230,13 @@ def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path: Path) -> None:
 
 
 def test_names_are_in_the_models_order() -> None:
+    experts = "decoder.layers.2.mlp.experts.local_experts."
     given = ["output_layer.weight", "decoder.final_layernorm.weight", "decoder.layers.10.b", "decoder.layers.2.b",
-             "decoder.layers.2.a.local_experts.1.x", "decoder.layers.2.a.local_experts.0.y",
-             "decoder.layers.2.a.local_experts.0.x", "mtp.layers.0.c", "embedding.word_embeddings.weight"]  # fmt: skip
+             f"{experts}1.x", f"{experts}0.y", f"{experts}0.x", "mtp.layers.0.c",
+             "embedding.word_embeddings.weight"]  # fmt: skip
     assert in_order(given) == [
-        given[8], "decoder.layers.2.b", "decoder.layers.2.a.local_experts.0.x", "decoder.layers.2.a.local_experts.0.y",
-        "decoder.layers.2.a.local_experts.1.x", "decoder.layers.10.b", given[1], given[7], given[0],
+        given[8], "decoder.layers.2.b", f"{experts}0.x", f"{experts}0.y", f"{experts}1.x", "decoder.layers.10.b",
+        given[1], given[7], given[0],
     ]  # fmt: skip
     assert [one.axes for one in stored([EXPERTS, FC2, "decoder.layers.3.mlp.experts.experts.linear_fc2.weight", "a.b"])
             ] == [("layer", "expert"), ("layer",), ("expert",), ()]  # fmt: skip

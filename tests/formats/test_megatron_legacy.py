@@ -140,9 +140,8 @@ def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it() -
     names = [f"{front}mlp.linear_fc2.weight", f"{front}self_attention.linear_proj.weight", "output_layer.weight",
              f"{front}self_attention.linear_qkv.layer_norm_weight", "embedding.word_embeddings.weight"]  # fmt: skip
     local, engine = orders(names)
-    assert local.layers == [[names[3], names[1], names[0]]]
-    assert engine.layers == [[names[1], names[3], names[0]]]
-    assert (local.front, local.back) == ([names[4]], [names[2]])
+    assert local == ([names[4], names[3], names[1], names[0], names[2]], False)
+    assert engine == ([names[4], names[1], names[3], names[0], names[2]], False)
     assert orders([*names, f"{front}mixer.in_proj.weight"]) == []
 
 

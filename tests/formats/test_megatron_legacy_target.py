@@ -6,20 +6,22 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import zckpt
+from tests.engine.test_plan import each_once, hole_of, run
 from tests.formats.test_megatron_legacy import ITERATION, KINDS, OTHER
+from zckpt.engine.plan import fill
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.megatron.cut import KEPT, Cut
+from zckpt.formats.megatron.cut import KEPT, Cut, cuts_of
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.own import own_tree
-from zckpt.formats.megatron.slices import cuts_of, slice_of
 from zckpt.formats.megatron.stages import bounds_of, dealt, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import as_mapping
-from zckpt.state import Extent, Slot
+from zckpt.state import Extent, Slot, Span
 from zckpt.torchfile import read_torchfile
 
 ALONE = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "expert_parallel_size": 1}
@@ -272,16 +274,20 @@ def test_experts_are_numbered_from_0_on_each_rank() -> None:
 
 
 def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
-    gated = slice_of((8, 3), Cut(0, 2), 1, 2)
-    assert gated.shape == (4, 3)
-    slot = Slot("weight", "float32", (8, 3), ())
-    assert [(one.start, one.extent) for one in gated.contents(slot, "")] == [
-        (0, Extent((2, 0), (2, 3), 0, 6)), (6, Extent((6, 0), (2, 3), 0, 6)),
-    ]  # fmt: skip
-    assert [one.extent for one in slice_of((4, 6), Cut(1), 1, 3).contents(slot, "")] == [Extent((0, 2), (4, 2), 0, 8)]
-    padded = slice_of((5, 2), Cut(0), 1, 2, 8)
-    assert padded.shape == (4, 2)
-    assert [(one.start, one.extent) for one in padded.contents(slot, "")] == [(0, Extent((4, 0), (1, 2), 0, 2))]
+    elements = np.arange(24)
+
+    def sliced(shape: tuple[int, int], cut: Cut, rank: int, ranks: int, size: int | None = None) -> Any:
+        """The elements of a rank's slice of 0, 1, 2, ..."""
+        spans = (Span(Extent.whole(shape), "f", 0, "float32"),)
+        found = cut.slice(Slot("weight", "float32", shape, spans), rank, ranks, size)
+        assert cut.shape(shape, ranks, size) == found.shape
+        return run(fill(hole_of(found, dtype="float32")), {"f": elements, "": np.zeros(1, int)}, found.numel, "float32")
+
+    whole = elements.reshape(8, 3)
+    assert sliced((8, 3), Cut(0, 2), 1, 2) == each_once(np.concatenate([whole[2:4], whole[6:]]).ravel())
+    assert sliced((4, 6), Cut(1), 1, 3) == each_once(elements.reshape(4, 6)[:, 2:4].ravel())
+    assert sliced((4, 6), KEPT, 1, 3) == each_once(elements)
+    assert sliced((5, 2), Cut(0), 1, 2, 8) == each_once(np.array([8, 9, 0, 0, 0, 0, 0, 0]))
     shapes = {"l.mlp.linear_fc1.weight": (8, 3), "l.mlp.linear_fc2.weight": (3, 4), "l.norm.weight": (3,)}
     assert list(cuts_of(shapes, 2, None).values()) == [Cut(0, 2), Cut(1), KEPT]
     with pytest.raises(UsageError, match="not cut evenly for 3"):

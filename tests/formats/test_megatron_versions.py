@@ -21,7 +21,7 @@ from zckpt.errors import (
 )
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.buckets import between
-from zckpt.formats.megatron.cut import Cut, cut_of, joined
+from zckpt.formats.megatron.cut import Cut, cut_of
 from zckpt.formats.megatron.order import order_of, orders
 from zckpt.state import Extent, Slot, Span
 
@@ -142,7 +142,7 @@ def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:
     boxes = [Span(Extent((0, 0), (3, 5), 0, 15), "f", 100, "float32", (1, 4)),
              Span(Extent((3, 0), (1, 5), 0, 5), "g", 200, "float32", (1, 4))]  # fmt: skip
     one = Slot("master", "float32", (4, 5), tuple(boxes))
-    whole = joined("linear_fc1.weight", [one, one], Cut(0, 2))
+    whole = Cut(0, 2).joined("linear_fc1.weight", [one, one])
     assert whole.shape == (8, 5)
     assert [(span.path, span.offset, span.extent.offsets[0], span.extent.sizes) for span in whole.spans] == [
         ("f", 100, 0, (2, 5)), ("f", 100, 2, (2, 5)), ("f", 108, 4, (1, 5)), ("g", 200, 5, (1, 5)),
@@ -153,8 +153,8 @@ def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:
 def test_experts_that_are_one_parameter_in_memory_are_among_the_orders() -> None:
     names = [f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc{at}.weight" for e in range(2) for at in (1, 2)]
     grouped = [names[0], names[2], names[1], names[3]]
-    assert [(one.layers[0], one.fused) for one in orders(names)] == [(names, False), (grouped, False), (grouped, True)]
-    assert not any(one.fused for one in orders([*names, names[0].replace("weight", "bias")]))
+    assert orders(names) == [(names, False), (grouped, False), (grouped, True)]
+    assert not any(fused for _, fused in orders([*names, names[0].replace("weight", "bias")]))
 
 
 def test_layers_that_predict_further_tokens_are_before_the_output_layer() -> None:
@@ -167,7 +167,7 @@ def test_layers_that_predict_further_tokens_are_before_the_output_layer() -> Non
     assert order_of(reversed(names), engine=False) == names
     assert order_of([*names, "mtp.layers.0.other.weight"], engine=False) is None
     assert orders([*names, "mtp.layers.0.transformer_layer.other.weight"]) == []
-    assert cut_of("mtp.layers.0.eh_proj.weight", (8, 32), gated=None) == Cut(0)
+    assert cut_of(names[4], {names[4]: (8, 32)}) == Cut(0)
 
 
 def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Path) -> None:

@@ -9,31 +9,32 @@ RUN/iter_0000004/.metadata, __R_N.distcp   `fsdp_dtensor`: of torch's DCP, with 
 RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/   legacy: model_optim_rng.pt, distrib_optim.pt
 
 directory     which of these a path is
-names         what the tensors on disk are of the model that they were cut from
-grouped       the flattened state of experts that are one tensor in memory
+What a model is on disk and on ranks, both ways, for those that read and those that write:
+
+names         which layer and which expert a name is of
+keys          under which key, and where in it, `torch_dist` has each tensor
+norms         under which name each implementation of layers has its norms
+order         the order of a model's parameters in memory
+cut           what a tensor-parallel rank has of a parameter
+fused         experts that are one parameter of a rank, transposed
+stages        what pipeline stages, their chunks and expert-parallel ranks have
+buckets       where the distributed optimizer has a parameter in buffers without names
+
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 zarr          the tensors and objects of such a directory in arrays
-optimizer     its slots and param groups
-objects       values that are no tensors
+grouped       the flattened state of experts that are one tensor in memory
 flat          the distributed optimizer's flat buffers as slots of parameters
-chunks        which parameters each of them may be of, and where
-lines         those buffers as lines of elements
-order         the order of a model's parameters in memory
+optimizer     param groups
+objects       values that are no tensors
 fsdp_dtensor  Megatron-FSDP's directories as a Checkpoint
 legacy        from ranks' files to a Checkpoint
 ranks         which ranks there are, and what each has by the whole model's names
 local         what the optimizer of one rank has of its parameters
-buckets       where the distributed optimizer has a parameter in buffers without names
 proof         whether every master there is its weight, rounded
-cut           how ranks' slices, and what is written in several, make up a parameter
-wholes        what all ranks have of each parameter
-fused         experts that are one parameter of a rank, transposed
 
 writer        a run's directory with one `torch_dist` checkpoint
-legacy_writer one with legacy files: legacy_target, legacy_state, stages, slices
+legacy_writer one with legacy files: legacy_target, legacy_state
 write_common  what both have
-keys          under which key, and where in it, such a directory has each tensor
-norms         under which name each implementation of layers has its norms
 write_groups  param groups as Megatron-Core has them
 own           what a directory that zckpt wrote has besides
 """

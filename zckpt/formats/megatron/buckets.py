@@ -1,4 +1,4 @@
-"""Where the distributed optimizer has a parameter in its buffers, which hold no names. Pure arithmetic.
+"""Where the distributed optimizer has a parameter in its buffers, which hold no names.
 
 buffer            one for each pair of parameter and gradient type, of each chunk of the model on a rank
     bucket 0      | p9 .| p8   .| p7 |     the trained parameters in reverse order, each start a multiple of 64
@@ -16,13 +16,19 @@ Source: megatron-core 0.16, `_ParamAndGradBuffer`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import prod
 
-from zckpt.state import Extent, PaddingSpan, Slot
+from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.formats.megatron.cut import Shape
+from zckpt.formats.torch_files.tensors import as_mapping, slot_of
+from zckpt.state import MASTER, Extent, PaddingSpan, Slot
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
-from zckpt.state.views import narrow
+from zckpt.state.inventory import ANY, IMPLIED, Rule
+from zckpt.state.views import narrow, reshape
+from zckpt.torchfile import DType, Tensor
 
 ALIGNMENT = 64
 """Elements to a multiple of which each parameter's start in its bucket is rounded up."""
@@ -143,16 +149,96 @@ def between(ranges: Iterable[tuple[int, int]], numel: int) -> list[tuple[int, in
 class Line(SpanIndex):
     """The elements of a slot, in one dimension."""
 
-    def part(self, start: int, numel: int) -> Slot:
-        """Return some elements."""
-        return narrow(self.reaching(Extent.flat(self.slot.shape, start, numel)), 0, start, numel)
+    def part(self, start: int, shape: Shape) -> Slot:
+        """Return the elements from one on, as a parameter of a shape."""
+        numel = prod(shape)
+        flat = narrow(self.reaching(Extent.flat(self.slot.shape, start, numel)), 0, start, numel)
+        return reshape(flat, shape)
 
 
-def padding_of(line: Line, gaps: Iterable[tuple[int, int]]) -> Iterator[PaddingSpan]:
-    """Yield where some elements of a line are, which are no parameter's."""
-    for start, numel in gaps:
-        for span in line.part(start, numel).spans:
-            yield PaddingSpan(line.slot.name, span.path, span.offset, span.extent.numel * itemsize(span.dtype))
+@dataclass(slots=True)
+class Buffer:
+    """A buffer of a rank.
+
+    Parameters
+    ----------
+    dtype : str
+        Of its parameters.
+    slots : dict of str to Line
+        Each of all buckets, one behind the other.
+    numel : int, elements
+        Of a line.
+    stored, sizes : tuple of int, or None
+        Elements of each bucket in the line, and without what pads it; None where buckets are written as one.
+    """
+
+    dtype: str
+    slots: dict[str, Line]
+    numel: int
+    stored: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+
+    def layouts(self, members: Sequence[Member], numels: Sequence[int | None]) -> Iterator[Layout]:
+        """Yield the layouts in which parameters fill it; `numels`: at which sizes its buckets may have ended."""
+        if self.sizes is not None:
+            layout = fit(members, self.sizes)
+            yield from [] if layout is None else [layout]
+            return
+        together = [replace(one, alone=False) for one in members]
+        for its in [members] if together == members else [members, together]:
+            for numel in dict.fromkeys(numels):
+                layout = lay_out(its, numel)
+                if layout.numel == self.numel:
+                    yield layout
+
+    def padding(self, ranges: Iterable[tuple[int, int]]) -> Iterator[PaddingSpan]:
+        """Yield where elements are that are no parameter's, of which `ranges` are: the first and how many, of each."""
+        for start, numel in between(ranges, self.numel):
+            for line in self.slots.values():
+                for span in line.part(start, (numel,)).spans:
+                    yield PaddingSpan(line.slot.name, span.path, span.offset, span.extent.numel * itemsize(span.dtype))
+
+
+PARAM, UNPADDED, JOINED = "param", "numel_unpadded", "buckets_coalesced"
+
+
+def gathered(node: object, path: str) -> list[Buffer]:
+    """Return the buffers of a rank that are written as one line each, in the order of their numbers.
+
+    {"buckets_coalesced": True, 0: {(bfloat16, float32): {"param": flat, "exp_avg": flat, ..., "numel_unpadded": n}}}
+
+    Raises UnsupportedError: it is of an older form; DamagedFileError: a buffer is unreadable.
+    """
+    content = as_mapping(node, path)
+    if content.get(JOINED) is not True:
+        raise UnsupportedError(
+            "holds the distributed optimizer's state in an older form",
+            expected=f"{JOINED}, as Megatron-Core writes it since 0.6",
+            advice="load and save it with a newer version of the program that wrote it",
+        )
+    by_types = [as_mapping(content[number], path) for number in sorted(key for key in content if type(key) is int)]
+    found = []
+    for types, its in (item for by_type in by_types for item in by_type.items()):
+        tensors = {str(key): one for key, one in as_mapping(its, path).items() if isinstance(one, Tensor)}
+        shapes = {one.shape for one in tensors.values()}
+        if PARAM not in tensors or len(shapes) > 1 or len(tensors[PARAM].shape) != 1:
+            raise DamagedFileError("an unreadable buffer of the distributed optimizer",
+                                   expected="flat tensors of one size, `param` among them",
+                                   found=listed(sorted(map(str, shapes))))  # fmt: skip
+        kind = types[0].name if isinstance(types, tuple) and types and isinstance(types[0], DType) else ""
+        named = {MASTER if key == PARAM else key: one for key, one in tensors.items()}
+        lines = {key: Line(slot_of(key, one, path)) for key, one in named.items()}
+        found.append(Buffer(kind, lines, tensors[PARAM].shape[0]))
+    return found
+
+
+def gathered_rules(*steps: str) -> list[Rule]:
+    """Return what the inventory has to know of such buffers."""
+    return [
+        Rule((*steps, JOINED), IMPLIED, "that buckets are one tensor"),
+        Rule((*steps, ANY, ANY, UNPADDED), IMPLIED, "how many elements a buffer has"),
+        Rule((*steps, ANY, ANY, ANY), IMPLIED, "the types of a buffer"),
+    ]
 
 
 def _rounded(at: int) -> int:

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a parameter of Megatron's, told by name and proved by shapes, and put together. Pure.
+"""How tensor parallelism cuts a parameter of Megatron's, told by name and proved by shapes: both ways. Pure.
 
 rows            linear_qkv, linear_q, linear_kv, linear_fc1, word_embeddings, output_layer, eh_proj: each rank has some
                 outputs
@@ -14,15 +14,16 @@ Source: megatron-core 0.13 and 0.16; Megatron-LM's `megatron/model`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.state import Slot
-from zckpt.state.views import concat, narrow, plain, reshape, transpose
+from zckpt.state.views import concat, narrow, pad, plain, reshape, transpose
 
 Shape = tuple[int, ...]
+Shapes = Mapping[str, Shape]
 
 ROWS = frozenset((
     "linear_qkv", "linear_q", "linear_kv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj",
@@ -30,10 +31,11 @@ ROWS = frozenset((
 ))  # fmt: skip
 COLUMNS = frozenset(["linear_proj", "linear_fc2", "dense", "dense_4h_to_h"])
 WHOLE = frozenset(["router", "position_embeddings", "tokentype_embeddings", "gate_weight"])
-GATED = frozenset(["linear_fc1", "dense_h_to_4h"])
-"""Layers that may have two halves, each cut for itself; their partners tell."""
 
 PARTNER = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
+"""Layers that may have two halves, each cut for itself, and those behind them, which tell."""
+
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.bias")
 
 _NORM = re.compile(r".*(?:norm|layernorm|layer_norm)(?:_weight|_bias|\.weight|\.bias)")
 _NUMBERED = re.compile(r"(weight|bias)[0-9]*")
@@ -50,66 +52,127 @@ class Cut:
     dimension: int | None
     parts: int = 1
 
+    def shape(self, shape: Shape, ranks: int, size: int | None = None) -> Shape:
+        """Return the shape of a slice; `size`: what the whole is to have along its dimension, with zeros behind it."""
+        d = self.dimension
+        return shape if d is None else (*shape[:d], (size or shape[d]) // ranks, *shape[d + 1 :])
+
+    def slice(self, slot: Slot, rank: int, ranks: int, size: int | None = None) -> Slot:
+        """Return a rank's slice of a whole that is divided evenly; `size` is as of `shape`."""
+        d = self.dimension
+        if d is None:
+            return slot
+        whole, each = slot.shape[d], (size or slot.shape[d]) // (ranks * self.parts)
+        firsts = [min((part * ranks + rank) * each, whole) for part in range(self.parts)]
+        found = concat([narrow(slot, d, first, min(each, whole - first)) for first in firsts], d)
+        return pad(found, d, 0, each * self.parts - found.shape[d])
+
+    def joined(self, name: str, slices: Sequence[Slot]) -> Slot:
+        """Return the whole of which each rank has a slice.
+
+        Raises LayoutError: the slices are of different shapes or types, or have an odd number of what comes in pairs.
+        """
+        first, d = slices[0], self.dimension
+        for one in slices[1:]:
+            if (one.shape, one.dtype) != (first.shape, first.dtype):
+                raise LayoutError(
+                    f"ranks have slices of {name} that do not match",
+                    expected=f"{first.dtype} {first.shape}",
+                    found=f"{one.dtype} {one.shape}",
+                )
+        if d is None or len(slices) == 1:
+            return first
+        size, odd = divmod(first.shape[d], self.parts)
+        if odd:
+            raise LayoutError(f"{name} has no {self.parts} equal parts", found=first.shape)
+        return concat([narrow(one, d, part * size, size) for part in range(self.parts) for one in slices], d)
+
 
 KEPT = Cut(None)
 
 
-def cut_of(name: str, shape: Shape, *, gated: bool | None) -> Cut:
+def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
     """Return how a parameter is cut, of which more than one rank has a slice.
 
     Parameters
     ----------
     name : str
-    shape : tuple of int
-        Of a rank's slice.
-    gated : bool or None
-        Of a first layer of two, whether it has two halves; None: that is not known.
+    shapes : mapping of str to tuple of int
+        Of all parameters, or of a rank's slices of them.
+    said : object
+        Whether the program says that its units are gated, where shapes do not tell; what is no bool says nothing.
 
     Raises
     ------
     UnsupportedError
         No rule is known for the name.
+    LayoutError
+        It does not fit the layer behind it.
     """
-    steps = name.split(".")
-    module, last = (steps[-2], steps[-1]) if len(steps) > 1 else ("", steps[-1])
+    *_, module, last = ("", *name.split("."))
+    axes = len(shapes[name])
     if _NORM.fullmatch(name) or module in WHOLE or last in WHOLE:
         return KEPT
     if _NUMBERED.fullmatch(last) is not None:
-        if module in ROWS and len(shape) in (1, 2):
-            if module in GATED and gated is None:
+        if module in PARTNER and axes in (1, 2):
+            gated = is_gated(name, shapes, said)
+            if gated is None:
                 raise UnsupportedError(
                     f"whether {name} is that of a gated unit is not known", expected=f"its {PARTNER[module]}"
                 )
-            return Cut(0, 2 if module in GATED and gated else 1)
-        if module in COLUMNS and len(shape) == 2:
-            return Cut(1)
-        if module in COLUMNS and len(shape) == 1:
-            return KEPT
+            return Cut(0, 1 + gated)
+        if module in ROWS and axes in (1, 2):
+            return Cut(0)
+        if module in COLUMNS and axes in (1, 2):
+            return Cut(1) if axes == 2 else KEPT
     raise UnsupportedError(
         f"how tensor parallelism cuts {name} is not known",
         expected="layers of Megatron-Core's transformer",
-        found=f"shape {shape}",
+        found=f"shape {shapes[name]}",
         advice="convert it to one rank with the program that wrote it",
     )
 
 
-def joined(name: str, slots: Sequence[Slot], cut: Cut) -> Slot:
-    """Return the whole of which each rank has a slice.
+def is_gated(name: str, shapes: Shapes, said: object = None) -> bool | None:
+    """Tell whether a parameter is of a gated unit's first layer: it has twice the rows that the second has columns.
 
-    Raises LayoutError: the slices are of different shapes or types, or have an odd number of what comes in pairs.
+    None: it is that of a first layer, and the second is not there.
     """
-    first = slots[0]
-    for one in slots[1:]:
-        if (one.shape, one.dtype) != (first.shape, first.dtype):
-            raise LayoutError(f"ranks have slices of {name} that do not match",
-                              expected=f"{first.dtype} {first.shape}", found=f"{one.dtype} {one.shape}")  # fmt: skip
-    dimension = cut.dimension
-    if dimension is None or len(slots) == 1:
-        return first
-    size, odd = divmod(first.shape[dimension], cut.parts)
-    if odd:
-        raise LayoutError(f"{name} has no {cut.parts} equal parts", found=first.shape)
-    return concat([narrow(one, dimension, part * size, size) for part in range(cut.parts) for one in slots], dimension)
+    *_, module, last = ("", *name.split("."))
+    if module not in PARTNER or _NUMBERED.fullmatch(last) is None:
+        return False
+    second = f"{name.removesuffix(f'{module}.{last}')}{PARTNER[module]}.{last.replace('bias', 'weight')}"
+    mine, its = shapes[name], shapes.get(second)
+    if its is None:
+        return said if isinstance(said, bool) else None
+    if len(its) != 2 or not mine or mine[0] not in (its[1], 2 * its[1]):
+        raise LayoutError(f"{name} does not fit {second}",
+                          expected=f"{its[-1]} rows, or twice as many", found=mine)  # fmt: skip
+    return mine[0] == 2 * its[1]
+
+
+def cuts_of(shapes: Shapes, ranks: int, rows: int | None = None) -> dict[str, Cut]:
+    """Return how each parameter is cut.
+
+    `shapes`: of the whole model's parameters, by the names of the module; `rows`: of vocabularies in the target. Raises
+    UsageError: one is not cut evenly; UnsupportedError: of one no rule is known.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        size = rows if name.endswith(VOCABULARY) else None
+        if ranks == 1:
+            found[name] = KEPT if size is None else Cut(0)
+            continue
+        found[name] = cut = Cut(0) if name.endswith("lm_head.bias") else cut_of(name, shapes)
+        if cut.dimension is not None and (size or shape[cut.dimension]) % (ranks * cut.parts):
+            raise UsageError(
+                f"{name} is not cut evenly for {ranks} tensor-parallel ranks",
+                expected="--padded-vocab-size of a multiple of them"
+                if name.endswith(VOCABULARY)
+                else "a divisor of its size",
+                found=shape,
+            )
+    return found
 
 
 SPLITS = {"query_key_value": 3, "key_value": 2}
@@ -117,12 +180,6 @@ SPLITS = {"query_key_value": 3, "key_value": 2}
 
 CURRENT = 2.0
 """The version of a checkpoint from which on rows of query, key and value are in today's order, [heads, 3, d]."""
-
-
-def splits_of(name: str) -> int | None:
-    """Return how many kinds of rows a parameter has; None for another."""
-    steps = name.split(".")
-    return SPLITS.get(steps[-2]) if len(steps) > 1 else None
 
 
 def reordered(name: str, slots: Sequence[Slot], splits: int, heads: int, version: float) -> Slot:

@@ -1,142 +1,118 @@
 """The distributed optimizer's flat buffers in `torch_dist` as slots of parameters, where every value proves it.
 
-lines    the buffers, as the files have them
-order    in which order a model's parameters may be in memory
-chunks   which parameters a buffer may be of, and where they may be
-
 [chained_N.]optimizer.distributed.dp_group_idx_<g>...
-...optimizer/shard_0_1       [{"param_groups": [...]}]: hyperparameters and step
-...grad_scaler/shard_0_1     [{"scale": ..., ...}]: of fp16
+...gbuf_idx_<b>.dtype_(torch.bfloat16, torch.float32).bucket_idx_<k>.<slot>     a bucket, up to 0.13 with its padding
+...per_bucket_numel_unpadded/shard_0_1     [[{(dtype, dtype): [n, ...]}, ...]]: how much of each bucket is none
+...param_state/shard_0_1                   [{"buckets_coalesced": True, ...}]: all buckets of a buffer as one line,
+                                           without padding between them (`dp_zero_gather_scatter`): see `gathered`
+...optimizer/shard_0_1                     [{"param_groups": [...]}]: hyperparameters and step
+...grad_scaler/shard_0_1                   [{"scale": ..., ...}]: of fp16
 
-A reading is a guess, and has to prove itself: every element of every master, rounded, is that of its weight.
+Group g is the model-parallel rank: tensor-parallel ranks of stage 0, of stage 1, ...; among experts those of each
+expert-parallel rank in between, or (up to megatron-core 0.9) those of all stages for each expert-parallel rank. Buffer
+b is of a chunk of the model and a type. Which layers a chunk has follows from the sizes of its buckets: no two numbers
+of layers fill them. Where buckets are written as one, where they ended is another thing to be guessed.
+
+A reading is a guess, laid out as a target of such ranks would be (`stages`), and has to prove itself: every element of
+every master, rounded, is that of its weight.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
-from zckpt.errors import SourceError
+from zckpt.errors import SourceError, UsageError
 from zckpt.formats.account.fits import text_of
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
-from zckpt.formats.megatron.buckets import between, padding_of
-from zckpt.formats.megatron.chunks import EXPERT, Chunk, Guess, chunks, cut_for, experts_of, guesses
-from zckpt.formats.megatron.cut import joined
-from zckpt.formats.megatron.lines import (
-    JOINED,
-    STATE,
-    UNPADDED,
-    UNPADDED_SIZES,
-    Buffers,
-    UnprovenError,
-    buffers_of,
+from zckpt.formats.megatron.buckets import (
+    PARAM,
+    Buffer,
+    Layout,
+    Line,
+    Member,
+    bucket_numels,
+    gathered,
+    gathered_rules,
 )
+from zckpt.formats.megatron.cut import cuts_of
+from zckpt.formats.megatron.names import TIED, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
+from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.proof import unproven
+from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import carried, read_scalars
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
-from zckpt.state.views import reshape, transpose
+from zckpt.state.views import concat
 from zckpt.torchfile import Tensor, walk_tensors
 
-_OBJECT = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
-_GROUPS = re.compile(_OBJECT + r"optimizer/shard_.*")
-_SCALER = re.compile(_OBJECT + r"grad_scaler/shard_.*")
-_SIZES = re.compile(_OBJECT + r"per_bucket_numel/shard_.*")
+_GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
+_BUCKET = re.compile(
+    _GROUP + r"gbuf_idx_([0-9]{1,18})\.dtype_\((?:torch\.)?(\w+), *(?:torch\.)?\w+\)\.bucket_idx_([0-9]{1,18})\.(.+)"
+)
+_OBJECT = re.compile(_GROUP + r"(\w+)/shard_.*")
 
-SCALER = "grad_scaler"
+GROUPS, SCALER, STATE, SIZES, UNPADDED_SIZES = (
+    "optimizer", "grad_scaler", "param_state", "per_bucket_numel", "per_bucket_numel_unpadded"
+)  # fmt: skip
+
+Place = tuple[int, int]
+"""An optimizer of a chain, and a model-parallel rank."""
+
+Buffers = dict[int, dict[int, dict[int, Buffer]]]
+"""By optimizer of a chain, model-parallel rank, and number."""
+
+
+class UnprovenError(Exception):
+    """Why what lies in the buffers is not certain."""
+
+
+class Objects:
+    """The objects beside buffers, by what they are and where."""
+
+    def __init__(self, objects: Mapping[str, ObjectItem]) -> None:
+        self._every: dict[str, dict[Place, ObjectItem]] = {}
+        for key, one in objects.items():
+            match = _OBJECT.fullmatch(key)
+            if match is not None:
+                self._every.setdefault(match[3], {})[int(match[1] or 0), int(match[2])] = one
+
+    def of(self, kind: str) -> list[tuple[Place, ObjectItem]]:
+        """Return those of a kind, in order."""
+        return sorted(self._every.get(kind, {}).items(), key=lambda one: one[0])
+
+    def node(self, kind: str, place: Place) -> object:
+        """Return the object of a rank's only shard; None where it is not there."""
+        one = self._every.get(kind, {}).get(place)
+        return one.node[0] if one is not None and isinstance(one.node, list) and len(one.node) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a guess makes of the buffers: the slots of every parameter, and the copies that there are of them."""
+class Guess:
+    """What is nowhere said: the parameters' order, how groups are numbered, and where buckets ended.
 
-    chunks: list[Chunk]
+    `fused`: whether a layer's experts are one parameter; `experts_outside`: whether groups of experts are numbered by
+    expert-parallel rank first; `numels`: at which sizes buckets may end, the likeliest first.
+    """
+
+    order: list[str]
+    fused: bool
+    experts_outside: bool
+    numels: tuple[int | None, ...]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a guess makes of the buffers: the slots of every parameter, the copies that there are of them, padding."""
+
     slots: dict[str, dict[str, Slot]]
     copies: list[Duplicate]
-
-
-def attach_flat(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object, object]) -> None:
-    """Give a checkpoint's parameters what flat buffers have of them."""
-    why = "a name of the model is not known"
-    proven: list[Found] = []
-    for guess in guesses(checkpoint, buffers, arguments):
-        try:
-            found = _found(checkpoint, guess, buffers, arguments)
-        except (UnprovenError, SourceError) as error:
-            why = error.message if isinstance(error, SourceError) else str(error)
-            continue
-        if all(found.slots != one.slots for one in proven):
-            proven.append(found)
-    if len(proven) != 1:
-        raise UnprovenError("the values fit more than one order" if proven else why)
-    for name, its in proven[0].slots.items():
-        checkpoint.parameters[name].slots.update(its)
-        checkpoint.parameters[name].frozen = False
-    checkpoint.duplicates += proven[0].copies
-    checkpoint.padding_spans += [list(_padding(checkpoint, chunk)) for chunk in proven[0].chunks]
-
-
-def _found(checkpoint: Checkpoint, guess: Guess, buffers: Buffers, arguments: Mapping[object, object]) -> Found:
-    """Return what a guess makes of the buffers, if every value of every master proves it."""
-    every = list(chunks(checkpoint, guess, buffers, arguments))
-    slots, copies = _slots(checkpoint, every)
-    masters = {name: its[MASTER] for name, its in slots.items() if MASTER in its}
-    wrong = unproven(masters, {name: checkpoint.parameters[name].slots[WEIGHT] for name in masters})
-    if wrong is not None or len(masters) != len(slots):
-        raise UnprovenError(f"the master {wrong.removeprefix('that ')}" if wrong else "there are no masters")
-    return Found(every, slots, copies)
-
-
-def _slots(checkpoint: Checkpoint, every: Sequence[Chunk]) -> tuple[dict[str, dict[str, Slot]], list[Duplicate]]:
-    """Return the slots of every parameter, and the copies that there are of them."""
-    found: dict[str, dict[str, Slot]] = {}
-    copies: list[Duplicate] = []
-    for chunk in every:
-        tensor_ranks = chunk.ranks.tp
-        for lead, start in chunk.starts.items():
-            for expert in sorted({e for e, _ in chunk.buffers}):
-                name = _global(checkpoint, lead, expert, chunk.ranks.ep)
-                one = checkpoint.parameters[name]
-                cut = cut_for(checkpoint, one, tensor_ranks)
-                shape = tuple(n // tensor_ranks if at == cut.dimension else n for at, n in enumerate(one.shape))
-                its = [chunk.buffers[expert, t] for t in range(tensor_ranks)]
-                for slot in its[0].slots:
-                    turned = chunk.fused and EXPERT.fullmatch(lead) is not None
-                    parts = [buffer.slots[slot].part(start, math.prod(shape)) for buffer in its]
-                    parts = [transpose(reshape(one, shape[::-1]), (1, 0)) if turned else reshape(one, shape)
-                             for one in parts]  # fmt: skip
-                    whole = joined(name, parts, cut)
-                    original = found.setdefault(name, {}).setdefault(slot, whole)
-                    others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
-                    others += [(part, t) for t, part in enumerate(parts[1:], 1) if cut.dimension is None]
-                    copies += [
-                        Duplicate("parameter", name, name, copy, original, t) for copy, t in others if copy.numel
-                    ]
-    if not found or any(its.keys() != next(iter(found.values())).keys() for its in found.values()):
-        raise UnprovenError("buffers have different slots")
-    return found, copies
-
-
-def _global(checkpoint: Checkpoint, name: str, rank: int, ranks: int) -> str:
-    match = EXPERT.fullmatch(name)
-    if match is None or ranks == 1:
-        return name
-    return f"{match[1]}{rank * (experts_of(checkpoint, name) // ranks) + int(match[2])}{match[3]}"
-
-
-def _padding(checkpoint: Checkpoint, chunk: Chunk) -> Iterator[PaddingSpan]:
-    ranges = []
-    for name, start in chunk.starts.items():
-        one = checkpoint.parameters[name]
-        kept = cut_for(checkpoint, one, chunk.ranks.tp).dimension is None
-        ranges.append((start, one.numel if kept else one.numel // chunk.ranks.tp))
-    for buffer in chunk.buffers.values():
-        for line in buffer.slots.values():
-            yield from padding_of(line, between(ranges, buffer.numel))
+    padding: list[list[PaddingSpan]]
 
 
 def with_flat(
@@ -146,76 +122,273 @@ def with_flat(
 
     Where it is not proven what is where, nothing is taken, and a warning says why.
     """
-    states = [key for key in objects if STATE.fullmatch(key)]
-    if not items and not states:
+    known = Objects(objects)
+    if not items and not known.of(STATE):
         return common
-    groups = {(int(m[1] or 0), int(m[2])): one for key, one in objects.items() if (m := _GROUPS.fullmatch(key))}
-    nodes = {key: one.node[0] if isinstance(one.node, list) and len(one.node) == 1 else None
-             for key, one in groups.items()}  # fmt: skip
-    firsts = [nodes[key] for key in sorted(nodes) if key[1] == 0]
-    plain = [isinstance(one, dict) and not any(True for _ in walk_tensors(one)) for one in firsts]
-    why = None if plain and all(plain) else "no param groups are beside them"
     try:
-        if why is None:
-            attach_flat(checkpoint, buffers_of(items, objects), common.arguments)
+        firsts = _param_groups(known)
+        reading = _proven(checkpoint, _buffers(items, known), common.arguments)
     except (UnprovenError, SourceError) as error:
         why = error.message if isinstance(error, SourceError) else str(error)
-    if why is not None:
         checkpoint.warnings.append(
-            f"the optimizer's state is in {len(items) + len(states)} flat buffers without names, which are not read: "
-            f"{why}"
+            f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which are "
+            f"not read: {why}"
         )
         return common
-    _keep_scaler(checkpoint, objects)
-    _explain(checkpoint, objects)
-    known = common.content.get(OPTIMIZER)
-    around = known if isinstance(known, dict) else {}
-    optimizer: object = {**around, OPTIMIZER: firsts[0]}
-    if len(firsts) > 1:
-        its = {chain: around.get(chain) for chain in range(len(firsts))}
-        optimizer = {
-            chain: {**(one if isinstance(one, dict) else {}), OPTIMIZER: firsts[chain]} for chain, one in its.items()
-        }
-    return Common(common.file, {**common.content, OPTIMIZER: optimizer})
-
-
-def _keep_scaler(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
-    """Carry the loss scaler of the first rank, which all ranks have alike."""
-    found = sorted((int(m[1] or 0), int(m[2]), key) for key in objects if (m := _SCALER.fullmatch(key)))
-    for _, _, key in found[:1]:
-        one = objects[key]
-        node = one.node[0] if isinstance(one.node, list) and len(one.node) == 1 else one.node
+    for name, its in reading.slots.items():
+        checkpoint.parameters[name].slots.update(its)
+        checkpoint.parameters[name].frozen = False
+    checkpoint.duplicates += reading.copies
+    checkpoint.padding_spans += reading.padding
+    for place, one in known.of(SCALER)[:1]:  # which all ranks have alike
+        node = known.node(SCALER, place) or one.node
         checkpoint.optimizer_metadata[SCALER] = carried(one.file, node)
         scale = node.get("scale") if isinstance(node, dict) else None
         if isinstance(scale, Tensor) and scale.numel == 1:
             checkpoint.loss_scale = float(read_scalars(one.file.path, [scale])[0].value)
+    _explain(checkpoint, known)
+    own = common.content.get(OPTIMIZER)
+    around = own if isinstance(own, dict) else {}
+    if len(firsts) == 1:
+        optimizer: object = {**around, OPTIMIZER: firsts[0]}
+    else:
+        every = {chain: around.get(chain) for chain in range(len(firsts))}
+        optimizer = {chain: {**(one if isinstance(one, dict) else {}), OPTIMIZER: firsts[chain]}
+                     for chain, one in every.items()}  # fmt: skip
+    return Common(common.file, {**common.content, OPTIMIZER: optimizer})
 
 
-def _explain(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
+def _param_groups(objects: Objects) -> list[object]:
+    """Return those of each optimizer of a chain. Raises UnprovenError: there are none."""
+    found = [objects.node(GROUPS, place) for place, _ in objects.of(GROUPS) if place[1] == 0]
+    if not found or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in found):
+        raise UnprovenError("no param groups are beside them")
+    return found
+
+
+def _explain(checkpoint: Checkpoint, objects: Objects) -> None:
     """Say what the objects beside buffers are, in the files that hold them."""
-    rules: dict[str, list[Rule]] = {}
-    scalers = sorted((int(m[1] or 0), int(m[2]), key) for key in objects if (m := _SCALER.fullmatch(key)))
-    for key, one in objects.items():
-        groups = _GROUPS.fullmatch(key)
-        text = text_of(key)
-        if groups is not None and int(groups[2]) == 0:
-            found = [Rule((text, ANY, "param_groups", ANY, ANY, REST), AS_STATE, "hyperparameters")]
-        elif groups is not None:
-            found = [Rule((text, REST), COPY, "hyperparameters of another rank")]
-        elif _SCALER.fullmatch(key):
-            own = key == scalers[0][2]
-            fate, about = (CARRIED, SCALER) if own else (COPY, "the loss scaler of another rank")
-            found = [Rule((text, REST), fate, about, tensors=not own)]
-        elif _SIZES.fullmatch(key) or UNPADDED_SIZES.fullmatch(key):
-            found = [Rule((text, REST), IMPLIED, "sizes of buckets")]
-        elif STATE.fullmatch(key):
-            found = [
-                Rule((text, ANY, JOINED), IMPLIED, "that buckets are one tensor"),
-                Rule((text, ANY, ANY, ANY, UNPADDED), IMPLIED, "how many elements a buffer has"),
-                Rule((text, ANY, ANY, ANY, ANY), IMPLIED, "the types of a buffer"),
-            ]
-        else:
+    first_scaler = next((place for place, _ in objects.of(SCALER)), None)
+
+    def rules(kind: str, place: Place, text: str) -> list[Rule]:
+        if kind == GROUPS and place[1] == 0:
+            return [Rule((text, ANY, "param_groups", ANY, ANY, REST), AS_STATE, "hyperparameters")]
+        if kind == GROUPS:
+            return [Rule((text, REST), COPY, "hyperparameters of another rank")]
+        if kind == SCALER and place == first_scaler:
+            return [Rule((text, REST), CARRIED, SCALER)]
+        if kind == SCALER:
+            return [Rule((text, REST), COPY, "the loss scaler of another rank", tensors=True)]
+        return gathered_rules(text, ANY) if kind == STATE else [Rule((text, REST), IMPLIED, "sizes of buckets")]
+
+    files = {file.path: file for file in checkpoint.files}
+    for kind in (GROUPS, SCALER, STATE, SIZES, UNPADDED_SIZES):
+        for place, one in objects.of(kind):
+            file = files[one.file.path]
+            file.rules = (*file.rules, *rules(kind, place, text_of(one.key)))
+
+
+# --- the buffers, in whatever pieces the files have them
+
+
+def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
+    """Return the buffers of a directory.
+
+    Raises UnprovenError: a key is of another form, or the tensors of a bucket are of different sizes.
+    """
+    buckets: dict[tuple[int, int, int], dict[int, tuple[str, dict[str, TensorItem]]]] = {}
+    for key, item in items.items():
+        match = _BUCKET.fullmatch(key)
+        if match is None or len(item.shape) != 1:
+            raise UnprovenError(f"{key[:120]} is no bucket")
+        own = buckets.setdefault((int(match[1] or 0), int(match[2]), int(match[3])), {})
+        own.setdefault(int(match[5]), (match[4], {}))[1][MASTER if match[6] == PARAM else match[6]] = item
+    found: Buffers = {}
+    for (chain, group, number), its in buckets.items():
+        sizes = _sizes(objects.node(UNPADDED_SIZES, (chain, group)), number)
+        found.setdefault(chain, {}).setdefault(group, {})[number] = _of_buckets(its, sizes)
+    for (chain, group), one in objects.of(STATE):
+        groups = found.setdefault(chain, {})
+        if group in groups:
+            raise UnprovenError(f"{one.key[:120]} is beside buckets")
+        groups[group] = dict(enumerate(gathered(objects.node(STATE, (chain, group)), one.file.path)))
+    return found
+
+
+def _of_buckets(buckets: Mapping[int, tuple[str, dict[str, TensorItem]]], sizes: Sequence[int] | None) -> Buffer:
+    """Return a buffer of its buckets, of which `sizes` are without padding."""
+    ordered = [buckets[number] for number in sorted(buckets)]
+    dtype, first = ordered[0]
+    numels = [{item.shape[0] for item in its.values()} for _, its in ordered]
+    alike = all(kind == dtype and its.keys() == first.keys() for kind, its in ordered)
+    if sorted(buckets) != list(range(len(buckets))) or not alike or any(len(one) != 1 for one in numels):
+        raise UnprovenError("the tensors of a buffer's buckets are not of one kind and size")
+    stored = tuple(one.pop() for one in numels)
+    own = stored if sizes is None else tuple(sizes)
+    if len(own) != len(stored) or any(size > whole for size, whole in zip(own, stored, strict=False)):
+        raise UnprovenError("the sizes of buckets are not those of their tensors")
+    slots = {slot: Line(concat([its[slot].slot(slot) for _, its in ordered], 0)) for slot in first}
+    return Buffer(dtype, slots, sum(stored), stored, own)
+
+
+def _sizes(node: object, number: int) -> list[int] | None:
+    """Return the sizes of a buffer's buckets as an object has them; None if it does not."""
+    its = node[number] if isinstance(node, list) and number < len(node) else None
+    values = [one for one in its.values() if isinstance(one, list)] if isinstance(its, dict) else []
+    return values[0] if len(values) == 1 and all(type(n) is int and n > 0 for n in values[0]) else None
+
+
+# --- guesses, and what proves one
+
+
+def _proven(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object, object]) -> Reading:
+    """Return the only reading that the values prove. Raises UnprovenError: there is none, or more than one."""
+    why: str = "a name of the model is not known"
+    proven: list[Reading] = []
+    is_whole = any(one.sizes is None for groups in buffers.values() for its in groups.values() for one in its.values())
+    sizes = tuple(bucket_numels(arguments) if is_whole else [None])
+    ends = [sizes, sizes[::-1]] if len(sizes) > 1 else [sizes]
+    numberings = (False, True) if len(buffers) > 1 else (False,)
+    for (order, fused), outside, numels in product(orders(checkpoint.parameters), numberings, ends):
+        try:
+            reading = _read(checkpoint, Guess(order, fused, outside, numels), buffers, arguments)
+        except (UnprovenError, SourceError, UsageError) as error:
+            why = str(error) if isinstance(error, UnprovenError) else error.message
             continue
-        rules.setdefault(one.file.path, []).extend(found)
-    for file in checkpoint.files:
-        file.rules = (*file.rules, *rules.get(file.path, ()))
+        if all(reading.slots != one.slots for one in proven):
+            proven.append(reading)
+    if len(proven) != 1:
+        raise UnprovenError("the values fit more than one order" if proven else why)
+    return proven[0]
+
+
+def _read(checkpoint: Checkpoint, guess: Guess, buffers: Buffers, arguments: Mapping[object, object]) -> Reading:
+    """Return what a guess makes of the buffers, if every value of every master proves it."""
+    found = Reading({}, [], [])
+    for chain in sorted(buffers):
+        _Chain(checkpoint, guess, buffers, chain, arguments).read(found)
+    slots = found.slots
+    if not slots or any(its.keys() != next(iter(slots.values())).keys() for its in slots.values()):
+        raise UnprovenError("buffers have different slots")
+    masters = {name: its[MASTER] for name, its in slots.items() if MASTER in its}
+    wrong = unproven(masters, {name: checkpoint.parameters[name].slots[WEIGHT] for name in masters})
+    if wrong is not None or len(masters) != len(slots):
+        raise UnprovenError(f"the master {wrong.removeprefix('that ')}" if wrong else "there are no masters")
+    return found
+
+
+class _Chain:
+    """An optimizer of a chain, of which the last is that of experts, as a guess has it."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        guess: Guess,
+        buffers: Buffers,
+        chain: int,
+        arguments: Mapping[object, object],
+    ) -> None:
+        self._guess, self._groups, self._parameters = guess, buffers[chain], checkpoint.parameters
+        self._of_experts = chain == max(buffers) if len(buffers) > 1 else None  # None: of all parameters
+        names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+        tp, ep, expert_tp = (n if type(n := arguments.get(name)) is int and n > 0 else None for name in names)
+        self._tp = self._ep = 1
+        if len(self._groups) > 1:
+            if tp is None:
+                raise UnprovenError("tensor_model_parallel_size is not in the arguments")
+            self._tp, self._ep = (expert_tp or tp, ep or 1) if self._of_experts else (tp, 1)
+        self._stages, odd = divmod(len(self._groups), self._tp * self._ep)
+        if odd or sorted(self._groups) != list(range(len(self._groups))):
+            raise UnprovenError(f"{len(self._groups)} groups of ranks are not those of {self._tp} "
+                                "tensor-parallel ranks")  # fmt: skip
+        own = [name for name in guess.order if self._has(name)]
+        shapes = {name: self._parameters[name].shape for name in own}
+        self._sliced = Sliced(shapes, cuts_of(shapes, self._tp), self._tp, {})
+        self._counts = expert_counts(own, self._ep)
+        is_tied = self._stages > 1 and not any(name in TIED or FURTHER.fullmatch(name) for name in guess.order)
+        self._chunks = Chunks(guess.order, {own: copy for copy, own in TIED.items()} if is_tied else {})
+
+    def _has(self, name: str) -> bool:
+        return self._of_experts is None or self._of_experts == is_expert(name)
+
+    def _group(self, stage: int, expert: int, tensor: int) -> Mapping[int, Buffer]:
+        first = expert * self._stages + stage if self._guess.experts_outside else stage * self._ep + expert
+        return self._groups[first * self._tp + tensor]
+
+    def _on_rank(self, chunk: Sequence[Dealt], expert: int) -> list[Dealt]:
+        own = [one for one in chunk if self._has(one.name)]
+        return on_expert_rank(own, self._counts, expert, self._ep, fused=self._guess.fused)
+
+    def read(self, found: Reading) -> None:
+        """Add what the buffers of all stages are: each chunk has as many layers as fill it.
+
+        Raises UnprovenError: the parameters do not fill the buffers in this way.
+        """
+        queues = [sorted(self._group(stage, 0, 0)) for stage in range(self._stages)]
+        done, at_front = 0, True
+        while any(queues):
+            for stage, queue in enumerate(queues):
+                if not queue:
+                    raise UnprovenError("stages have different numbers of buffers")
+                lead = self._group(stage, 0, 0)
+                taken, chunk, layouts = self._filling([lead[n] for n in queue], done, first=at_front)
+                if not layouts:
+                    raise UnprovenError(f"no number of layers fills the buckets of stage {stage}")
+                done, at_front = done + taken, False
+                for layout in layouts:
+                    self._take(found, chunk, layout, stage, queue.pop(0))
+        behind = self._chunks.of(done, self._chunks.count, first=False, last=False)
+        if any(self._has(one.name) for one in behind):
+            raise UnprovenError(f"the buffers are of {done} of {self._chunks.count} layers")
+
+    def _filling(self, queue: Sequence[Buffer], done: int, *, first: bool) -> tuple[int, list[Dealt], list[Layout]]:
+        """Return how many layers fill the next buffers, with what a chunk of them has, and how, for each type."""
+        for end in range(done, self._chunks.count + 1):
+            for last in (False, True) if end == self._chunks.count else (False,):
+                chunk = self._chunks.of(done, end, first=first, last=last)
+                by_type: dict[str, list[Member]] = {}
+                for one in self._on_rank(chunk, 0):
+                    member = Member(one.local, prod(self._sliced.shape(one)), one.shared)
+                    by_type.setdefault(self._parameters[one.name].dtype, []).append(member)
+                if not by_type or list(by_type) != [one.dtype for one in queue[: len(by_type)]]:
+                    continue
+                ways = zip(by_type.values(), queue, strict=False)
+                layouts = [next(one.layouts(its, self._guess.numels), None) for its, one in ways]
+                fitting = [one for one in layouts if one is not None]
+                if len(fitting) == len(layouts):
+                    return end - done, chunk, fitting
+        return 0, [], []
+
+    def _take(self, found: Reading, chunk: Sequence[Dealt], layout: Layout, stage: int, number: int) -> None:
+        """Add what the buffers of a number are on all ranks that share a stage."""
+        lead = self._group(stage, 0, 0)[number]
+        starts = layout.starts(lead.stored)
+        for expert in range(self._ep):
+            buffers = [self._group(stage, expert, tensor).get(number) for tensor in range(self._tp)]
+            alike = [one for one in buffers if one is not None and _kind(one) == _kind(lead)]
+            if len(alike) != len(buffers):
+                raise UnprovenError("ranks have buckets of different sizes")
+            own = {one.local: one for one in self._on_rank(chunk, expert)}
+            here = [(own[local], start, self._sliced.shape(own[local])) for local, start in starts.items()]
+            for one, start, shape in here:
+                for slot in lead.slots:
+                    ranks = [self._sliced.slices(one, buffer.slots[slot].part(start, shape)) for buffer in alike]
+                    for name, *parts in zip(one.names, *ranks, strict=True):
+                        self._add(found, name, slot, parts)
+            ranges = [(start, prod(shape)) for _, start, shape in here]
+            found.padding += [list(buffer.padding(ranges)) for buffer in alike]
+
+    def _add(self, found: Reading, name: str, slot: str, parts: Sequence[Slot]) -> None:
+        """Add what tensor-parallel ranks have of a slot of a parameter."""
+        cut = self._sliced.cuts[name]
+        whole = cut.joined(name, parts)
+        original = found.slots.setdefault(name, {}).setdefault(slot, whole)
+        others: list[tuple[Slot, int | None]] = [(whole, None)] if original is not whole else []
+        others += [(part, rank) for rank, part in enumerate(parts[1:], 1) if cut.dimension is None]
+        found.copies += [
+            Duplicate("parameter", name, name, copy, original, rank) for copy, rank in others if copy.numel
+        ]
+
+
+def _kind(one: Buffer) -> tuple[object, ...]:
+    return one.dtype, one.numel, one.stored, one.sizes

@@ -26,8 +26,9 @@ from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, leaves
 from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
-from zckpt.formats.megatron.names import BUFFERS, in_order, stored
-from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, topology_from
+from zckpt.formats.megatron.keys import stored
+from zckpt.formats.megatron.names import BUFFERS, in_order
+from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, topology_of
 from zckpt.state import Checkpoint, Duplicate
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.torchfile import Digests
@@ -81,7 +82,7 @@ def read(place: Place) -> Checkpoint:
     _settle(checkpoint)
     args = tree.get("args")
     known = arguments_of(args.node) if isinstance(args, ObjectItem) else {}
-    checkpoint.topology, checkpoint.world_size = topology_from(known, checkpoint)
+    checkpoint.topology, checkpoint.world_size = topology_of(known, checkpoint)
     return checkpoint
 
 

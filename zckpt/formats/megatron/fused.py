@@ -13,16 +13,15 @@ Source: `GroupedMLP` of megatron-core 0.4 to 0.16, its `forward` and `sharded_st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.megatron.slices import Slice
-from zckpt.state import Parameter, Slot
+from zckpt.formats.megatron.cut import Shape, Shapes
+from zckpt.state import Slot
 from zckpt.state.views import concat, reshape, transpose, unstacked
 
 FUSED = re.compile(r"(.*\.experts\.)weight([12])")
-ONE = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.linear_fc([12])\.weight")
-_NUMBERED = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
+ONE = re.compile(r"(.*\.experts\.)local_experts\.[0-9]+\.linear_fc([12])\.weight")
 
 
 def is_fused(name: str) -> bool:
@@ -31,106 +30,43 @@ def is_fused(name: str) -> bool:
 
 
 def name_of_one(name: str, expert: int) -> str:
-    """Return what an expert's part of a parameter of several is called."""
-    return FUSED.sub(rf"\g<1>local_experts.{expert}.linear_fc\g<2>.weight", name)
-
-
-def name_of_all(name: str) -> str:
-    """Return what the parameter of all experts is called that an expert's is a part of; another name as it is."""
-    return ONE.sub(r"\1weight\3", name)
-
-
-def numbered_name(name: str) -> str:
-    """Return what Transformer Engine's module of all experts calls one's tensor; another name as it is."""
-    return _NUMBERED.sub(r"\1\3\2", name)
-
-
-def expert_count(name: str, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> int:
-    """Return how many experts a parameter is of.
-
-    Parameters
-    ----------
-    name : str
-        Of the parameter.
-    shapes : mapping of str to tuple of int
-        Of all that the rank has.
-    ranks : int
-        Expert-parallel ones.
-
-    Raises
-    ------
-    UnsupportedError
-        The layer's router is not there.
-    LayoutError
-        Its experts are not those of as many ranks, or do not make up the parameter.
-    """
+    """Return what an expert's part of a parameter of several is called; another name as it is."""
     match = FUSED.fullmatch(name)
-    front = match[1].removesuffix("experts.") if match is not None else ""
+    return name if match is None else f"{match[1]}local_experts.{expert}.linear_fc{match[2]}.weight"
+
+
+def expert_count(name: str, shapes: Shapes, ranks: int) -> int:
+    """Return how many experts a parameter of a rank is of. `shapes`: of all that the rank has.
+
+    Raises UnsupportedError: the layer's router is not there; LayoutError: its experts are not those of as many
+    expert-parallel ranks, or do not make up the parameter.
+    """
+    front, _, last = name.rpartition("experts.")
     router, own = shapes.get(f"{front}router.weight"), shapes[name]
     if router is None or len(router) != 2:
         raise UnsupportedError(f"how many experts {name} has is not known",
                                expected=f"{front}router.weight beside it")  # fmt: skip
     count, odd = divmod(router[0], ranks)
-    axis = 1 if match is not None and match[2] == "1" else 0
+    axis = 1 if last == "weight1" else 0
     if odd or not count or len(own) != 2 or own[axis] % count or own[1 - axis] != router[1]:
         raise LayoutError(f"{name} is not of the experts that its router has",
                           expected=f"{router[0]} on {ranks} ranks, of width {router[1]}", found=own)  # fmt: skip
     return count
 
 
-def apart(name: str, parameter: Parameter, count: int) -> list[Parameter]:
-    """Return each expert's own part of a parameter, as if it were one by itself.
-
-    Parameters
-    ----------
-    name : str
-        In the file.
-    parameter : Parameter
-        Its slots are of its own shape, or of one element.
-    count : int
-        Experts.
-
-    Raises
-    ------
-    UnsupportedError
-        State of another shape.
-    """
-    shape = parameter.shape
-    rows, columns = (shape[0], shape[1] // count) if name.endswith("1") else (shape[0] // count, shape[1])
-    every: list[dict[str, Slot]] = [{} for _ in range(count)]
-    for key, slot in parameter.slots.items():
-        if slot.shape != shape and slot.numel != 1:
-            raise UnsupportedError(f"{key} of {name} is not that of experts, one behind the other",
-                                   expected=shape, found=slot.shape)  # fmt: skip
-        its = unstacked(reshape(slot, (count, rows, columns))) if slot.shape == shape else {}
-        for expert, slots in enumerate(every):
-            slots[key] = transpose(its[expert,], (1, 0)) if its else slot
-    return [
-        Parameter(name_of_one(parameter.name, expert), (columns, rows), parameter.dtype, slots, parameter.group,
-                  state=parameter.state)
-        for expert, slots in enumerate(every)
-    ]  # fmt: skip
+def apart(slot: Slot, name: str, count: int) -> list[Slot]:
+    """Return each expert's own part of a parameter, by its name."""
+    rows, columns = slot.shape
+    inner = (rows, columns // count) if name.endswith("1") else (rows // count, columns)
+    return [transpose(one, (1, 0)) for one in unstacked(reshape(slot, (count, *inner))).values()]
 
 
-def together(slots: Sequence[Slot], own: Slice) -> Slot:
-    """Return a rank's slices of experts' matrices as they follow each other, transposed.
-
-    Parameters
-    ----------
-    slots : sequence of Slot
-        One of each expert of the rank, whole.
-    own : Slice
-        The rank's slice of each.
-
-    Returns
-    -------
-    Slot
-        Of shape (experts times the slice's columns, its rows), of which the parameter is another view.
-    """
-    return concat([transpose(own.of(slot), (1, 0)) for slot in slots], 0)
+def together(slots: Sequence[Slot], name: str) -> Slot:
+    """Return the parameter that experts' slices are, by its name: the other way round than `apart`."""
+    return reshape(concat([transpose(one, (1, 0)) for one in slots], 0), shape_of_all(name, len(slots), slots[0].shape))
 
 
-def shape_of_all(name: str, count: int, one: Sequence[int]) -> tuple[int, ...]:
+def shape_of_all(name: str, count: int, one: Shape) -> Shape:
     """Return the shape of a parameter of experts, by its name and that of a rank's slice of one: [F, H] or [H, F]."""
     rows, columns = one
     return (columns, count * rows) if name.endswith("1") else (count * columns, rows)

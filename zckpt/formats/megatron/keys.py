@@ -1,13 +1,19 @@
-"""Under which key, and where in it, `torch_dist` has each tensor of a model: the other way round than `names`. Pure.
+"""Under which key, and where in it, `torch_dist` has each tensor of a model: both ways. Pure.
 
-    decoder.layers.<i>.mlp.linear_fc2.weight              decoder.layers.mlp.linear_fc2.weight [L, ...] at (i)
-    ...experts.local_experts.<e>.linear_fc2.weight        ...experts.experts.linear_fc2.weight [.., E, ...] at (.., e)
-    decoder.layers.<i>.input_layernorm.weight             decoder.layers.self_attention.linear_qkv.layer_norm_weight
-    mtp.layers.<i>....                                    as it is: layers that predict further tokens are not stacked
+    on disk                                                             in the model
+    decoder.layers.mlp.linear_fc2.weight                  [L, ...]      decoder.layers.<i>.mlp.linear_fc2.weight
+    decoder.layers.<i>.mlp.linear_fc2.weight              [...]         the same
+    decoder.layers.mlp.experts.experts.linear_fc2.weight  [L, E, ...]   ...experts.local_experts.<e>.linear_fc2.weight
+    ...mlp.linear_fc1.weight_w, ..._v                     [F, H] each   ...mlp.linear_fc1.weight [2F, H]
+    ...mixer.in_proj.weight.z, .x, .B, .C, .dt                          ...mixer.in_proj.weight
+    mtp.layers.<i>....                                                  the same: what predicts further tokens
 
-Where layers differ, Megatron-Core has each under its own number, and stacks none.
+A layer has its number in the whole model. Names are those of the model on one rank, but for norms that Transformer
+Engine puts into the linear layer behind them: the disk knows no others (`norms`). Where layers differ, Megatron-Core
+has each under its own number, and stacks none. What it writes as several is read and not written.
 
-Source: the `sharded_state_dict` methods of megatron-core 0.16, and the `sharded_state_dict_keys_map` of its layers.
+Source: the `sharded_state_dict` methods of megatron-core 0.13 and 0.16, and the `sharded_state_dict_keys_map` of its
+layers.
 """
 
 from __future__ import annotations
@@ -17,18 +23,97 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.megatron.cut import Shape
+from zckpt.formats.megatron.names import Name
 
-Shape = tuple[int, ...]
+LAYER, EXPERT = "layer", "expert"
+"""What the first axes of a tensor on disk may count."""
 
-_LAYER = re.compile(r"((?:.*\.)?(?:decoder|encoder)\.layers)\.([0-9]{1,9})\.(.+)")
-_LOCAL = re.compile(r"(.*\.experts)\.local_experts\.([0-9]{1,9})\.(.+)")
-_GROUPED = re.compile(r"(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))([0-9]{1,9})")
+_LAYERS = re.compile(r"((?:^|\.)layers)\.(?![0-9]+\.)")
+_EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
+_ONE_EXPERT = re.compile(r"\.experts\.experts\.(?=[0-9]+\.)")
+
+Orders = tuple[tuple[str, ...], ...]
+
+_JOINED: tuple[tuple[re.Pattern[str], Orders], ...] = (
+    (re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_(w|v)"), (("w", "v"),)),
+    (
+        re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)"),
+        (
+            ("z", "x", "B", "C", "dt"),
+            ("x", "B", "C"),
+            ("query", "key", "value", "z", "beta", "alpha"),
+            ("query", "key", "value"),
+        ),
+    ),
+)
+"""Tensors that are written as several, in the order in which they lie in the whole along its first axis."""
+
+_ALONE: Orders = (("",),)
+
+_STACKED = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers")
+"""What the names of layers begin with that may be stacked."""
 
 _MODEL = re.compile(r"(?:.*\.)?layers\.[0-9]+\.(?:.*\.)?linear_[a-z0-9_]+\.weight")
 """What every model of Megatron-Core has, and no other known."""
 
 _UNWRITTEN = re.compile(r".*\.(?:in_proj|conv1d)\.(?:weight|bias)|.*\.experts\.weight[12]")
 """Tensors that Megatron-Core writes as several, at bounds that the tensor does not tell; or transposed."""
+
+
+# --- from keys to names
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor on disk, or several that are one of the model's.
+
+    Parameters
+    ----------
+    key : str
+        Without what tells several apart.
+    parts : tuple of str
+        Their keys, in order.
+    axes : tuple of {"layer", "expert"}
+        What its first axes count.
+    """
+
+    key: str
+    parts: tuple[str, ...]
+    axes: tuple[str, ...]
+
+    def name(self, index: tuple[int, ...]) -> str:
+        """Return the name of one of its tensors, by a number for each of `axes`."""
+        numbers = dict(zip(self.axes, index, strict=True))
+        name = self.key
+        if EXPERT in numbers:
+            name = _EXPERTS.sub(f".experts.local_experts.{numbers[EXPERT]}.", name, count=1)
+        else:
+            name = _ONE_EXPERT.sub(".experts.local_experts.", name, count=1)
+        return _LAYERS.sub(rf"\1.{numbers[LAYER]}.", name, count=1) if LAYER in numbers else name
+
+
+def stored(keys: Iterable[str]) -> list[Stored]:
+    """Return what the keys of a model's tensors are; each key is a part of one."""
+    wholes: dict[tuple[str, Orders], dict[str, str]] = {}
+    for key in keys:
+        whole, part, of = key, "", _ALONE
+        for pattern, orders in _JOINED:
+            match = pattern.fullmatch(key)
+            if match is not None and any(match[2] in order for order in orders):
+                whole, part, of = match[1], match[2], orders
+        wholes.setdefault((whole, of), {})[part] = key
+    found = []
+    for (whole, every_order), parts in wholes.items():
+        order = next((one for one in every_order if set(one) == set(parts)), None)
+        every = [(key, (key,)) for key in parts.values()]  # those that are not all there are by themselves
+        for key, its in every if order is None else [(whole, tuple(parts[part] for part in order))]:
+            axes = (*((LAYER,) if _LAYERS.search(key) else ()), *((EXPERT,) if _EXPERTS.search(key) else ()))
+            found.append(Stored(key, its, axes))
+    return found
+
+
+# --- from names to keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +146,7 @@ def check_names(names: Iterable[str]) -> None:
 
 def is_of_one_layer(key: str) -> bool:
     """Tell whether a key is of one layer of a block whose layers might be stacked."""
-    return _LAYER.fullmatch(key) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A name in parts: what is before the layer's number, and behind it without an expert's."""
-
-    key: str
-    layer: int | None
-    front: str
-    rest: str
-    expert: int | None
-
-
-def _split(name: str) -> _Split:
-    expert = None
-    for pattern in (_LOCAL, _GROUPED):
-        match = pattern.fullmatch(name)
-        if match is not None:
-            rest, number = (match[3], match[2]) if pattern is _LOCAL else (match[2], match[3])
-            name, expert = f"{match[1]}.experts.{rest}", int(number)
-            break
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return _Split(name, None, "", name, expert)
-    return _Split(name, int(match[2]), match[1], match[3], expert)
+    return _STACKED.fullmatch(Name.of(key).block) is not None
 
 
 def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -> dict[str, Placed]:
@@ -104,63 +164,59 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -
     UnsupportedError
         Layers or experts are not numbered through, or differ where they are to be stacked.
     """
-    parts = {name: _split(name) for name in tensors}
-    counts = _layers(parts)
-    stacked: dict[tuple[str, str, int | None], dict[int, tuple[Shape, object]]] = {}
-    for name, part in parts.items():
-        if part.layer is not None:
-            stacked.setdefault((part.front, part.rest, part.expert), {})[part.layer] = tensors[name]
-    unlike = [
-        f"{front}.*.{rest}"
-        for (front, rest, _), its in stacked.items()
-        if len(its) != counts[front] or len(set(its.values())) > 1
-    ]
+    names = {text: Name.of(text) for text in tensors}
+    inner = {text: _without_expert(name) for text, name in names.items()}
+    layers: dict[str, set[int]] = {}
+    stacks: dict[tuple[str, str, int | None], list[tuple[Shape, object]]] = {}
+    for text, name in names.items():
+        if name.layer is not None and _STACKED.fullmatch(name.block):
+            layers.setdefault(name.block, set()).add(name.layer)
+            stacks.setdefault((name.block, inner[text], name.expert), []).append(tensors[text])
+    for block, numbers in layers.items():
+        missing = next((at for at in range(len(numbers)) if at not in numbers), None)
+        if missing is not None:
+            raise UnsupportedError(f"{block} has no layer {missing}", expected=f"layers 0 to {max(numbers)}")
+    unlike = [f"{block}.*.{rest}" for (block, rest, _), its in stacks.items()
+              if len(its) != len(layers[block]) or len(set(its)) > 1]  # fmt: skip
     if unlike and apart is False:
         raise UnsupportedError("layers that differ cannot be stacked", found=listed(unlike, most=3),
                                advice="give --layers apart")  # fmt: skip
-    one_by_one = bool(unlike) if apart is None else apart
-    found = {name: _placed(part, counts, one_by_one=one_by_one) for name, part in parts.items()}
-    return _with_experts(found, parts, tensors)
+    found: dict[str, Placed] = {}
+    for text, name in names.items():
+        if name.block in layers and name.layer is not None and not (bool(unlike) if apart is None else apart):
+            found[text] = Placed(f"{name.block}.{inner[text]}", (name.layer,), (len(layers[name.block]),))
+        else:
+            found[text] = Placed(inner[text] if name.layer is None else f"{name.block}.{name.layer}.{inner[text]}")
+    return found | _of_experts(found, names, tensors)
 
 
-def _layers(parts: Mapping[str, _Split]) -> dict[str, int]:
-    """Return how many layers there are in each block."""
-    numbers: dict[str, set[int]] = {}
-    for part in parts.values():
-        if part.layer is not None:
-            numbers.setdefault(part.front, set()).add(part.layer)
-    for front, its in numbers.items():
-        if its != set(range(len(its))):
-            missing = next(at for at in range(len(its)) if at not in its)
-            raise UnsupportedError(f"{front} has no layer {missing}", expected=f"layers 0 to {max(its)}")
-    return {front: len(its) for front, its in numbers.items()}
-
-
-def _placed(part: _Split, counts: Mapping[str, int], *, one_by_one: bool) -> Placed:
-    if part.layer is None or one_by_one:
-        return Placed(part.key)
-    return Placed(f"{part.front}.{part.rest}", (part.layer,), (counts[part.front],))
-
-
-def _with_experts(
-    found: Mapping[str, Placed], parts: Mapping[str, _Split], tensors: Mapping[str, tuple[Shape, object]]
+def _of_experts(
+    found: Mapping[str, Placed], names: Mapping[str, Name], tensors: Mapping[str, tuple[Shape, object]]
 ) -> dict[str, Placed]:
-    """Give the tensors of experts their place among the others of their layer."""
-    experts: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
-    for name, part in parts.items():
-        if part.expert is not None:
-            experts.setdefault((found[name].key, found[name].index), {})[part.expert] = name
-    counts = {key: 0 for key, _ in experts}
-    for (key, _), its in experts.items():
-        counts[key] = max(counts[key], len(its))
-    done = dict(found)
-    for (key, index), its in experts.items():
-        if set(its) != set(range(counts[key])):
-            raise UnsupportedError(f"the experts of {key} are not numbered through",
-                                   expected=f"0 to {counts[key] - 1}", found=listed(sorted(its)))  # fmt: skip
-        if len({tensors[name] for name in its.values()}) > 1:
-            raise UnsupportedError(f"the experts of {key} differ", expected="one shape and type of all")
-        for number, name in its.items():
-            one = found[name]
-            done[name] = Placed(key, (*index, number), (*one.sizes, counts[key]))
+    """Return where the tensors of experts are among the others of their layer."""
+    experts: dict[Placed, dict[int, str]] = {}
+    for text, name in names.items():
+        if name.expert is not None:
+            experts.setdefault(found[text], {})[name.expert] = text
+    counts: dict[str, int] = {}
+    for at, its in experts.items():
+        counts[at.key] = max(counts.get(at.key, 0), len(its))
+    done = {}
+    for at, its in experts.items():
+        count = counts[at.key]
+        if set(its) != set(range(count)):
+            raise UnsupportedError(f"the experts of {at.key} are not numbered through",
+                                   expected=f"0 to {count - 1}", found=listed(sorted(its)))  # fmt: skip
+        if len({tensors[text] for text in its.values()}) > 1:
+            raise UnsupportedError(f"the experts of {at.key} differ", expected="one shape and type of all")
+        for number, text in its.items():
+            done[text] = Placed(at.key, (*at.index, number), (*at.sizes, count))
     return done
+
+
+def _without_expert(name: Name) -> str:
+    """Return a name within its layer as the key of all experts has it."""
+    if name.expert is None:
+        return name.front
+    module, _, grouped = name.front.removesuffix("local_experts.").rpartition("experts.")
+    return f"{module}experts.experts.{grouped}{name.rest.removeprefix('.')}"

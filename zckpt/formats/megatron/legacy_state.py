@@ -1,7 +1,6 @@
-"""A rank's optimizer as the legacy files have it: by number, or in flat buffers. What `local` reads.
+"""A rank's part of a model, and its optimizer as the legacy files have it: by number, or in flat buffers.
 
-buckets   where the distributed optimizer has a parameter
-slices    what of it the rank has
+What `local` reads. `buckets` says where the distributed optimizer has a parameter, `stages` what a rank has of it.
 
 Source: megatron-core 0.16, `Float16OptimizerWithFloat16Params.state_dict`, `DistributedOptimizer.state_dict` and
 `get_parameter_state_dp_zero`.
@@ -9,52 +8,33 @@ Source: megatron-core 0.16, `Float16OptimizerWithFloat16Params.state_dict`, `Dis
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.megatron.buckets import Member
+from zckpt.formats.megatron.buckets import JOINED, PARAM, UNPADDED, Member
 from zckpt.formats.megatron.buckets import lay_out as lay_out_buckets
-from zckpt.formats.megatron.cut import Cut, Shape
-from zckpt.formats.megatron.fused import shape_of_all, together
-from zckpt.formats.megatron.local import JOINED, MASTERS, PARAM, UNPADDED
 from zckpt.formats.megatron.objects import OPTIMIZER
-from zckpt.formats.megatron.optimizer import GROUPS, SCALER, STATES, STEP
-from zckpt.formats.megatron.slices import VOCABULARY, Slice, slice_of
-from zckpt.formats.megatron.stages import Dealt
-from zckpt.formats.megatron.write_common import master_type, state_of
-from zckpt.formats.megatron.write_groups import Group, is_of_experts
-from zckpt.formats.torch_files.writer import SlotContent, ValueTensor, new_storage, value_node, view
-from zckpt.state import MASTER, Checkpoint, Parameter, Slot
-from zckpt.torchfile import DType, Tensor
+from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
+from zckpt.formats.megatron.stages import Dealt, Sliced
+from zckpt.formats.megatron.write_common import PLAIN, Source
+from zckpt.formats.megatron.write_groups import Group
+from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
+from zckpt.state import MASTER, Slot
+from zckpt.torchfile import DType
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The whole model by the names of its module, in its order, with its optimizer.
+    """The whole model by the names of its module, in its order.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-    tensors : dict of str to (Slot, str)
-        With the types that they are to have.
-    parameters, trained : dict of str to Parameter
-        All of them, and those that the optimizer has, in the module's order.
+    source : Source
     given : dict of str to str
-        The checkpoint's own names.
-    cuts : dict of str to Cut
-    ranks : int
-        Tensor-parallel ones.
-    rows : int or None
-        That vocabularies shall have.
-    groups : list of Group
-    plain : bool
-        Whether the optimizer is another than the distributed one.
-    step : float or None
-    scalers : list
-        The loss scaler's state and that of experts, or None.
+        The source's own names.
+    sliced : Sliced
     bucket_numel : int or None, elements
     gradients : dict of str to str
         Their types by the weights', where they are not float32.
@@ -62,64 +42,42 @@ class Model:
         What the last stage calls its copy of an embedding.
     """
 
-    checkpoint: Checkpoint
-    tensors: Mapping[str, tuple[Slot, str]]
-    parameters: Mapping[str, Parameter]
+    source: Source
     given: Mapping[str, str]
-    trained: Mapping[str, Parameter]
-    cuts: Mapping[str, Cut]
-    ranks: int
-    rows: int | None
-    groups: Sequence[Group]
-    plain: bool
-    step: float | None
-    scalers: Sequence[object]
+    sliced: Sliced
     bucket_numel: int | None
     gradients: Mapping[str, str]
     tied: Mapping[str, str]
 
-    def slice(self, name: str, rank: int) -> Slice:
-        """Return a tensor-parallel rank's slice of a tensor."""
-        rows = self.rows if name.endswith(VOCABULARY) else None
-        return slice_of(self.tensors[name][0].shape, self.cuts[name], rank, self.ranks, rows)
+    def dtype(self, one: Dealt) -> str:
+        """Return the type that a weight is to have."""
+        return self.source.tensors[self.given[one.name]][1]
 
-    def shape(self, one: Dealt, rank: int) -> Shape:
-        """Return the shape of what a tensor-parallel rank has."""
-        own = self.slice(one.name, rank).shape
-        return shape_of_all(one.local, len(one.experts), own) if one.experts else own
+    def weight(self, one: Dealt, rank: int) -> SlotTensor:
+        """Return what a rank has of a weight."""
+        slots = [self.source.tensors[self.given[name]][0] for name in one.names]
+        return SlotTensor(self.sliced.part(one, rank, slots), self.dtype(one), one.name)
 
-    def contents(self, one: Dealt, rank: int, slots: Sequence[Slot], label: str, start: int = 0) -> list[SlotContent]:
-        """Return the contents of a storage that has what a rank has of slots, one of each expert."""
-        own = self.slice(one.name, rank)
-        if not one.experts:
-            return own.contents(slots[0], label, start)
-        whole = together(slots, own)
-        return [SlotContent(start, whole, label)] if whole.numel else []
-
-    def tensor(self, one: Dealt, rank: int, slots: Sequence[Slot], dtype: str, label: str) -> Tensor:
-        """Return what a rank has of slots as a tensor of its own."""
-        shape = self.shape(one, rank)
-        return view(new_storage(dtype, prod(shape), self.contents(one, rank, slots, label)), shape)
-
-    def states(self, one: Dealt) -> list[tuple[str, list[Slot], str]]:
-        """Return key, slots and type of all that the optimizer has of what a rank has.
+    def states(self, one: Dealt, rank: int) -> Iterator[tuple[str, Slot, str, str]]:
+        """Yield key, slot, type and label of all that the optimizer has of what a rank has, the master first.
 
         Raises UnsupportedError: it does not have the same of each expert.
         """
-        every = [self.state(name) for name in one.experts or (one.name,)]
+        names = [self.given[name] for name in one.names]
+        every = [list(self.source.states(name)) for name in names]
         kinds = {tuple((key, dtype) for key, _, dtype in its) for its in every}
-        owners = {next((at for at, group in enumerate(self.groups) if name in group.members), None)
-                  for name in one.experts}  # fmt: skip
-        if len(kinds) > 1 or len(owners) > 1 or len({self.tensors[name][1] for name in one.experts}) > 1:
+        owners = {at for name in names for at, group in enumerate(self.source.groups) if name in group.members}
+        if len(kinds) > 1 or len(owners) > 1 or len({self.source.tensors[name][1] for name in names}) > 1:
             raise UnsupportedError("experts that are one parameter have one optimizer state",
                                    found=f"others of {one.name}")  # fmt: skip
-        return [(key, [its[at][1] for its in every], dtype) for at, (key, _, dtype) in enumerate(every[0])]
+        for at, (key, _, dtype) in enumerate(every[0]):
+            part = self.sliced.part(one, rank, [its[at][1] for its in every])
+            yield key, part, dtype, f"{key}/{one.name}"
 
-    def state(self, name: str) -> list[tuple[str, Slot, str]]:
-        """Return key, slot and type of all that the optimizer has of a parameter, the master first."""
-        one = self.trained[name]
-        every = state_of(one, self.tensors[name], plain=self.plain)
-        return [(key, slot, master_type(one) if key == MASTER else slot.dtype) for key, slot in every]
+    def members(self, group: Group, chunks: Sequence[Sequence[Dealt]]) -> Iterator[Dealt]:
+        """Yield what a rank has of a group's parameters."""
+        own = set(group.members)
+        yield from (one for chunk in chunks for one in chunk if self.given[one.name] in own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,56 +93,46 @@ class Rank:
 
 def optimizer_node(model: Model, rank: Rank) -> object:
     """Return what a rank's file has of its optimizers: one, or a list of that of experts and that of the rest."""
-    chain = _chain(model)
-    scalers = (model.scalers[0], model.scalers[1] if model.scalers[1] is not None else model.scalers[0])
-    every = [_one(model, rank, groups, scaler) for groups, scaler in zip(chain, scalers, strict=False)]
+    source = model.source
+    every = []
+    for groups, values, around in source.optimizers():
+        if source.kind != PLAIN:
+            every.append({OPTIMIZER: {GROUPS: values}, **around})
+            continue
+        states, masters = _numbered(model, rank, groups, values)
+        inner: dict[object, object] = {STATES: states, GROUPS: values}
+        kinds = {source.tensors[name][1] == "float32" for group in groups for name in group.members}
+        if len(kinds) > 1:
+            raise UnsupportedError("trains weights of 16 and of 32 bits, which these files number otherwise",
+                                   advice="give --ckpt-format torch_dist")  # fmt: skip
+        every.append(inner if kinds == {True} else {OPTIMIZER: inner, MASTERS: masters, **around})
     return every[0] if len(every) == 1 else every
 
 
-def _chain(model: Model) -> list[list[Group]]:
-    rest = [one for one in model.groups if not is_of_experts(one)]
-    experts = [one for one in model.groups if is_of_experts(one)]
-    return [its for its in (rest, experts) if its]
-
-
-def _one(model: Model, rank: Rank, groups: Sequence[Group], scaler: object) -> dict[object, object]:
-    """Return an optimizer with its loss scaler, if it has one: by number, or without parameters."""
-    step = model.step
-    in_group: dict[object, object] = {} if step is None or (model.plain and type(step) is float) else {STEP: step}
-    values: list[dict[object, object]] = [
-        {**{key: value_node(value) for key, value in one.values.items()}, **in_group} for one in groups
-    ]
-    around: dict[object, object] = {SCALER: scaler} if scaler is not None else {}
-    if not model.plain:
-        return {OPTIMIZER: {GROUPS: values}, **around}
+def _numbered(
+    model: Model, rank: Rank, groups: Sequence[Group], values: Sequence[dict[object, object]]
+) -> tuple[dict[object, object], list[list[object]]]:
+    """Return the state of parameters by number, and the masters of each group, whose values get the numbers."""
     states: dict[object, object] = {}
     masters: list[list[object]] = []
-    per_parameter = {} if step is None or in_group else {STEP: step}
+    number = 0
     for group, its in zip(groups, values, strict=True):
-        members = set(group.members)
-        own = [one for chunk in rank.chunks for one in chunk if one.name in members]
-        its["params"] = list(range(len(states), len(states) + len(own)))
+        first = number
         masters.append([])
-        for one in own:
-            node: dict[object, object] = {
-                key: ValueTensor(struct.pack("<f", value), "float32", ()) for key, value in per_parameter.items()
-            }
-            for key, slots, dtype in model.states(one):
-                tensor = model.tensor(one, rank.tp, slots, dtype, f"{key}/{one.name}")
+        for one in model.members(group, rank.chunks):
+            step = model.source.own_step
+            node: dict[object, object] = {} if step is None else {STEP: step}
+            for key, slot, dtype, label in model.states(one, rank.tp):
+                tensor = SlotTensor(slot, dtype, label)
                 if key == MASTER:
                     masters[-1].append(tensor)
                 else:
                     node[key] = tensor
-            states[len(states)] = node
-    numbers = sum(len(one) for one in masters)
-    inner: dict[object, object] = {STATES: {at: one for at, one in states.items() if one}, GROUPS: values}
-    kinds = {model.tensors[name][1] == "float32" for group in groups for name in group.members}
-    if kinds == {True}:
-        return inner
-    if len(kinds) > 1 or numbers != len(states):
-        raise UnsupportedError("trains weights of 16 and of 32 bits, which these files number otherwise",
-                               advice="give --ckpt-format torch_dist")  # fmt: skip
-    return {OPTIMIZER: inner, MASTERS: masters, **around}
+            if node:
+                states[number] = node
+            number += 1
+        its["params"] = list(range(first, number))
+    return states, masters
 
 
 def buffers_node(model: Model, rank: Rank) -> object:
@@ -192,10 +140,9 @@ def buffers_node(model: Model, rank: Rank) -> object:
 
     Of several optimizers it is a list. What expert-parallel ranks have alike only the first one's file has.
     """
-    chain = _chain(model)
     every = [
-        None if rank.ep and not any(is_of_experts(one) for one in groups) else _buffers(model, rank, groups)
-        for groups in chain
+        None if rank.ep and not any(one.is_of_experts for one in groups) else _buffers(model, rank, groups)
+        for groups, _, _ in model.source.optimizers()
     ]
     return every[0] if len(every) == 1 else every
 
@@ -203,32 +150,29 @@ def buffers_node(model: Model, rank: Rank) -> object:
 def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, object]:
     members = {name for group in groups for name in group.members}
     found: dict[object, object] = {JOINED: True}
-    number = 0
     for at, chunk in enumerate(rank.chunks):
         kinds: dict[str, list[Dealt]] = {}
         for one in chunk:
-            if one.name in members:
-                kinds.setdefault(model.tensors[one.name][1], []).append(one)
+            if model.given[one.name] in members:
+                kinds.setdefault(model.dtype(one), []).append(one)
         for kind, its in kinds.items():
             gradients = model.gradients.get(kind, "float32")
             numel = model.bucket_numel if rank.pp == 0 and at == 0 else None
-            found[number] = {(DType(kind), DType(gradients)): _buffer(model, rank, its, numel)}
-            number += 1
+            found[len(found) - 1] = {(DType(kind), DType(gradients)): _buffer(model, rank, its, numel)}
     return found
 
 
 def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | None) -> dict[object, object]:
     """Return a buffer: a flat tensor for each slot, of all buckets end to end."""
-    members = [Member(one.local, prod(model.shape(one, rank.tp)), one.shared) for one in its]
+    members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
     starts = layout.starts()
     contents: dict[str, list[SlotContent]] = {}
     types: dict[str, set[str]] = {}
     for one in its:
-        for key, slots, dtype in model.states(one):
+        for key, slot, dtype, label in model.states(one, rank.tp):
             filed = PARAM if key == MASTER else key
-            label = f"{key}/{one.name}"
-            contents.setdefault(filed, []).extend(model.contents(one, rank.tp, slots, label, starts[one.local]))
+            contents.setdefault(filed, []).append(SlotContent(starts[one.local], slot, label))
             types.setdefault(filed, set()).add(dtype)
     mixed = next((key for key, kinds in types.items() if len(kinds) > 1), None)
     if mixed is not None:

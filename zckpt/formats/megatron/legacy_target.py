@@ -12,10 +12,10 @@ from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.buckets import default_bucket_numel
+from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
-from zckpt.formats.megatron.objects import arguments_of
-from zckpt.formats.megatron.slices import VOCABULARY
+from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Namespace, Object, node_of, put_back
@@ -68,7 +68,7 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
     def said(name: str) -> Any:  # noqa: ANN401  # of any type that an option may have
         return getattr(options, name, None)
 
-    arguments, own = arguments_of(checkpoint.metadata.get("args")), checkpoint.topology
+    arguments, own = arguments_of(checkpoint.metadata.get(ARGUMENTS)), checkpoint.topology
     given = {"dp": said("world_size"), "tp": said("tensor_parallel_size"), "pp": said("pipeline_parallel_size"),
              "ep": said("expert_parallel_size")}  # fmt: skip
     chunks, size = said("virtual_pipeline_parallel_size"), said("ddp_bucket_size")

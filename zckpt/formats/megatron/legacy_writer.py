@@ -7,8 +7,7 @@ RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt   the rank's model by
 
 legacy_target  how many ranks, and what the module on them is like
 legacy_state   what is a rank's optimizer
-stages         which layers and experts a rank has, and what it calls them
-slices         what a tensor-parallel rank has of a parameter
+stages         which layers and experts a rank has, what of a parameter, and what it calls them
 
 Source: Megatron-LM's `checkpointing.py`, `get_checkpoint_name`.
 """
@@ -21,48 +20,26 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE, OWN_NAME, RELEASE, TRACKER
-from zckpt.formats.megatron.fused import numbered_name
+from zckpt.formats.megatron.cut import VOCABULARY, cuts_of
+from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.legacy import UNTIED
 from zckpt.formats.megatron.legacy_state import Model, Rank, buffers_node, optimizer_node
-from zckpt.formats.megatron.legacy_target import (
-    BOUNDS,
-    FUSED,
-    NUMBERED,
-    ORDER,
-    Target,
-    target_of,
-    with_sizes,
-)
+from zckpt.formats.megatron.legacy_target import BOUNDS, FUSED, NUMBERED, ORDER, Target, target_of, with_sizes
+from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
-from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.order import order_of
-from zckpt.formats.megatron.own import own_tree
-from zckpt.formats.megatron.slices import VOCABULARY, cuts_of
-from zckpt.formats.megatron.stages import dealt, expert_counts, on_expert_rank, with_fused
-from zckpt.formats.megatron.wholes import TIED
-from zckpt.formats.megatron.write_common import (
-    PLAIN,
-    RESTATED,
-    SCALERS,
-    common_tree,
-    folder_for,
-    groups_for,
-    missing_notes,
-    model_for,
-    optimizer_for,
-    shards_of,
-    text_file,
-)
-from zckpt.formats.megatron.write_groups import Group, step_of
+from zckpt.formats.megatron.stages import Sliced, dealt, expert_counts, on_expert_rank
+from zckpt.formats.megatron.write_common import PLAIN, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
 
-RNG, ARGUMENTS = "rng_state", "args"
+RNG = "rng_state"
 
 _MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
+_OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -71,135 +48,80 @@ def lay_out(job: Job) -> TargetFiles:
     Raises UsageError: a size that does not divide what it cuts; UnsupportedError: it is no model of Megatron's, or has
     what these files have no known place for.
     """
-    checkpoint, options = job.checkpoint, job.options
-    target = target_of(checkpoint, options)
-    notes: list[str] = []
-    model = _model(checkpoint, options, target, notes)
-    folder = folder_for(checkpoint, getattr(options, "iteration", None), trained=bool(model.trained))
+    checkpoint = job.checkpoint
+    target = target_of(checkpoint, job.options)
+    top = target.topology
+    source = Source.of(checkpoint, job.options, top.ep)
+    model = _model(source, target)
     ranks = list(_ranks(model, target))
-    held = {key for key, value in checkpoint.metadata.items() if shards_of(value)}
-    tree = common_tree(checkpoint, folder, held)
-    held -= {key for key, value in checkpoint.metadata.items() if shards_of(value)}
+    tree = source.common_tree({key for key, value in checkpoint.metadata.items() if shards_of(value)})
     if ARGUMENTS in tree:
         tree[ARGUMENTS] = with_sizes(tree[ARGUMENTS], target)
     its_own = _of_ranks(checkpoint, ranks, target)
     if RNG in checkpoint.metadata and its_own is None:
-        notes.append("random states are those of other ranks, and kept beside: Megatron-LM starts with --no-load-rng")
+        source.notes.append("random states are those of other ranks, and kept beside: Megatron-LM starts with "
+                            "--no-load-rng")  # fmt: skip
         tree.pop(RNG, None)
-        held.discard(RNG)
-    held |= {key for key in SCALERS if key in checkpoint.optimizer_metadata and model.groups}
+    held = {str(key) for key in tree}
     files = []
     for rank in ranks:
         content = {**tree, **_states(model, rank, target)}
         held |= _give(content, (its_own or {}).get(rank.folder, {}), rank.folder)
-        if model.groups:
+        if source.groups:
             content[OPTIMIZER] = optimizer_node(model, rank)
-        files.append(torch_writer.lay_out(f"{folder}/{rank.folder}/{FILE}", content))
-        if model.groups and not model.plain:
-            files.append(torch_writer.lay_out(f"{folder}/{rank.folder}/{OPTIMIZER_FILE}", buffers_node(model, rank)))
-    top = target.topology
-    own = own_tree(
-        checkpoint,
-        held=held,
-        groups=[[model.given[name] for name in group.members] for group in model.groups],
-        names=model.given,
-        ranks={
-            "tp": top.tp,
-            "pp": top.pp,
-            "ep": top.ep,
-            "tied": bool(model.tied),
-            **({} if target.rows is None else {"rows": _vocabulary(model)}),
-        },
-    )
-    files += [
-        torch_writer.lay_out(f"{folder}/{OWN_NAME}", own),
-        text_file(TRACKER, folder if folder == RELEASE else str(int(folder.rpartition("_")[2]))),
-    ]
-    notes += missing_notes(checkpoint, folder, tree)
-    return TargetFiles(files, notes=notes, restated=RESTATED | {ARGUMENTS})
+        folder = f"{source.folder}/{rank.folder}"
+        files.append(torch_writer.lay_out(f"{folder}/{FILE}", content))
+        if source.groups and source.kind != PLAIN:
+            files.append(torch_writer.lay_out(f"{folder}/{OPTIMIZER_FILE}", buffers_node(model, rank)))
+    sizes = {"tp": top.tp, "pp": top.pp, "ep": top.ep, "tied": bool(model.tied)}
+    if model.sliced.rows:  # what a vocabulary has, of which the target's has more
+        sizes["rows"] = model.sliced.shapes[next(iter(model.sliced.rows))][0]
+    return source.finished(files, held, model.given, sizes)
 
 
-def _model(checkpoint: Checkpoint, options: object, target: Target, notes: list[str]) -> Model:
-    """Return the whole model by the names of its module, in its order, with its optimizer."""
-    top = target.topology
-    found = model_for(checkpoint, getattr(options, "dtype", "keep"))
-    names = live_names(found, engine=target.engine)
+def _model(source: Source, target: Target) -> Model:
+    """Return the whole model by the names of its module, in its order."""
+    top, checkpoint = target.topology, source.checkpoint
+    names = live_names(source.tensors, engine=target.engine)
     if target.experts == NUMBERED:
-        names = {name: numbered_name(live) for name, live in names.items()}
+        names = {name: _OF_EXPERT.sub(r"\1\3\2", live) for name, live in names.items()}
     given = {live: name for name, live in names.items()}
-    parameters = {names[one.name]: one for one in checkpoint.parameters.values() if one.name in names}
-    trained = {name: one for name, one in parameters.items() if one.group is not None}
-    order = _order(checkpoint, names, list(parameters), target)
-    if order is None and trained:
-        raise UnsupportedError("in which order a module has its parameters is not known",
-                               found=listed(list(parameters), most=3),
-                               expected="the layers of Megatron-Core's GPTModel")  # fmt: skip
-    ordered = [*(order or parameters), *(name for name in given if name not in parameters)]
-    tensors = {name: found[given[name]] for name in ordered}
-    rows = {name: tensors[name][0].shape for name in ordered}
-    kind = getattr(options, "optimizer", None) or optimizer_for(checkpoint)
-    groups = groups_for(checkpoint, top.ep, notes)
-    step = step_of(checkpoint, list(trained.values()))
-    scalers = [checkpoint.optimizer_metadata.get(key) for key in SCALERS]
-    return Model(
-        checkpoint=checkpoint,
-        tensors=tensors,
-        parameters=parameters,
-        given=given,
-        trained={name: trained[name] for name in ordered if name in trained},
-        cuts=cuts_of(rows, top.tp, target.rows),
-        ranks=top.tp,
-        rows=target.rows,
-        groups=[Group(one.values, [names[name] for name in one.members]) for one in groups],
-        plain=kind == PLAIN,
-        step=step,
-        scalers=scalers,
-        bucket_numel=target.bucket_numel,
-        gradients=_gradients(checkpoint),
-        tied=_tied(checkpoint, tensors, top.pp),
-    )
-
-
-def _order(
-    checkpoint: Checkpoint, names: Mapping[str, str], parameters: Sequence[str], target: Target
-) -> list[str] | None:
-    """Return the parameters in the module's order: as the files had them where they are its own, or by its layers."""
+    parameters = [names[name] for name in checkpoint.parameters if name in names]
+    # As the files had them where they are the module's own, or by its layers.
     own = checkpoint.format_version == "legacy" and all(name == live for name, live in names.items())
-    return list(parameters) if own and ORDER not in checkpoint.details else order_of(parameters, engine=target.engine)
-
-
-def _tied(checkpoint: Checkpoint, tensors: Mapping[str, object], stages: int) -> dict[str, str]:
-    """Return what the last of several stages calls its copy of an embedding that is the output layer, by its name."""
-    if stages == 1 or arguments_of(checkpoint.metadata.get(ARGUMENTS)).get(UNTIED) is True:
-        return {}
-    return {name: copy for copy, name in TIED.items() if name in tensors and copy not in tensors
-            and not any(one.endswith("output_layer.weight") for one in tensors)}  # fmt: skip
-
-
-def _vocabulary(model: Model) -> int:
-    """Return how many rows a vocabulary has, which the target's has more of."""
-    return next(slot.shape[0] for name, (slot, _) in model.tensors.items() if name.endswith(VOCABULARY))
-
-
-def _gradients(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the type of gradients that are added up, by that of the weights."""
+    order = parameters if own and ORDER not in checkpoint.details else order_of(parameters, engine=target.engine)
+    if order is None and source.trained:
+        raise UnsupportedError("in which order a module has its parameters is not known",
+                               found=listed(parameters, most=3),
+                               expected="the layers of Megatron-Core's GPTModel")  # fmt: skip
+    others = set(parameters)
+    ordered = [*(order or parameters), *(name for name in given if name not in others)]
+    shapes = {name: source.tensors[given[name]][0].shape for name in ordered}
+    rows = {} if target.rows is None else {name: target.rows for name in ordered if name.endswith(VOCABULARY)}
     arguments = arguments_of(checkpoint.metadata.get(ARGUMENTS))
-    if arguments.get("accumulate_allreduce_grads_in_fp32") is False and arguments.get("bf16") is not True:
-        return {"float16": "float16"}
+    is_tied = top.pp > 1 and arguments.get(UNTIED) is not True
+    is_tied = is_tied and not any(name.endswith("output_layer.weight") for name in ordered)
     known = checkpoint.details.get("gradients")
-    return {str(key): str(value) for key, value in known.items()} if isinstance(known, Mapping) else {}
+    gradients = {str(key): str(value) for key, value in known.items()} if isinstance(known, Mapping) else {}
+    if arguments.get("accumulate_allreduce_grads_in_fp32") is False and arguments.get("bf16") is not True:
+        gradients = {"float16": "float16"}
+    return Model(
+        source=source,
+        given={name: given[name] for name in ordered},
+        sliced=Sliced(shapes, cuts_of(shapes, top.tp, target.rows), top.tp, rows),
+        bucket_numel=target.bucket_numel,
+        gradients=gradients,
+        tied={name: copy for copy, name in TIED.items() if is_tied and name in shapes and copy not in shapes},
+    )
 
 
 def _ranks(model: Model, target: Target) -> Iterator[Rank]:
     """Yield every rank, with what each chunk of its model has."""
-    top = target.topology
-    stages = dealt(list(model.tensors), target.bounds, stages=top.pp, tied=model.tied)
-    counts = expert_counts(model.tensors, top.ep)
-    for stage, chunks in enumerate(stages):
+    top, names = target.topology, list(model.given)
+    counts = expert_counts(names, top.ep)
+    for stage, chunks in enumerate(dealt(names, target.bounds, stages=top.pp, tied=model.tied)):
         for expert in range(top.ep):
-            own = [on_expert_rank(chunk, counts, expert, top.ep) for chunk in chunks]
-            if target.experts == FUSED:
-                own = [with_fused(chunk) for chunk in own]
+            own = [on_expert_rank(chunk, counts, expert, top.ep, fused=target.experts == FUSED) for chunk in chunks]
             for rank in range(top.tp):
                 pipeline = f"_{stage:03d}" if top.pp > 1 else ""
                 folder = f"mp_rank_{rank:02d}{pipeline}" + (f"_{expert:03d}" if top.ep > 1 else "")
@@ -212,8 +134,7 @@ def _states(model: Model, rank: Rank, target: Target) -> dict[object, object]:
     for number, chunk in enumerate(rank.chunks):
         its: dict[str, object] = {}
         for one in chunk:
-            slots = [model.tensors[name][0] for name in one.experts or (one.name,)]
-            its[one.local] = model.tensor(one, rank.tp, slots, model.tensors[one.name][1], one.name)
+            its[one.local] = model.weight(one, rank.tp)
             module, attention = _MODULE.fullmatch(one.local), _ATTENTION.fullmatch(one.local)
             if module is not None:
                 its[f"{module[1]}.{EXTRA_STATE}"] = None

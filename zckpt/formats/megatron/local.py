@@ -7,83 +7,50 @@ model_optim_rng.pt["optimizer"]
     [one of these, one of these]                                                                     the rest, experts
 
 Parameters have numbers: over all groups, within each in the model's order. The distributed optimizer has them in flat
-buffers without names, in `distrib_optim.pt`:
-
-{"buckets_coalesced": True, 0: {(bfloat16, float32): {"param": flat, "exp_avg": flat, ..., "numel_unpadded": n}}, ...}
-[the same, or None; the same]                                                                        with experts
+buffers without names, in `distrib_optim.pt`: what `buckets.gathered` reads, or with experts [that, or None; that].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from zckpt.compare.weights import rounds_to
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence
-from zckpt.formats.megatron.buckets import Line, Member, between, lay_out, padding_of
+from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out
+from zckpt.formats.megatron.names import is_expert
+from zckpt.formats.megatron.optimizer import EXPERTS, GROUPS, MASTERS, Held, optimizers
 from zckpt.formats.megatron.proof import unproven
-from zckpt.formats.megatron.ranks import EXPERT
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, joined, optimizer_rules, parse
-from zckpt.formats.torch_files.tensors import as_mapping, slot_of
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule
-from zckpt.state.views import reshape
-from zckpt.torchfile import DType, Tensor, TorchFile
-
-OPTIMIZER, GROUPS, STATES, MASTERS = "optimizer", "param_groups", "state", "fp32_from_fp16_params"
-EXPERTS, ATTRIBUTES = "is_expert_parallel", "attributes"
-
-PARAM, UNPADDED, JOINED = "param", "numel_unpadded", "buckets_coalesced"
-
-Steps = tuple[str, ...]
+from zckpt.torchfile import Tensor, TorchFile
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of the optimizers of a rank: its torch state dict with the steps to it, and the dict around that, if any."""
-
-    node: Mapping[object, object]
-    steps: Steps
-    outer: Mapping[object, object] | None
-    outer_steps: Steps
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its state is here, by numbers."""
-        return isinstance(self.node.get(STATES), dict)
+def optimizers_of(node: object, steps: tuple[str, ...]) -> list[Held]:
+    """Return the optimizers that a rank's file holds. Raises UnsupportedError: it is none of Megatron-Core's."""
+    found = list(optimizers(node, steps)) if node else []
+    if (node and not found) or any(GROUPS not in one.node for one in found):
+        raise UnsupportedError("holds an optimizer of a kind that is not known",
+                               expected="one with param_groups, or several")  # fmt: skip
+    return found
 
 
-def parts_of(node: object, steps: Steps = (OPTIMIZER,)) -> list[Part]:
-    """Return the optimizers that a rank's file holds.
+def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tuple[list[Rule], dict[str, int]]:
+    """Give a rank's parameters what its optimizers have of them, by their numbers.
 
-    Raises UnsupportedError: it is no optimizer of Megatron-Core's.
+    Returns what the inventory has to know, and along which dimension masters say that a parameter is cut.
+
+    Raises UnsupportedError: which numbers are which parameters is not certain.
     """
-    if isinstance(node, list):
-        return [part for at, one in enumerate(node) for part in parts_of(one, (*steps, str(at)))]
-    if isinstance(node, dict) and isinstance(node.get(GROUPS), list):
-        return [Part(node, steps, None, ())]
-    inner = node.get(OPTIMIZER) if isinstance(node, dict) else None
-    if isinstance(node, dict) and isinstance(inner, dict) and isinstance(inner.get(GROUPS), list):
-        return [Part(inner, (*steps, OPTIMIZER), node, steps)]
-    raise UnsupportedError("holds an optimizer of a kind that is not known",
-                           expected="one with param_groups, or several")  # fmt: skip
-
-
-def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> list[Rule]:
-    """Give a rank's parameters what its optimizers have of them; return what the inventory has to know.
-
-    `checkpoint`: of the rank's model alone; `parts`: each is plain. Raises UnsupportedError: which numbers are which
-    parameters is not certain.
-    """
-    states, loose = [], []
-    for part in parts:
-        state = parse(part.node, path)
-        masters = part.outer.get(MASTERS) if part.outer is not None else None
-        states.append(state)
-        loose.append(_masters(masters, state))
-    several = [(None, "", OptimizerState(s.state, s.groups, m)) for s, m in zip(states, loose, strict=True)]
+    several = []
+    for one in every:
+        state = parse(one.node, path)
+        masters = _masters(one.outer.get(MASTERS), state)
+        several.append((None, "", OptimizerState(state.state, state.groups, masters)))
     whole = joined(several)
     certain = _names(checkpoint, whole)
     unknown = [number for number in whole.every_number if number not in certain]
@@ -94,29 +61,15 @@ def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> li
             advice="write it as torch_dist with the program that wrote it",
         )
     attach(checkpoint, whole, path, certain=certain)
+    said: dict[str, int] = {}
+    for number, master in whole.masters.items():
+        its = master.attributes or {}
+        dimension = its.get("partition_dim")
+        if its.get("tensor_model_parallel") is True and type(dimension) is int:
+            said[certain[number]] = dimension
     cut = "how tensor parallelism cuts a parameter"
-    rules = [Rule((*part.outer_steps, MASTERS, ANY, ANY, ATTRIBUTES, REST), IMPLIED, cut) for part in parts]
-    return [*rules, *(rule for part in parts for rule in optimizer_rules(*part.steps))]
-
-
-def partitions(checkpoint: Checkpoint, parts: Sequence[Part]) -> dict[str, int | None]:
-    """Return along which dimension each parameter is cut, as far as its master says so; None: it is not.
-
-    `checkpoint`: of the rank, with its masters.
-    """
-    by_offset: dict[int, int | None] = {}
-    for part in parts:
-        lists = (part.outer or {}).get(MASTERS)
-        for tensor in (one for group in (lists if isinstance(lists, list) else []) for one in group):
-            about = tensor.attributes or {}
-            if about.get("tensor_model_parallel") is True and type(about.get("partition_dim")) is int:
-                by_offset[tensor.offset] = about["partition_dim"]
-    found = {}
-    for name, parameter in checkpoint.parameters.items():
-        master = parameter.slots.get(MASTER)
-        if master is not None and master.spans and master.spans[0].offset in by_offset:
-            found[name] = by_offset[master.spans[0].offset]
-    return found
+    rules = [Rule((*one.outer_steps, MASTERS, ANY, ANY, "attributes", REST), IMPLIED, cut) for one in every]
+    return [*rules, *(rule for one in every for rule in optimizer_rules(*one.steps))], said
 
 
 def _masters(node: object, state: OptimizerState) -> dict[int, Tensor]:
@@ -127,11 +80,11 @@ def _masters(node: object, state: OptimizerState) -> dict[int, Tensor]:
         raise DamagedFileError("masters and param groups disagree", expected=f"{len(state.groups)} lists")
     found: dict[int, Tensor] = {}
     for numbers, masters in zip(state.numbers, node, strict=True):
-        own = masters if isinstance(masters, list) else []
-        if len(own) != len(numbers) or not all(isinstance(one, Tensor) for one in own):
+        own = [one for one in masters if isinstance(one, Tensor)] if isinstance(masters, list) else []
+        if len(own) != len(numbers) or len(own) != len(masters):
             raise UnsupportedError("has masters of some parameters of a group only",
                                    expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
-        found |= {number: one for number, one in zip(numbers, own, strict=True) if isinstance(one, Tensor)}
+        found |= dict(zip(numbers, own, strict=True))
     return found
 
 
@@ -141,7 +94,7 @@ def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:
     has_kinds = True in kinds.values()
 
     def is_of_kind(number: int, name: str) -> bool:
-        return not has_kinds or kinds[number] == (EXPERT.fullmatch(name) is not None)
+        return not has_kinds or kinds[number] == is_expert(name)
 
     def rounds(number: int, name: str) -> bool:
         master, weight = state.masters.get(number), checkpoint.parameters[name].slots[WEIGHT]
@@ -182,91 +135,57 @@ def attach_distributed(
     UnsupportedError
         An older form, or what lies where is not proven.
     """
-    rules = []
-    root = file.root if isinstance(file.root, list) else [file.root]
-    apart = len(root) > 1
-    for at, node in enumerate(root):
-        if node is None:
-            continue
-        steps = (str(at),) if isinstance(file.root, list) else ()
-        own = [
-            [name for name in names if not apart or (at == len(root) - 1) == bool(EXPERT.fullmatch(name))]
-            for names in chunks
-        ]
-        with about(file.path):
-            for lines, names in list(_buffers(checkpoint, own, as_mapping(node, file.path), file.path)):
+    rules: list[Rule] = []
+    several = file.root if isinstance(file.root, list) else [file.root]
+    with about(file.path):
+        for at, node in enumerate(several):
+            if node is None:
+                continue
+            groups: list[tuple[str, list[str]]] = []  # of each chunk in turn, for each type a buffer
+            for names in chunks:
+                kinds: dict[str, list[str]] = {}
+                for name in names:
+                    if len(several) == 1 or (at == len(several) - 1) == is_expert(name):
+                        kinds.setdefault(checkpoint.parameters[name].dtype, []).append(name)
+                groups += kinds.items()
+            buffers = gathered(node, file.path)
+            if [one.dtype for one in buffers] != [kind for kind, _ in groups]:
+                raise LayoutError("the distributed optimizer's buffers are not those of the model",
+                                  expected=f"buffers of {listed([kind for kind, _ in groups])}",
+                                  found=listed([one.dtype or "?" for one in buffers]))  # fmt: skip
+            for buffer, (_, names) in zip(buffers, groups, strict=True):
                 members = [Member(name, checkpoint.parameters[name].numel, name in shared) for name in names]
-                _attach_buffer(checkpoint, lines, members, bucket_numels)
-        rules += [
-            Rule((*steps, JOINED), IMPLIED, "that buckets are one tensor"),
-            Rule((*steps, ANY, ANY, UNPADDED), IMPLIED, "how many elements a buffer has"),
-            Rule((*steps, ANY, ANY, ANY), IMPLIED, "the types of a buffer"),
-        ]
+                _attach_buffer(checkpoint, buffer, members, bucket_numels)
+            rules += gathered_rules(*([str(at)] if several is file.root else []))
     return rules
 
 
-def _buffers(
-    checkpoint: Checkpoint, chunks: Sequence[Sequence[str]], node: Mapping[object, object], path: str
-) -> Iterator[tuple[dict[str, Line], list[str]]]:
-    """Yield the slots of each buffer of a file, and its parameters: of each chunk in turn, for each type one."""
-    if node.get(JOINED) is not True:
-        raise UnsupportedError(
-            "holds the distributed optimizer's state in an older form",
-            expected="buckets_coalesced, as Megatron-Core writes it since 0.6",
-            advice="load and save it with a newer version of the program that wrote it",
-        )
-    groups: list[tuple[str, list[str]]] = []
-    for names in chunks:
-        kinds: dict[str, list[str]] = {}
-        for name in names:
-            kinds.setdefault(checkpoint.parameters[name].dtype, []).append(name)
-        groups += kinds.items()
-    by_types = [as_mapping(by_type, path) for number, by_type in node.items() if type(number) is int]
-    buffers = [(key, value) for by_type in by_types for key, value in by_type.items()]
-    types = [key[0].name if isinstance(key, tuple) and key and isinstance(key[0], DType) else "" for key, _ in buffers]
-    if types != [kind for kind, _ in groups]:
-        raise LayoutError("the distributed optimizer's buffers are not those of the model",
-                          expected=f"buffers of {listed([kind for kind, _ in groups])}",
-                          found=listed([kind or "?" for kind in types]))  # fmt: skip
-    for (_, value), (_, names) in zip(buffers, groups, strict=True):
-        tensors = {str(key): one for key, one in as_mapping(value, path).items() if isinstance(one, Tensor)}
-        named = {key: MASTER if key == PARAM else key for key in tensors}
-        yield {key: Line(slot_of(named[key], one, path)) for key, one in tensors.items()}, names
-
-
 def _attach_buffer(
-    checkpoint: Checkpoint, lines: Mapping[str, Line], members: Sequence[Member], bucket_numels: Sequence[int | None]
+    checkpoint: Checkpoint, buffer: Buffer, members: Sequence[Member], bucket_numels: Sequence[int | None]
 ) -> None:
-    shapes = {line.slot.shape for line in lines.values()}
-    if PARAM not in lines or len(shapes) > 1 or len(lines[PARAM].slot.shape) != 1:
-        raise DamagedFileError("an unreadable buffer of the distributed optimizer",
-                               expected="flat tensors of one size, `param` among them",
-                               found=listed(sorted(map(str, shapes))))  # fmt: skip
-    numel = lines[PARAM].slot.numel
-    whole = [replace(member, alone=False) for member in members]
-    both = [members] if whole == members else [members, whole]
-    layouts = [lay_out(its, size) for its in both for size in dict.fromkeys(bucket_numels)]
-    fitting = [one for one in layouts if one.numel == numel]
-    if not fitting:
-        raise LayoutError("the rank's parameters do not fill its distributed optimizer's buffer",
-                          expected=f"{layouts[0].numel} elements", found=numel,
-                          advice="frozen parameters and buckets of unknown size leave the order unproven; "
-                                 "write it as torch_dist, fully_reshardable, with its own program")  # fmt: skip
+    every = checkpoint.parameters
+    weights = {one.name: every[one.name].slots[WEIGHT] for one in members}
     wrong = ""
-    for layout in fitting:
-        places = [(checkpoint.parameters[name], start) for name, start in layout.starts().items()]
+    for layout in buffer.layouts(members, bucket_numels):
+        starts = layout.starts()
         slots = {
-            key: {one.name: reshape(line.part(start, one.numel), one.shape) for one, start in places}
-            for key, line in lines.items()
+            key: {name: line.part(start, every[name].shape) for name, start in starts.items()}
+            for key, line in buffer.slots.items()
         }
-        found = unproven(slots[PARAM], {one.name: one.slots[WEIGHT] for one, _ in places})
+        found = unproven(slots[MASTER], weights)
         if found is None:
-            for one, _ in places:
-                one.slots.update({its[one.name].name: its[one.name] for its in slots.values()})
-            gaps = between([(start, one.numel) for one, start in places], numel)
-            checkpoint.padding_spans.append([span for line in lines.values() for span in padding_of(line, gaps)])
+            for name in starts:
+                every[name].slots.update({key: its[name] for key, its in slots.items()})
+            checkpoint.padding_spans.append(
+                list(buffer.padding((start, every[name].numel) for name, start in starts.items()))
+            )
             return
         wrong = wrong or found
+    if not wrong:
+        raise LayoutError("the rank's parameters do not fill its distributed optimizer's buffer",
+                          expected=f"{lay_out(members, bucket_numels[0]).numel} elements", found=buffer.numel,
+                          advice="frozen parameters and buckets of unknown size leave the order unproven; "
+                                 "write it as torch_dist, fully_reshardable, with its own program")  # fmt: skip
     raise UnsupportedError(
         f"which parameter is where in the distributed optimizer's buffer is not proven: {wrong}",
         expected="masters that round to the weights beside them, each element",

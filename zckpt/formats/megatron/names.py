@@ -1,122 +1,70 @@
-"""What a tensor on disk is of the model that it was cut from: which layers and experts, by which names. Pure.
+"""What a tensor's name says: which layer of which block, which expert; and the order of names. Pure.
 
-    on disk                                                             in the model
-    decoder.layers.mlp.linear_fc2.weight                  [L, ...]      decoder.layers.<i>.mlp.linear_fc2.weight
-    decoder.layers.<i>.mlp.linear_fc2.weight              [...]         the same
-    decoder.layers.mlp.experts.experts.linear_fc2.weight  [L, E, ...]   ...experts.local_experts.<e>.linear_fc2.weight
-    ...mlp.linear_fc1.weight_w, ..._v                     [F, H] each   ...mlp.linear_fc1.weight [2F, H]
-    ...mixer.in_proj.weight.z, .x, .B, .C, .dt                          ...mixer.in_proj.weight
-
-A layer has its number in the whole model. Names are those of the model on one rank, but for norms that Transformer
-Engine puts into the linear layer behind them: the disk knows no others.
-
-Source: the `sharded_state_dict` methods of megatron-core 0.13 and 0.16.
+decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight     of experts that are modules of their own
+decoder.layers.3.mlp.experts.linear_fc1.weight5                    of `TEGroupedMLP`: one module, a parameter of each
+decoder.layers.3.mlp.experts.weight1                               of `GroupedMLP`: one parameter of all, see `fused`
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-LAYER, EXPERT = "layer", "expert"
-"""What the first axes of a tensor on disk may count."""
+_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,9})\.(.+)")
+_EXPERT = re.compile(r"((?:.*\.)?experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,9})((?:\..+)?)")
+_OF_EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
 
-_LAYERS = re.compile(r"((?:^|\.)layers)\.(?![0-9]+\.)")
-_EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
-_ONE_EXPERT = re.compile(r"\.experts\.experts\.(?=[0-9]+\.)")
-_NUMBERED = re.compile(r"(.*?(?:^|\.)layers\.)([0-9]{1,9})\.(.*)")
-
-_JOINED = (
-    (re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_(w|v)"), (("w", "v"),)),
-    (
-        re.compile(r"(.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.([A-Za-z]+)"),
-        (
-            ("z", "x", "B", "C", "dt"),
-            ("x", "B", "C"),
-            ("query", "key", "value", "z", "beta", "alpha"),
-            ("query", "key", "value"),
-        ),
-    ),
-)
-"""Tensors that are written as several, in the order in which they lie in the whole along its first axis."""
-
-_LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)([0-9]{1,9})\.(.*)")
+BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
+"""What the names of layers begin with that stages of a pipeline share."""
 
 BUFFERS = re.compile(r".*\.(?:expert_bias|inv_freq|running_mean|running_var|local_tokens_per_expert)")
 """Tensors of floating point that are none of the parameters."""
+
+TIED = {
+    "output_layer.weight": "embedding.word_embeddings.weight",
+    "word_embeddings_for_head.weight": "language_model.embedding.word_embeddings.weight",
+}
+"""What the last stage calls its copy of an embedding that is the output layer, too."""
 
 _FIRST = ("embedding", "encoder", "decoder", "mtp")
 _LAST = ("output_layer",)
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor on disk, or several that are one of the model's.
+class Name:
+    """A name in parts: BLOCK.LAYER.FRONT EXPERT REST, of which the numbers may be missing."""
 
-    Parameters
-    ----------
-    key : str
-        Without what tells several apart.
-    parts : tuple of str
-        Their keys, in order.
-    axes : tuple of {"layer", "expert"}
-        What its first axes count.
-    """
+    block: str
+    layer: int | None
+    front: str
+    expert: int | None
+    rest: str
 
-    key: str
-    parts: tuple[str, ...]
-    axes: tuple[str, ...]
+    @classmethod
+    def of(cls, text: str) -> Name:
+        """Return a name in its parts."""
+        layer = _LAYER.fullmatch(text)
+        block, number, inner = (layer[1], int(layer[2]), layer[3]) if layer else ("", None, text)
+        expert = _EXPERT.fullmatch(inner)
+        if expert is None:
+            return cls(block, number, inner, None, "")
+        return cls(block, number, expert[1], int(expert[2]), expert[3])
 
-    def name(self, index: tuple[int, ...]) -> str:
-        """Return the name of one of its tensors, by a number for each of `axes`."""
-        numbers = dict(zip(self.axes, index, strict=True))
-        name = self.key
-        if EXPERT in numbers:
-            name = _EXPERTS.sub(f".experts.local_experts.{numbers[EXPERT]}.", name, count=1)
-        else:
-            name = _ONE_EXPERT.sub(".experts.local_experts.", name, count=1)
-        return _LAYERS.sub(rf"\1.{numbers[LAYER]}.", name, count=1) if LAYER in numbers else name
+    @property
+    def experts(self) -> tuple[str, int | None, str]:
+        """What the names of all experts beside this one begin with."""
+        return self.block, self.layer, self.front
 
-
-def stored(keys: Iterable[str]) -> list[Stored]:
-    """Return what the keys of a model's tensors are; each key is a part of one."""
-    groups: dict[str, dict[str, str]] = {}
-    for key in keys:
-        whole, part = _split(key)
-        groups.setdefault(whole, {})[part] = key
-    found = []
-    for whole, parts in groups.items():
-        order = _order_of(parts)
-        if order is not None:
-            found.append(Stored(whole, tuple(parts[part] for part in order), _axes(whole)))
-        else:  # by themselves
-            found += [Stored(key, (key,), _axes(key)) for key in parts.values()]
-    return found
+    def __str__(self) -> str:
+        """Return the name."""
+        inner = f"{self.front}{'' if self.expert is None else self.expert}{self.rest}"
+        return inner if self.layer is None else f"{self.block}.{self.layer}.{inner}"
 
 
-def _split(key: str) -> tuple[str, str]:
-    for pattern, orders in _JOINED:
-        match = pattern.fullmatch(key)
-        if match is not None and any(match[2] in order for order in orders):
-            return match[1], match[2]
-    return key, ""
-
-
-def _order_of(parts: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the order of all parts of a tensor; None if they are none of those that are known."""
-    if list(parts) == [""]:
-        return ("",)
-    for pattern, orders in _JOINED:
-        for order in orders:
-            if set(order) == set(parts) and all(pattern.fullmatch(key) for key in parts.values()):
-                return order
-    return None
-
-
-def _axes(key: str) -> tuple[str, ...]:
-    layers = (LAYER,) if _LAYERS.search(key) else ()
-    return (*layers, EXPERT) if _EXPERTS.search(key) else layers
+def is_expert(name: str) -> bool:
+    """Tell by its name whether a parameter is an expert's, or of several."""
+    return _OF_EXPERTS.fullmatch(name) is not None
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -124,18 +72,17 @@ def in_order(names: Iterable[str]) -> list[str]:
 
     Ranks share out what they write, so that keys on disk come in no order.
     """
-    listed = list(names)
-    rest: dict[str, int] = {}
-    places: dict[str, tuple[int, ...]] = {}
-    for at, name in enumerate(listed):
-        front = next((step for step in name.split(".") if step in (*_FIRST, *_LAST)), "")
-        rank = _FIRST.index(front) if front in _FIRST else len(_FIRST) + (front in _LAST)
-        numbered = _NUMBERED.fullmatch(name)
-        if numbered is None:
-            places[name] = (rank, 1, at)
-            continue
-        expert = _LOCAL_EXPERT.fullmatch(numbered[3])
-        above, number, inner = (expert[1], int(expert[2]), expert[3]) if expert else (numbered[3], 0, "")
-        within = [rest.setdefault(text, len(rest)) for text in (numbered[1], above, inner)]
-        places[name] = (rank, 0, within[0], int(numbered[2]), within[1], number, within[2])
-    return sorted(listed, key=lambda name: places[name])
+    seen: dict[str, int] = {}
+
+    def place(at: int, text: str) -> tuple[int, ...]:
+        step = next((step for step in text.split(".") if step in (*_FIRST, *_LAST)), "")
+        rank = _FIRST.index(step) if step in _FIRST else len(_FIRST) + (step in _LAST)
+        one = Name.of(text)
+        if one.layer is None:
+            return rank, 1, at
+        block, front, rest = (seen.setdefault(part, len(seen)) for part in (one.block, one.front, one.rest))
+        return rank, 0, block, one.layer, front, one.expert or 0, rest
+
+    every = list(names)
+    places = {text: place(at, text) for at, text in enumerate(every)}
+    return sorted(every, key=places.__getitem__)

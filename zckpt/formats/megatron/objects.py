@@ -20,7 +20,7 @@ from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Object, TorchFile, node_of, read_torchfile
 
-OPTIMIZER = "optimizer"
+OPTIMIZER, ARGUMENTS = "optimizer", "args"
 STEP_KEYS = ("iteration", "global_step")
 
 SHARD = re.compile(r"(.+)/shard_((?:[0-9]+(?:\.[0-9]+)*)?_(?:[0-9]+(?:\.[0-9]+)*)?)")
@@ -53,7 +53,7 @@ class Common:
     @property
     def arguments(self) -> Mapping[object, object]:
         """The program's arguments; empty where it has none."""
-        return arguments_of(self.content.get("args"))
+        return arguments_of(self.content.get(ARGUMENTS))
 
 
 def arguments_of(value: object) -> Mapping[object, object]:
@@ -69,13 +69,8 @@ def read_common(path: Path) -> Common:
     return Common(file, by_name(as_mapping(file.root, file.path), file.path))
 
 
-def topology_of(common: Common, checkpoint: Checkpoint) -> tuple[Topology, int]:
-    """Return how many ranks of each kind the arguments say, and how many in all: or wrote the files."""
-    return topology_from(common.arguments, checkpoint)
-
-
-def topology_from(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
-    """Return what `topology_of` does, of the arguments themselves."""
+def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
+    """Return how many ranks of each kind a program's arguments say, and how many in all: or wrote the files."""
     sizes = {name: value for key, name in RANKS if type(value := arguments.get(key)) is int and value > 0}
     world = arguments.get("world_size")
     return Topology(**sizes), world if type(world) is int and world > 0 else checkpoint.world_size

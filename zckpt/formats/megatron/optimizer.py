@@ -16,25 +16,25 @@ A program may give another. So it is taken only where it leaves one group for ea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
-from zckpt.formats.torch_files.tensors import carried, describe, read_scalars, with_scalars
+from zckpt.formats.torch_files.tensors import carried, read_scalars, with_scalars
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
 GROUPS, STATES, STEP, COMMON_STEP, SCALER = "param_groups", "state", "step", "common_step", "grad_scaler"
-PARAM_STATE = "param_state"
+PARAM_STATE, MASTERS = "param_state", "fp32_from_fp16_params"
 
 SHARDING = "param_state_sharding_type"
 SHOWN = 40
 
 WEIGHT_DECAY, EXPERTS = "wd_mult", "is_expert_parallel"
 
-_EXPERT = re.compile(r"(?:^|.*\.)experts\..*")
 _QK_NORM = re.compile(r".*\.[qk]_layernorm\..*")
 
 Steps = tuple[str, ...]
@@ -42,7 +42,7 @@ Steps = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """An optimizer in `common.pt`: its dict and the one around it, and the steps to each."""
+    """An optimizer in a file: its dict and the one around it, and the steps to each."""
 
     node: Mapping[object, object]
     steps: Steps
@@ -50,37 +50,13 @@ class Held:
     outer_steps: Steps
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A param group as it is in `common.pt`, without parameters: hyperparameters, state, and the steps to it."""
-
-    hyperparameters: dict[str, object]
-    state: dict[str, object]
-    steps: Steps
-
-    @property
-    def is_experts(self) -> bool:
-        """Whether it is of experts' parameters, that not all data-parallel ranks share."""
-        return bool(self.hyperparameters.get(EXPERTS))
-
-    @property
-    def decays(self) -> bool:
-        """Whether it has any weight decay of its own."""
-        return self.hyperparameters.get(WEIGHT_DECAY) != 0
-
-
-def is_expert(name: str) -> bool:
-    """Tell by its name whether a parameter is an expert's."""
-    return _EXPERT.fullmatch(name) is not None
-
-
 def by_rule_decays(parameter: Parameter) -> bool:
     """Tell whether Megatron's default rule has any weight decay for a parameter."""
     return not (len(parameter.shape) == 1 or parameter.name.endswith(".bias"))
 
 
-def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[str]] | None = None) -> None:
-    """Give a checkpoint its param groups, and what else `common.pt` holds.
+def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[str]] | None = None) -> list[Rule]:
+    """Give a checkpoint its param groups, and what else `common.pt` has of optimizers; return the inventory's rules.
 
     Parameters
     ----------
@@ -96,33 +72,34 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
         A step cannot be read.
     """
     every = list(optimizers(common.content.get(OPTIMIZER), (OPTIMIZER,)))
-    groups = [group for held in every for group in _groups(held, common)]
     rules = [Rule((*held.steps, STATES, COMMON_STEP), STATE, "the step") for held in every]
-    known = _given(checkpoint, groups, members, common) if members is not None else None
-    found = known if known is not None else _members(checkpoint, groups, common) if groups else []
+    groups, places = _groups(every, common)
+    found = _by_rule(checkpoint, groups, common) if members is None else _as_given(checkpoint, groups, members, common)
     if found is None:
         checkpoint.warnings.append(
             "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
             "groups are kept as they are"
         )
-    for group, names in zip(groups, found or (), strict=False):
-        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, names, group.state))
-        rules.append(Rule((*group.steps, ANY, REST), STATE, "hyperparameters"))
-    taken = {STATES, OPTIMIZER, *([] if found is None else [GROUPS])}
+    else:
+        for at, (group, names) in enumerate(zip(groups, found, strict=True)):
+            group.parameters = names
+            for name in names:
+                checkpoint.parameters[name].group = at
+        checkpoint.param_groups += groups
+        rules += [Rule((*steps, ANY, REST), STATE, "hyperparameters") for steps in places]
     for held in every:
-        for node, steps in ((held.node, held.steps), (held.outer, held.outer_steps)):
-            for key, value in node.items():
-                if key == PARAM_STATE and _has_only_steps(value, checkpoint.param_groups, common):
-                    rules.append(
-                        Rule((*steps, PARAM_STATE, REST), IMPLIED, "the step of the groups, for each parameter")
-                    )
-                elif key not in taken:
-                    _keep(checkpoint, common, (*steps, str(key)), value, rules)
+        scaler = held.outer.get(SCALER)
+        scale = scaler.get("scale") if isinstance(scaler, dict) else None
+        if isinstance(scale, Tensor) and scale.numel == 1:
+            checkpoint.loss_scale = float(read_scalars(common.file.path, [scale])[0].value)
+            break
+    return rules + keep_rest(checkpoint, common, every, () if found is None else (GROUPS,))
+
+
+def keep_common(checkpoint: Checkpoint, common: Common) -> None:
+    """Keep what is there beside optimizers."""
     others = {key: value for key, value in common.content.items() if key != OPTIMIZER}
     checkpoint.metadata |= {key: carried(common.file, value) for key, value in others.items()}
-    checkpoint.files.append(describe(common.file, "metadata", rules=rules))
-    scale = _loss_scale(every, common)
-    checkpoint.loss_scale = checkpoint.loss_scale if scale is None else scale
 
 
 def optimizers(
@@ -143,40 +120,44 @@ def optimizers(
         yield Held({}, (*steps, OPTIMIZER), node, steps)
 
 
-def _groups(held: Held, common: Common) -> Iterator[Group]:
-    states = held.node.get(STATES)
-    step = states.get(COMMON_STEP) if isinstance(states, dict) else None
-    value: object = read_scalars(common.file.path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
-    listed = held.node.get(GROUPS)
-    for number, node in enumerate(listed if isinstance(listed, list) else []):
-        if not isinstance(node, dict):
-            raise DamagedFileError("unexpected content", path=common.file.path, expected="a param group as a dict",
-                                   found=type(node).__name__)  # fmt: skip
-        values = with_scalars(node, common.file.path)
-        own = values.pop(STEP, value)
-        state = {} if own is None else {STEP: own}
-        yield Group(values, state, (*held.steps, GROUPS, str(number)))
+def _groups(every: Sequence[Held], common: Common) -> tuple[list[ParamGroup], list[Steps]]:
+    """Return the groups of optimizers, as yet without parameters, and the steps to each."""
+    groups, places, path = [], [], common.file.path
+    for held in every:
+        states, listed = held.node.get(STATES), held.node.get(GROUPS)
+        step = states.get(COMMON_STEP) if isinstance(states, dict) else None
+        value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
+        for number, node in enumerate(listed if isinstance(listed, list) else []):
+            if not isinstance(node, dict):
+                raise DamagedFileError("unexpected content", path=path, expected="a param group as a dict",
+                                       found=type(node).__name__)  # fmt: skip
+            values = with_scalars(node, path)
+            own = values.pop(STEP, value)
+            groups.append(ParamGroup(values, [], {} if own is None else {STEP: own}))
+            places.append((*held.steps, GROUPS, str(number)))
+    return groups, places
 
 
-def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) -> list[list[str]] | None:
+def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Common) -> list[list[str]] | None:
     """Return the names of each group's parameters; None where the rule does not tell."""
+    if not groups:
+        return []
     trained = [one for one in checkpoint.parameters.values() if len(one.slots) > 1]
     found: list[list[str]] = [[] for _ in groups]
+    of_experts = {at for at, group in enumerate(groups) if group.hyperparameters.get(EXPERTS)}
+    decaying = {at for at, group in enumerate(groups) if group.hyperparameters.get(WEIGHT_DECAY) != 0}
+    others = set(range(len(groups))) - of_experts
     qk_norms_decay = common.arguments.get("apply_wd_to_qk_layernorm") is True
     ruled = False
     for one in trained or [*checkpoint.parameters.values()]:
-        fitting = [at for at, group in enumerate(groups) if group.is_experts == is_expert(one.name)]
-        fitting = fitting or [at for at, group in enumerate(groups) if not group.is_experts]
+        fitting = (of_experts if is_expert(one.name) else others) or others
         if len(fitting) > 1:
             decays = by_rule_decays(one) or (qk_norms_decay and bool(_QK_NORM.fullmatch(one.name)))
-            fitting = [at for at in fitting if groups[at].decays == decays]
+            fitting = fitting & decaying if decays else fitting - decaying
             ruled = True
         if len(fitting) != 1:
             return None
-        found[fitting[0]].append(one.name)
-    for at, names in enumerate(found):
-        for name in names:
-            checkpoint.parameters[name].group = at
+        found[min(fitting)].append(one.name)
     if ruled:
         checkpoint.details["param groups"] = (
             "of which parameters is not in the files: by Megatron's default rule, those of one axis and biases are in "
@@ -185,8 +166,8 @@ def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) ->
     return found
 
 
-def _given(
-    checkpoint: Checkpoint, groups: Sequence[Group], members: Sequence[Sequence[str]], common: Common
+def _as_given(
+    checkpoint: Checkpoint, groups: Sequence[ParamGroup], members: Sequence[Sequence[str]], common: Common
 ) -> list[list[str]]:
     """Return the names of each group's parameters as they are given."""
     names = [name for its in members for name in its]
@@ -195,10 +176,33 @@ def _given(
         raise DamagedFileError(
             "param groups of other parameters", path=common.file.path, expected=expected, found=len(groups)
         )
-    for at, its in enumerate(members):
-        for name in its:
-            checkpoint.parameters[name].group = at
     return [list(its) for its in members]
+
+
+def keep_rest(checkpoint: Checkpoint, common: Common, every: Sequence[Held], taken: Collection[str]) -> list[Rule]:
+    """Keep what optimizers have besides: of a further one under a longer key, unless the value is the same.
+
+    `taken`: keys of what has been read. Returns the inventory's rules.
+    """
+    rules, kept = [], checkpoint.optimizer_metadata
+    for held in every:
+        for name, value, steps in [
+            (str(key), value, (*front, str(key)))
+            for node, front in ((held.node, held.steps), (held.outer, held.outer_steps))
+            for key, value in node.items()
+            if key not in (STATES, OPTIMIZER, *taken)
+        ]:
+            if name == PARAM_STATE and _has_only_steps(value, checkpoint.param_groups, common):
+                rules.append(Rule((*steps, REST), IMPLIED, "the step of the groups, for each parameter"))
+            elif name == SHARDING:
+                checkpoint.details["optimizer sharding"] = str(value)[:SHOWN]
+                rules.append(Rule(steps, IMPLIED, "how the optimizer's state is cut"))
+            else:
+                is_same = type(value) in (str, int, float, bool) and kept.get(name) == value
+                key = name if name not in kept or is_same else ".".join(steps[1:])
+                kept[key] = carried(common.file, value)
+                rules.append(Rule((*steps, REST), CARRIED, key))
+    return rules
 
 
 def _has_only_steps(value: object, groups: Sequence[ParamGroup], common: Common) -> bool:
@@ -210,27 +214,3 @@ def _has_only_steps(value: object, groups: Sequence[ParamGroup], common: Common)
         return False
     found = {float(one.value) for one in read_scalars(common.file.path, tensors)}
     return found <= {group.state.get(STEP) for group in groups}
-
-
-def _keep(checkpoint: Checkpoint, common: Common, steps: Steps, value: object, rules: list[Rule]) -> None:
-    """Keep what an optimizer has besides; of a further one under a longer key, unless the value is the same."""
-    key = steps[-1]
-    if key == SHARDING:
-        checkpoint.details["optimizer sharding"] = str(value)[:SHOWN]
-        rules.append(Rule(steps, IMPLIED, "how the optimizer's state is cut"))
-        return
-    kept = checkpoint.optimizer_metadata
-    is_same = key in kept and type(value) in (str, int, float, bool) and kept[key] == value
-    if key in kept and not is_same:
-        key = ".".join(steps[1:])
-    kept[key] = carried(common.file, value)
-    rules.append(Rule((*steps, REST), CARRIED, key))
-
-
-def _loss_scale(every: Sequence[Held], common: Common) -> float | None:
-    for held in every:
-        scaler = held.outer.get(SCALER)
-        scale = scaler.get("scale") if isinstance(scaler, dict) else None
-        if isinstance(scale, Tensor) and scale.numel == 1:
-            return float(read_scalars(common.file.path, [scale])[0].value)
-    return None

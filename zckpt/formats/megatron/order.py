@@ -13,93 +13,69 @@ Source: megatron-core 0.16, `get_gpt_layer_local_spec`, `get_gpt_layer_with_tran
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 
-_NORM = ("layer_norm_weight", "layer_norm_bias")
-_BOTH = ("weight", "bias")
+from zckpt.formats.megatron.fused import ONE
+from zckpt.formats.megatron.names import Name
 
 
 def _of(module: str, *kinds: str) -> list[str]:
-    return [f"{module}.{kind}" for kind in kinds]
+    return [f"{module}.{kind}" for kind in kinds or ("weight", "bias")]
 
 
-_QKV_NORM = _of("self_attention.linear_qkv", *_NORM)
-_PROJ = _of("self_attention.linear_proj", *_BOTH)
+_IN = ("layer_norm_weight", "layer_norm_bias")
+_PROJ, _QKV_NORM = _of("self_attention.linear_proj"), _of("self_attention.linear_qkv", *_IN)
+_EXPERTS = "mlp.experts"
 _REST = [
-    *_of("self_attention.linear_qkv", *_BOTH),
-    *_of("self_attention.linear_q_proj", *_BOTH),
-    *_of("self_attention.linear_q_down_proj", *_BOTH),
-    *_of("self_attention.linear_q_up_proj", *_NORM, *_BOTH),
-    *_of("self_attention.linear_kv_down_proj", *_BOTH),
-    *_of("self_attention.linear_kv_up_proj", *_NORM, *_BOTH),
-    *_of("self_attention.q_layernorm", *_BOTH),
-    *_of("self_attention.k_layernorm", *_BOTH),
-    *_of("self_attention.kv_layernorm", *_BOTH),
-    *_of("pre_mlp_layernorm", *_BOTH),
-    *_of("mlp.linear_fc1", *_NORM),
-    *_of("mlp.router", *_BOTH),
-    *_of("mlp.linear_fc1", *_BOTH),
-    *_of("mlp.linear_fc2", *_BOTH),
-    "mlp.experts",
+    *_of("self_attention.linear_qkv"),
+    *_of("self_attention.linear_q_proj"),
+    *_of("self_attention.linear_q_down_proj"),
+    *_of("self_attention.linear_q_up_proj", *_IN),
+    *_of("self_attention.linear_q_up_proj"),
+    *_of("self_attention.linear_kv_down_proj"),
+    *_of("self_attention.linear_kv_up_proj", *_IN),
+    *_of("self_attention.linear_kv_up_proj"),
+    *_of("self_attention.q_layernorm"),
+    *_of("self_attention.k_layernorm"),
+    *_of("self_attention.kv_layernorm"),
+    *_of("pre_mlp_layernorm"),
+    *_of("mlp.linear_fc1", *_IN),
+    *_of("mlp.router"),
+    *_of("mlp.linear_fc1"),
+    *_of("mlp.linear_fc2"),
+    _EXPERTS,
     "mlp.shared_experts.gate_weight",
-    *_of("mlp.shared_experts.linear_fc1", *_BOTH),
-    *_of("mlp.shared_experts.linear_fc2", *_BOTH),
+    *_of("mlp.shared_experts.linear_fc1"),
+    *_of("mlp.shared_experts.linear_fc2"),
 ]
-_SPECS = ([*_of("input_layernorm", *_BOTH), *_QKV_NORM, *_PROJ, *_REST], [*_PROJ, *_QKV_NORM, *_REST])
-_IN_EXPERT = [*_of("linear_fc1", *_BOTH), *_of("linear_fc2", *_BOTH)]
+_SPECS = ([*_of("input_layernorm"), *_QKV_NORM, *_PROJ, *_REST], [*_PROJ, *_QKV_NORM, *_REST])
+"""What a layer has, in its order: others', and Transformer Engine's."""
 
-FRONT = _of("embedding", "word_embeddings.weight", "position_embeddings.weight", "tokentype_embeddings.weight")
-BACK = [*_of("decoder.final_layernorm", *_BOTH), *_of("output_layer", *_BOTH)]
+_IN_EXPERT = [*_of("linear_fc1"), *_of("linear_fc2")]
 
-_LAYER = re.compile(r"decoder\.layers\.([0-9]{1,18})\.(.+)")
-_FURTHER = re.compile(r"mtp\.layers\.([0-9]{1,18})\.(?:(?:transformer_layer|mtp_model_layer)\.(.+)|(.+))")
-_AROUND = (_of("enorm", *_BOTH) + _of("hnorm", *_BOTH) + ["eh_proj.weight"], _of("final_layernorm", *_BOTH))
+_FRONT = _of("embedding", "word_embeddings.weight", "position_embeddings.weight", "tokentype_embeddings.weight")
+_NORM, _OUTPUT = _of("decoder.final_layernorm"), _of("output_layer")
+_BEFORE, _BEHIND = [*_of("enorm"), *_of("hnorm"), "eh_proj.weight"], _of("final_layernorm")
 """What a layer that predicts further tokens has before its transformer layer, and behind it."""
 
-_EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]{1,18})\.(.+)")
-_LOCAL = re.compile(r"\.mlp\.experts\.local_experts\.")
-_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)([0-9]{1,18})")
+Place = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """One way in which a model's parameters may follow each other.
+def orders(names: Iterable[str]) -> list[tuple[list[str], bool]]:
+    """Return the orders in which parameters may be in memory; none where a name is not known.
 
-    Parameters
-    ----------
-    front, back : list of str
-        What is before the layers, and behind them.
-    layers : list of list of str
-        By number.
-    fused : bool
-        Whether each layer's experts are one parameter, `GroupedMLP`'s: [H, F] of all, or [F, H].
+    With each is whether a layer's experts are one parameter, `GroupedMLP`'s: [H, F] of all, or [F, H].
     """
-
-    front: list[str]
-    layers: list[list[str]]
-    back: list[str]
-    fused: bool = False
-
-    @property
-    def further(self) -> bool:
-        """Whether there are layers that predict further tokens."""
-        return any(map(_FURTHER.fullmatch, self.back))
-
-
-def orders(names: Iterable[str]) -> list[Order]:
-    """Return the orders in which parameters may be in memory; none where a name is not known."""
     every = list(names)
-    layers = _layers(every)
-    experts = [name for name in every if _LOCAL.search(name)]
-    fusible = bool(experts) and all(name.endswith(".weight") for name in experts)
-    found: list[Order] = []
+    experts = [name for name in every if "mlp.experts.local_experts." in name]
+    fusible = bool(experts) and all(map(ONE.fullmatch, experts))
+    found: list[tuple[list[str], bool]] = []
     for spec in _SPECS:
         for grouped in (False, True):
-            its = _specified(every, layers, spec, grouped=grouped)
-            its += [replace(one, fused=True) for one in its if grouped and fusible]
-            found += [one for one in its if one not in found]
+            order = _ordered(every, spec, grouped=grouped)
+            if order is not None:
+                fused = [(order, True)] if grouped and fusible else []
+                found += [one for one in [(order, False), *fused] if one not in found]
     return found
 
 
@@ -109,71 +85,51 @@ def order_of(names: Iterable[str], *, engine: bool) -> list[str] | None:
     `names`: as the module's; `engine`: whether its layers are Transformer Engine's.
     """
     every = list(names)
-    layers = _layers(every)
-    known = [one for spec in _SPECS for one in _specified(every, layers, spec, grouped=False)]
-    if not known:
+    found = [_ordered(every, spec, grouped=False) for spec in (reversed(_SPECS) if engine else _SPECS)]
+    return next((one for one in found if one is not None), None)
+
+
+def _ordered(names: Sequence[str], spec: list[str], *, grouped: bool) -> list[str] | None:
+    """Return names in the order that a specification of layers gives; None where it lacks one."""
+    places = {name: _place(name, spec, grouped=grouped) for name in names}
+    layers = {place[1] for place in places.values() if place is not None and place[0] == 1}
+    if None in places.values() or layers != set(range(len(layers))):
         return None
-    order = known[-1] if engine else known[0]
-    return [*order.front, *(name for layer in order.layers for name in layer), *order.back]
+    return sorted(names, key=lambda name: places[name] or ())
 
 
-def _layers(every: Sequence[str]) -> dict[int, list[tuple[str, str]]] | None:
-    """Return what is in each layer, by its name there and its whole name; None where something is not known."""
-    layers: dict[int, list[tuple[str, str]]] = {}
-    for name in every:
-        match = _LAYER.fullmatch(name)
-        if match is not None:
-            layers.setdefault(int(match[1]), []).append((match[2], name))
-        elif name not in FRONT and name not in BACK and _FURTHER.fullmatch(name) is None:
-            return None
-    return layers if sorted(layers) == list(range(len(layers))) else None
-
-
-def _specified(
-    every: Sequence[str], layers: Mapping[int, Sequence[tuple[str, str]]] | None, spec: list[str], *, grouped: bool
-) -> list[Order]:
-    """Return the order that a specification of layers gives; none where it lacks a name."""
-    if layers is None:
-        return []
-    ranked = [[(_rank(inner, spec, grouped), name) for inner, name in layers[n]] for n in range(len(layers))]
-    if any(rank is None for layer in ranked for rank, _ in layer):
-        return []
-    inside = [[name for _, name in sorted(layer, key=lambda one: one[0] or ())] for layer in ranked]
-    further = _further(every, spec, grouped)
-    if further is None:
-        return []
-    back = [n for n in BACK if n in every]
-    at = next((at for at, n in enumerate(back) if n.startswith("output_layer.")), len(back))
-    return [Order([n for n in FRONT if n in every], inside, [*back[:at], *further, *back[at:]])]
-
-
-def _further(every: Sequence[str], spec: list[str], grouped: bool) -> list[str] | None:
-    """Return what predicts further tokens in its order, which is before the output layer; None for an odd name."""
-    ranked: list[tuple[tuple[int, ...], str]] = []
-    for name in every:
-        match = _FURTHER.fullmatch(name)
-        if match is None:
-            continue
-        inner = match[2] or match[3]
-        place = _rank(inner, spec, grouped) if match[2] else None
-        number = next((n for n, names in zip((0, 2), _AROUND, strict=True) if inner in names), 1)
-        if number != 1 and not match[2]:
-            place = (_AROUND[number // 2].index(inner),)
-        if place is None:
-            return None
-        ranked.append(((int(match[1]), 1 if match[2] else number, *place), name))
-    return [name for _, name in sorted(ranked)]
-
-
-def _rank(inner: str, spec: list[str], grouped: bool) -> tuple[int, ...] | None:
-    whole = _GROUPED.fullmatch(inner)
-    if whole is not None:
-        return (spec.index("mlp.experts"), int(whole[1] == "linear_fc2"), int(whole[3]), int(whole[2] == "bias"))
-    match = _EXPERT.fullmatch(inner)
-    if match is None:
-        return (spec.index(inner),) if inner in spec else None
-    if match[2] not in _IN_EXPERT:
+def _place(text: str, spec: list[str], *, grouped: bool) -> Place | None:
+    """Return where a name is: before the layers, in one, behind them, in one of further tokens', or at the end."""
+    for part, its in ((0, _FRONT), (2, _NORM), (4, _OUTPUT)):
+        if text in its:
+            return part, its.index(text)
+    name = Name.of(text)
+    if name.layer is None:
         return None
-    at, expert = _IN_EXPERT.index(match[2]), int(match[1])
-    inside = (at // len(_BOTH), expert, at % len(_BOTH)) if grouped else (expert, at)
-    return (spec.index("mlp.experts"), *inside)
+    if name.block == "decoder.layers":
+        inside = _in_layer(name, name.front, spec, grouped=grouped)
+        return None if inside is None else (1, name.layer, *inside)
+    if name.block != "mtp.layers":
+        return None
+    for part, its in ((0, _BEFORE), (2, _BEHIND)):
+        if name.front in its:
+            return 3, name.layer, part, its.index(name.front)
+    module, _, front = name.front.partition(".")
+    known = module in ("transformer_layer", "mtp_model_layer")
+    inside = _in_layer(name, front, spec, grouped=grouped) if known else None
+    return None if inside is None else (3, name.layer, 1, *inside)
+
+
+def _in_layer(name: Name, front: str, spec: list[str], *, grouped: bool) -> Place | None:
+    if name.expert is None:
+        return (spec.index(front),) if front in spec else None
+    module, _, last = front.partition(".experts.")
+    first = spec.index(_EXPERTS)
+    if module != "mlp":
+        return None
+    is_module = last == "local_experts."
+    kind = name.rest.removeprefix(".") if is_module else last + name.rest
+    if kind not in _IN_EXPERT:
+        return None
+    at = _IN_EXPERT.index(kind)
+    return (first, name.expert, at) if is_module and not grouped else (first, at // 2, name.expert, at % 2)

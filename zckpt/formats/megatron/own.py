@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.directory import OWN_NAME
 from zckpt.formats.megatron.legacy_target import ROWS
-from zckpt.formats.megatron.slices import VOCABULARY
 from zckpt.formats.remainder import remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe
 from zckpt.state import Checkpoint, Parameter

@@ -13,35 +13,24 @@ chunks before v, and of chunks v of the stages before p.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
 from zckpt.formats.megatron.fused import is_fused
-from zckpt.formats.megatron.objects import arguments_of as attributes_of
+from zckpt.formats.megatron.names import BLOCK, Name, is_expert
+from zckpt.formats.megatron.objects import arguments_of
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _CHUNK = re.compile(r"model([0-9]{0,18})")
-_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,18})(\..*)")
-_LOCAL_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)([0-9]{1,18})(\..*)")
-_GROUPED_EXPERT = re.compile(r"(.*\.experts\.linear_fc[12]\.(?:weight|bias))([0-9]{1,18})()")
-EXPERT = re.compile(r"(?:.*\.)?experts\..*")
 
-STAGES, EXPERTS_SIZE = "pipeline_model_parallel_size", "expert_model_parallel_size"
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A model-parallel rank's directory."""
-
-    tp: int
-    pp: int
-    ep: int
-    path: Path
+TENSORS, STAGES, EXPERTS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +39,10 @@ class RankFile:
 
     Parameters
     ----------
-    rank : Rank
+    tp, pp, ep : int
+        The rank's numbers.
+    folder : Path
+        Its directory.
     file : TorchFile
     content : dict
         Its root.
@@ -60,7 +52,10 @@ class RankFile:
         Under which they are.
     """
 
-    rank: Rank
+    tp: int
+    pp: int
+    ep: int
+    folder: Path
     file: TorchFile
     content: Mapping[object, object]
     chunks: tuple[dict[str, object], ...]
@@ -69,12 +64,7 @@ class RankFile:
     @property
     def arguments(self) -> Mapping[object, object]:
         """The program's arguments; empty where the file has none."""
-        return arguments_of(self.content)
-
-
-def arguments_of(content: Mapping[object, object]) -> Mapping[object, object]:
-    """Return the attributes of `args`."""
-    return attributes_of(content.get("args"))
+        return arguments_of(self.content.get("args"))
 
 
 def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
@@ -84,78 +74,54 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
     files. Raises ShardError: a rank's file is missing, or of another step; SourceError: a file is damaged, or what its
     directory's name means is not certain.
     """
-    names = folders(directory)
-    matches = {name: FOLDER.fullmatch(name) for name in names}
-    numbers = {name: tuple(int(n) for n in match.groups() if n is not None) for name, match in matches.items() if match}
+    paths = folders(directory)
+    numbers = {name: [int(n) for n in match.groups() if n is not None]
+               for name in paths if (match := FOLDER.fullmatch(name))}  # fmt: skip
     lengths = {len(one) for one in numbers.values()}
     if len(lengths) > 1:
-        raise ShardError("has directories of ranks of more than one kind", found=listed(list(names)))
-    files = {name: read_torchfile(path / FILE) for name, path in names.items()}
-    _check_experts_cut(files)
-    second_is_expert = lengths == {2} and (
-        known["ep"] > 1 if {"ep", "pp"} <= known.keys() else _second_is_expert(files)
+        raise ShardError("has directories of ranks of more than one kind", found=listed(list(paths)))
+    files = {name: read_torchfile(path / FILE) for name, path in paths.items()}
+    first = next(iter(files.values()))
+    content = as_mapping(first.root, first.path)
+    arguments = arguments_of(content.get("args"))
+    _check_experts_cut(content, arguments)
+    is_second_expert = lengths == {2} and (
+        known["ep"] > 1 if {"ep", "pp"} <= known.keys() else _is_second_expert(arguments, list(paths))
     )
-    ranks = {
-        name: Rank(n[0], n[1] if len(n) > 1 and not second_is_expert else 0,
-                   n[-1] if len(n) == 3 or second_is_expert else 0, names[name])
-        for name, n in numbers.items()
-    }  # fmt: skip
-    _check_all(list(ranks.values()), files)
-    found = [_rank_file(ranks[name], file) for name, file in files.items()]
+    found = []
+    for name, (tp, *rest) in numbers.items():
+        stages, experts = ([], rest) if is_second_expert else (rest[:1], rest[1:])
+        found.append(_rank_file(tp, sum(stages), sum(experts), paths[name], files[name]))
+    _check_all(found, arguments)
     _check_alike(found)
-    return sorted(found, key=lambda one: (one.rank.pp, one.rank.ep, one.rank.tp))
+    return sorted(found, key=lambda one: (one.pp, one.ep, one.tp))
 
 
-def _check_experts_cut(files: Mapping[str, TorchFile]) -> None:
+def _check_experts_cut(content: Mapping[object, object], arguments: Mapping[object, object]) -> None:
     """Raise UnsupportedError where experts are cut for other ranks than the rest: which have them, no file says."""
-    file = next(iter(files.values()))
-    content = as_mapping(file.root, file.path)
-    arguments = arguments_of(content)
-    tp, own = (arguments.get(key) for key in ("tensor_model_parallel_size", "expert_tensor_parallel_size"))
+    tp, own = arguments.get(TENSORS), arguments.get("expert_tensor_parallel_size")
     states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
-    has_experts = any(EXPERT.fullmatch(str(name)) for its in states if isinstance(its, dict) for name in its)
+    has_experts = any(is_expert(str(name)) for its in states if isinstance(its, dict) for name in its)
     if has_experts and type(tp) is int and type(own) is int and own != tp:
         raise UnsupportedError("experts are cut for other tensor-parallel ranks than the rest",
                                expected=f"expert_tensor_parallel_size {tp}", found=own,
                                advice="write it as torch_dist with the program that wrote it")  # fmt: skip
 
 
-def _second_is_expert(files: Mapping[str, TorchFile]) -> bool:
+def _is_second_expert(arguments: Mapping[object, object], names: list[str]) -> bool:
     """Tell whether the second number of directories is that of expert parallelism."""
-    file = next(iter(files.values()))
-    arguments = arguments_of(as_mapping(file.root, file.path))
-    stages, experts = arguments.get(STAGES), arguments.get(EXPERTS_SIZE, 1)
+    stages, experts = arguments.get(STAGES), arguments.get(EXPERTS, 1)
     if type(stages) is int and type(experts) is int and (stages > 1) != (experts > 1):
         return experts > 1
     if type(stages) is int and stages > 1:
         raise ShardError("has no number of the expert-parallel rank in the names of its directories",
-                         expected=f"{stages} stages of {experts} ranks", found=listed(list(files)))  # fmt: skip
-    raise UnsupportedError(
-        "whether its ranks are those of pipeline or of expert parallelism is not known",
-        expected=f"{STAGES} in the arguments that are saved with it",
-        found=listed(list(files)),
-    )
+                         expected=f"{stages} stages of {experts} ranks", found=listed(names))  # fmt: skip
+    raise UnsupportedError("whether its ranks are those of pipeline or of expert parallelism is not known",
+                           expected=f"{STAGES} in the arguments that are saved with it",
+                           found=listed(names))  # fmt: skip
 
 
-def _check_all(ranks: Sequence[Rank], files: Mapping[str, TorchFile]) -> None:
-    tp, pp, ep = (max(getattr(one, kind) for one in ranks) + 1 for kind in ("tp", "pp", "ep"))
-    file = next(iter(files.values()))
-    arguments = arguments_of(as_mapping(file.root, file.path))
-    said = [arguments.get(key) for key in ("tensor_model_parallel_size", STAGES, EXPERTS_SIZE)]
-    tp, pp, ep = (max(n, s) if type(s) is int else n for n, s in zip((tp, pp, ep), said, strict=True))
-    there = {(one.tp, one.pp, one.ep) for one in ranks}
-    missing = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp) if (t, p, e) not in there]
-    if missing:
-        t, p, e = missing[0]
-        raise ShardError(
-            "files of ranks are missing",
-            expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
-            found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
-            code=MISSING_FILE,
-        )
-
-
-def _rank_file(rank: Rank, file: TorchFile) -> RankFile:
+def _rank_file(tp: int, pp: int, ep: int, folder: Path, file: TorchFile) -> RankFile:
     content = as_mapping(file.root, file.path)
     keys = {key: _CHUNK.fullmatch(key) for key in content if isinstance(key, str)}
     chunks = sorted((int(match[1] or 0), key) for key, match in keys.items() if match is not None)
@@ -163,7 +129,7 @@ def _rank_file(rank: Rank, file: TorchFile) -> RankFile:
         raise DamagedFileError("unexpected content", path=file.path, expected="the rank's model under `model`",
                                found=listed([str(key) for key in content]))  # fmt: skip
     names = tuple(key for _, key in chunks)
-    return RankFile(rank, file, content, tuple(_flat(content[key], file.path) for key in names), names)
+    return RankFile(tp, pp, ep, folder, file, content, tuple(_flat(content[key], file.path) for key in names), names)
 
 
 def _flat(node: object, path: str) -> dict[str, object]:
@@ -181,16 +147,33 @@ def _flat(node: object, path: str) -> dict[str, object]:
     return found
 
 
+def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) -> None:
+    there = {(one.pp, one.ep, one.tp) for one in ranks}
+    said = (arguments.get(key) for key in (STAGES, EXPERTS, TENSORS))
+    pp, ep, tp = (max(1 + max(kind), size if type(size) is int else 0)
+                  for kind, size in zip(zip(*there, strict=True), said, strict=True))  # fmt: skip
+    every = ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp))
+    missing = next((one for one in every if one not in there), None)
+    if missing is not None:
+        p, e, t = missing
+        raise ShardError(
+            "files of ranks are missing",
+            expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
+            found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
+            code=MISSING_FILE,
+        )
+
+
 def _check_alike(ranks: Sequence[RankFile]) -> None:
     """Raise ShardError where ranks are of different steps, or have other numbers of chunks."""
     first = ranks[0]
     for one in ranks[1:]:
         for key in ("iteration", "checkpoint_version"):
             if one.content.get(key) != first.content.get(key):
-                raise ShardError(f"is of another {key} than {first.rank.path.name}", path=one.file.path,
+                raise ShardError(f"is of another {key} than {first.folder.name}", path=one.file.path,
                                  expected=first.content.get(key), found=one.content.get(key))  # fmt: skip
         if one.keys != first.keys:
-            raise LayoutError(f"has other chunks of the model than {first.rank.path.name}", path=one.file.path,
+            raise LayoutError(f"has other chunks of the model than {first.folder.name}", path=one.file.path,
                               expected=", ".join(first.keys), found=", ".join(one.keys))  # fmt: skip
 
 
@@ -203,60 +186,52 @@ class Numbering:
     """The numbers that layers and experts of ranks have in the whole model."""
 
     def __init__(self, ranks: Sequence[RankFile]) -> None:
-        self._stages = 1 + max(one.rank.pp for one in ranks)
-        self._first: dict[tuple[int, int, str], int] = {}
+        self._stages, self._chunks = 1 + max(one.pp for one in ranks), len(ranks[0].chunks)
+        self._parallel = any(one.ep for one in ranks)
         counts: dict[tuple[int, int, str], int] = {}
         for one in ranks:
             for chunk, names in enumerate(one.chunks):
-                for match in filter(None, map(_LAYER.fullmatch, names)):
-                    key = (chunk, one.rank.pp, match[1])
-                    counts[key] = max(counts.get(key, 0), int(match[2]) + 1)
-        ends: dict[str, int] = {}
-        for chunk, stage, front in sorted(counts):
-            self._first[chunk, stage, front] = ends.get(front, 0)
-            ends[front] = ends.get(front, 0) + counts[chunk, stage, front]
-        self._ends, self._chunks = ends, len(ranks[0].chunks)
-        self._parallel = any(one.rank.ep for one in ranks)
+                for name in map(Name.of, names):
+                    if name.layer is not None:
+                        key = (chunk, one.pp, name.block)
+                        counts[key] = max(counts.get(key, 0), name.layer + 1)
+        self._first: dict[tuple[int, int, str], int] = {}
+        self._ends: dict[str, int] = {}
+        for key in sorted(counts):
+            self._first[key] = self._ends.get(key[2], 0)
+            self._ends[key[2]] = self._first[key] + counts[key]
 
-    def bounds(self, front: str) -> list[int]:
+    def bounds(self) -> list[int] | None:
         """Return the first layer of each chunk, in the model's order, and how many layers there are.
 
-        `front`: what the layers' names begin with. A chunk without any begins where the next one does.
+        A chunk without any begins where the next one does. None: there is not one block of layers.
         """
-        found: list[int] = [self._ends.get(front, 0)]
+        blocks = [block for block in self._ends if BLOCK.fullmatch(block)]
+        if len(blocks) != 1:
+            return None
+        found = [self._ends[blocks[0]]]
         for chunk in reversed(range(self._chunks)):
             for stage in reversed(range(self._stages)):
-                found.insert(0, self._first.get((chunk, stage, front), found[0]))
+                found.insert(0, self._first.get((chunk, stage, blocks[0]), found[0]))
         return found
 
-    def fronts(self) -> list[str]:
-        """Return what names of layers begin with."""
-        return list(self._ends)
-
-    def names(self, one: RankFile, chunk: int) -> Iterator[tuple[str, str]]:
-        """Yield the names of what is in a chunk: in the file, and in the whole model.
+    def names(self, one: RankFile, chunk: int) -> dict[str, str]:
+        """Return the names of what is in a chunk in the whole model, by those in the file.
 
         Raises
         ------
         UnsupportedError
             Experts of several ranks that are not told apart.
         """
-        own = one.chunks[chunk]
-        experts = [match for name in own for match in [_expert(name)] if match is not None]
-        count = 1 + max((int(match[2]) for match in experts), default=-1)
-        for name in own:
-            match, renamed = _expert(name), name
-            if match is not None:
-                renamed = f"{match[1]}{one.rank.ep * count + int(match[2])}{match[3]}"
-            elif self._parallel and EXPERT.fullmatch(name) and is_weight(name, own[name]) and not is_fused(name):
-                raise UnsupportedError(f"which experts {name} has is not known", path=one.file.path,
+        own = {text: Name.of(text) for text in one.chunks[chunk]}
+        count = 1 + max((name.expert for name in own.values() if name.expert is not None), default=-1)
+        found = {}
+        for text, name in own.items():
+            is_odd = name.expert is None and is_expert(text) and not is_fused(text)
+            if is_odd and self._parallel and is_weight(text, one.chunks[chunk][text]):
+                raise UnsupportedError(f"which experts {text} has is not known", path=one.file.path,
                                        expected="a tensor for each expert")  # fmt: skip
-            layer = _LAYER.fullmatch(renamed)
-            if layer is not None:
-                number = int(layer[2]) + self._first[chunk, one.rank.pp, layer[1]]
-                renamed = f"{layer[1]}.{number}{layer[3]}"
-            yield name, renamed
-
-
-def _expert(name: str) -> re.Match[str] | None:
-    return _LOCAL_EXPERT.fullmatch(name) or _GROUPED_EXPERT.fullmatch(name)
+            expert = None if name.expert is None else one.ep * count + name.expert
+            layer = None if name.layer is None else name.layer + self._first[chunk, one.pp, name.block]
+            found[text] = str(replace(name, expert=expert, layer=layer))
+        return found

@@ -15,21 +15,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.megatron.fused import is_fused, name_of_all
+from zckpt.formats.megatron.cut import Cut, Shape, Shapes
+from zckpt.formats.megatron.fused import ONE, apart, is_fused, shape_of_all, together
+from zckpt.formats.megatron.names import BLOCK, Name
+from zckpt.state import Slot
 
-_LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,18})(\..*)")
-_EXPERT = re.compile(r"(.*\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,18})((?:\..*)?)")
-
-BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
 _BACK = re.compile(r"(?:(?:language_model\.)?(?:decoder|encoder|transformer)\.final_(?:layernorm|norm)|"
                    r"(?:language_model\.)?output_layer)\..+")  # fmt: skip
 """What is known to be before the layers, and behind them. Anything else has a stage that only its program knows."""
 
-_FURTHER = re.compile(r"(?:language_model\.)?mtp\.layers\..+")
+FURTHER = re.compile(r"(?:language_model\.)?mtp\.layers\..+")
+"""Layers that predict further tokens."""
+
 _WORDS = re.compile(r"(?:language_model\.)?embedding\.word_embeddings\.weight")
 _IMAGES = re.compile(r"vision_(?:model|projection)\..+")
 
@@ -40,27 +41,57 @@ Bounds = tuple[int, ...]
 class Dealt:
     """A tensor of a chunk: its name in the whole model, and that on the rank.
 
-    `shared`: whether the first and the last stage both have it; `experts`: where it is of all experts of the rank, the
-    names of each one's part in the whole model; `name` is the first.
+    `names`: several where it is of all experts of the rank; `shared`: whether the first and the last stage have it.
     """
 
-    name: str
+    names: tuple[str, ...]
     local: str
     shared: bool = False
-    experts: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name, or the first of them."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced:
+    """What tensor-parallel ranks have of tensors, which a chunk has.
+
+    `shapes`: of the whole model's; `rows`: of vocabularies in the module, by whose names they are cut.
+    """
+
+    shapes: Shapes
+    cuts: Mapping[str, Cut]
+    ranks: int
+    rows: Mapping[str, int]
+
+    def shape(self, one: Dealt) -> Shape:
+        """Return the shape of what a rank has."""
+        own = self.cuts[one.name].shape(self.shapes[one.name], self.ranks, self.rows.get(one.name))
+        return shape_of_all(one.local, len(one.names), own) if is_fused(one.local) else own
+
+    def part(self, one: Dealt, rank: int, slots: Sequence[Slot]) -> Slot:
+        """Return what a rank has of slots, one of each name."""
+        own = [self.cuts[name].slice(slot, rank, self.ranks, self.rows.get(name))
+               for name, slot in zip(one.names, slots, strict=True)]  # fmt: skip
+        return together(own, one.local) if is_fused(one.local) else own[0]
+
+    def slices(self, one: Dealt, part: Slot) -> list[Slot]:
+        """Return a rank's slices, one of each name: the other way round than `part`."""
+        return apart(part, one.local, len(one.names)) if is_fused(one.local) else [part]
 
 
 def layer_count(names: Iterable[str]) -> int:
     """Return how many layers the block of a model has, that stages share."""
-    numbers = [int(match[2]) for match in map(_LAYER.fullmatch, names) if match and BLOCK.fullmatch(match[1])]
+    numbers = [one.layer for one in map(Name.of, names) if one.layer is not None and BLOCK.fullmatch(one.block)]
     return 1 + max(numbers, default=-1)
 
 
 def bounds_of(given: str | None, layers: int, chunks: int) -> Bounds:
     """Return the first layer of each chunk, and the number of all layers.
 
-    `given`: as the user says; None: each has as many; `path`: for messages. Raises UsageError: they are not in order,
-    or do not divide.
+    `given`: as the user says; None: each has as many. Raises UsageError: they are not in order, or do not divide.
     """
     if given is None:
         if chunks > 1 and layers % chunks:
@@ -79,101 +110,102 @@ def bounds_of(given: str | None, layers: int, chunks: int) -> Bounds:
     return found
 
 
+class Chunks:
+    """The chunks that a model's tensors may be dealt to.
+
+    `names`: in the model's order; `tied`: by the name of an embedding that is the output layer, too: what the last
+    stage calls its copy. `unknown`: those of which it is not known which stage has them.
+    """
+
+    def __init__(self, names: Sequence[str], tied: Mapping[str, str]) -> None:
+        self._names, self._tied = names, {name: local for name, local in tied.items() if name in set(names)}
+        self._layers: dict[int, list[tuple[int, Name]]] = {}
+        self._ends: dict[str, list[int]] = {"first": [], "both": [], "last": [], "norm": []}
+        self.unknown: list[str] = []
+        further = any(map(FURTHER.fullmatch, names))
+        for at, name in enumerate(names):
+            one = Name.of(name)
+            if one.layer is not None and BLOCK.fullmatch(one.block):
+                self._layers.setdefault(one.layer, []).append((at, one))
+            elif _FRONT.fullmatch(name) or _IMAGES.fullmatch(name):
+                self._ends["both" if further and _FRONT.fullmatch(name) else "first"].append(at)
+            elif FURTHER.fullmatch(name) or _BACK.fullmatch(name):
+                self._ends["norm" if further and "final_" in name and _BACK.fullmatch(name) else "last"].append(at)
+            else:
+                self.unknown.append(name)
+        self.count = 1 + max(self._layers, default=-1)
+
+    def of(self, low: int, high: int, *, first: bool, last: bool) -> list[Dealt]:
+        """Return what the chunk has that begins with layer `low` and ends before `high`."""
+        if first and last:
+            return [Dealt((name,), name) for name in self._names]
+        found = [
+            (at, str(replace(one, layer=n - low))) for n in range(low, high) for at, one in self._layers.get(n, ())
+        ]
+        with_norm = low < high == self.count or (last and not self.count)
+        ends = (*(["first"] if first else ()), *(["last"] if last else ()), "both", *(["norm"] if with_norm else ()))
+        found += [(at, self._names[at]) for end in ends if end != "both" or first or last for at in self._ends[end]]
+        words = {*self._tied, *(self._names[at] for at in self._ends["both"] if _WORDS.fullmatch(self._names[at]))}
+        dealt = [Dealt((self._names[at],), local, self._names[at] in words) for at, local in sorted(found)]
+        return [*dealt, *(Dealt((name,), local, shared=True) for name, local in self._tied.items())] if last else dealt
+
+
 def dealt(names: Sequence[str], bounds: Bounds, *, stages: int, tied: Mapping[str, str]) -> list[list[list[Dealt]]]:
     """Return what each stage has, by chunk, in the order of `names`.
 
-    `bounds`: of all chunks, in the model's order; `tied`: by the name of an embedding that is the output layer, too:
-    what the last stage calls its copy. Raises UnsupportedError: of something it is not known which stage has it.
+    `bounds`: of all chunks, in the model's order; `tied` is as of `Chunks`. Raises UnsupportedError: of something it is
+    not known which stage has it.
     """
-    chunks = len(bounds) - 1
-    further = chunks > 1 and any(map(_FURTHER.fullmatch, names))
-    if further:
-        _check_further(names, tied)
-    with_last = next((at for at in reversed(range(chunks)) if bounds[at] < bounds[-1]), chunks - 1)
-    found: list[list[Dealt]] = [[] for _ in range(chunks)]
-    unknown = []
-    for name in names:
-        layer = _LAYER.fullmatch(name)
-        if chunks == 1:
-            found[0].append(Dealt(name, name))
-        elif further and _WORDS.fullmatch(name):
-            found[0].append(Dealt(name, name, shared=True))
-            found[-1].append(Dealt(name, name, shared=True))
-        elif _FURTHER.fullmatch(name):
-            found[-1].append(Dealt(name, name))
-        elif _IMAGES.fullmatch(name):
-            found[0].append(Dealt(name, name))
-        elif layer is not None and BLOCK.fullmatch(layer[1]):
-            at = next(at for at in range(chunks) if bounds[at] <= int(layer[2]) < bounds[at + 1])
-            found[at].append(Dealt(name, f"{layer[1]}.{int(layer[2]) - bounds[at]}{layer[3]}"))
-        elif _FRONT.fullmatch(name):
-            found[0].append(Dealt(name, name, shared=name in tied))
-        elif _BACK.fullmatch(name):
-            found[with_last if further and "output_layer" not in name else -1].append(Dealt(name, name))
-        else:
-            unknown.append(name)
-    if unknown:
-        raise UnsupportedError("which pipeline stage has it is not known", found=listed(unknown),
-                               advice="give --pipeline-parallel-size 1")  # fmt: skip
-    if chunks > 1:
-        found[-1] += [Dealt(name, local, shared=True) for name, local in tied.items() if name in set(names)]
-    return [[found[chunk * stages + stage] for chunk in range(chunks // stages)] for stage in range(stages)]
+    count, every = len(bounds) - 1, Chunks(names, tied)
+    if count > 1:
+        odd = next((name for name in names if _FRONT.fullmatch(name) and not _WORDS.fullmatch(name)), None)
+        if (odd is not None or tied) and any(map(FURTHER.fullmatch, names)):
+            raise UnsupportedError(
+                "multi-token prediction on several stages is of words' embeddings alone, which are no output layer",
+                found=odd or "a tied embedding, which megatron-core does not save on several stages, either",
+                advice="give --pipeline-parallel-size 1",
+            )
+        if every.unknown:
+            raise UnsupportedError("which pipeline stage has it is not known", found=listed(every.unknown),
+                                   advice="give --pipeline-parallel-size 1")  # fmt: skip
+    found = [every.of(bounds[at], bounds[at + 1], first=at == 0, last=at == count - 1) for at in range(count)]
+    return [[found[chunk * stages + stage] for chunk in range(count // stages)] for stage in range(stages)]
 
 
-def _check_further(names: Sequence[str], tied: Mapping[str, str]) -> None:
-    """Raise UnsupportedError where the copy of the embedding for further tokens is not one of the words' alone."""
-    odd = next((name for name in names if _FRONT.fullmatch(name) and not _WORDS.fullmatch(name)), None)
-    if odd is not None or tied:
-        raise UnsupportedError(
-            "multi-token prediction on several stages is of words' embeddings alone, which are no output layer",
-            found=odd or "a tied embedding, which megatron-core does not save on several stages, either",
-            advice="give --pipeline-parallel-size 1",
-        )
-
-
-def on_expert_rank(dealt: Sequence[Dealt], counts: Mapping[str, int], rank: int, ranks: int) -> list[Dealt]:
+def on_expert_rank(
+    dealt: Sequence[Dealt], counts: Mapping[object, int], rank: int, ranks: int, *, fused: bool = False
+) -> list[Dealt]:
     """Return what an expert-parallel rank has of a chunk: of experts its own, numbered from 0.
 
-    `counts`: how many experts there are, by what their names begin with.
+    `counts`: of `expert_counts`; `fused`: whether they are one parameter for each layer, which is where the first of
+    them is. Raises UnsupportedError: they have what such a module has no place for.
     """
-    found = []
+    found: dict[str, Dealt] = {}
     for one in dealt:
-        match, whole = _EXPERT.fullmatch(one.local), _EXPERT.fullmatch(one.name)
-        if match is None or whole is None:
-            found.append(one)
-            continue
-        own = counts[whole[1]] // ranks
-        number = int(match[2]) - rank * own
-        if 0 <= number < own:
-            found.append(Dealt(one.name, f"{match[1]}{number}{match[3]}", one.shared))
-    return found
+        name, local = Name.of(one.name), one.local
+        if name.expert is not None:
+            own = counts[name.experts] // ranks
+            number = name.expert - rank * own
+            if not 0 <= number < own:
+                continue
+            local = str(replace(Name.of(local), expert=number))
+            if fused and ".experts.local_experts." in local:
+                local = ONE.sub(r"\1weight\2", local)
+                if not is_fused(local):
+                    raise UnsupportedError("experts that are one parameter have weights alone", found=local)
+                first = found.get(local)
+                found[local] = Dealt((*(first.names if first else ()), one.name), local, one.shared)
+                continue
+        found[local] = replace(one, local=local)
+    return list(found.values())
 
 
-def with_fused(dealt: Sequence[Dealt]) -> list[Dealt]:
-    """Return what a rank has of a chunk whose experts are one parameter, which is where the first of them is.
-
-    Raises UnsupportedError: they have what such a module has no place for.
-    """
-    every: dict[str, list[Dealt]] = {}
-    for one in dealt:
-        every.setdefault(name_of_all(one.local), []).append(one)
-    odd = next((name for name in every if ".experts.local_experts." in name), None)
-    if odd is not None:
-        raise UnsupportedError("experts that are one parameter have weights alone", found=odd)
-    return [
-        Dealt(its[0].name, name, its[0].shared, tuple(one.name for one in its)) if is_fused(name) else its[0]
-        for name, its in every.items()
-    ]
-
-
-def expert_counts(names: Iterable[str], ranks: int) -> dict[str, int]:
-    """Return how many experts there are, by what their names begin with.
-
-    Raises UsageError: they are not dealt evenly.
-    """
-    found: dict[str, int] = {}
-    for match in filter(None, map(_EXPERT.fullmatch, names)):
-        found[match[1]] = max(found.get(match[1], 0), int(match[2]) + 1)
+def expert_counts(names: Iterable[str], ranks: int) -> dict[object, int]:
+    """Return how many experts there are, by `Name.experts`. Raises UsageError: they are not dealt evenly."""
+    found: dict[object, int] = {}
+    for one in map(Name.of, names):
+        if one.expert is not None:
+            found[one.experts] = max(found.get(one.experts, 0), one.expert + 1)
     odd = next((count for count in found.values() if count % ranks), None)
     if odd is not None or (not found and ranks > 1):
         raise UsageError("unusable expert-parallel size", found=ranks,

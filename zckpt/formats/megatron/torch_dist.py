@@ -27,12 +27,13 @@ from zckpt.formats.megatron.cut import end_to_end, is_flattened, unflattened
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, TORCH_DIST, ZARR, Place
 from zckpt.formats.megatron.flat import with_flat
 from zckpt.formats.megatron.grouped import is_transposed
-from zckpt.formats.megatron.keys import is_of_one_layer
-from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
+from zckpt.formats.megatron.keys import Stored, is_of_one_layer, stored
+from zckpt.formats.megatron.names import BUFFERS, in_order
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
-from zckpt.formats.megatron.optimizer import attach
+from zckpt.formats.megatron.optimizer import attach, keep_common
 from zckpt.formats.megatron.own import add_absent, read_own, restore_own
 from zckpt.formats.megatron.zarr import read_arrays
+from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
@@ -87,8 +88,11 @@ def read(place: Place) -> Checkpoint:
         keys = sorted_keys(tensors)
         add_tensors(checkpoint, keys, own.names if own is not None else {})
     carry_objects(checkpoint, objects)
-    attach(checkpoint, with_flat(checkpoint, keys.flat, objects, common), own.groups if own is not None else None)
-    checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
+    common = with_flat(checkpoint, keys.flat, objects, common)
+    rules = attach(checkpoint, common, own.groups if own is not None else None)
+    keep_common(checkpoint, common)
+    checkpoint.files.append(describe(common.file, "metadata", rules=rules))
+    checkpoint.topology, checkpoint.world_size = topology_of(common.arguments, checkpoint)
     checkpoint.step = common.step
     if own is not None:
         add_absent(checkpoint, own)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.consolidated.model import model_tensors
-from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, RELEASE, folder_of
+from zckpt.formats.format import TargetFiles
+from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, OWN_NAME, RELEASE, TRACKER, folder_of
 from zckpt.formats.megatron.keys import check_names
-from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of
-from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP
-from zckpt.formats.megatron.write_groups import Group, groups_of
+from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.optimizer import SCALER, STEP
+from zckpt.formats.megatron.own import own_tree
+from zckpt.formats.megatron.write_groups import Group, groups_for, step_of
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.writer import ValueTensor, value_node
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.torchfile import node_of, put_back
 
@@ -31,7 +37,8 @@ CONTENT, VERSION, ITERATION = "content_metadata", "checkpoint_version", "iterati
 CURRENT = 3.0
 """The version of a checkpoint whose queries, keys and values are ordered as everything here has them."""
 
-OF_PROGRAM = frozenset({"args", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine"})
+OF_PROGRAM = frozenset({ARGUMENTS, "num_floating_point_operations_so_far", "opt_param_scheduler",
+                        "rerun_state_machine"})  # fmt: skip
 """Keys of `common.pt` that are Megatron-LM's, wherever a checkpoint has been in between."""
 
 RESTATED = frozenset({CONTENT, VERSION, ITERATION})
@@ -39,8 +46,136 @@ RESTATED = frozenset({CONTENT, VERSION, ITERATION})
 _SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
 
 
-def model_for(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
-    """Return what the model has under each name, without further names of tied parameters."""
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint as it is to be written, by its own names.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    tensors : dict of str to (Slot, str)
+        Of the model, with the types that they are to have, without further names of tied parameters.
+    trained : dict of str to Parameter
+    kind : {DISTRIBUTED, FLATTENED, PLAIN}
+        Whose optimizer's state it is to be.
+    groups : list of Group
+    step : float or None
+    folder : str
+        Within the run.
+    notes : list of str
+    """
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, tuple[Slot, str]]
+    trained: Mapping[str, Parameter]
+    kind: str
+    groups: list[Group]
+    step: float | None
+    folder: str
+    notes: list[str]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, options: object, expert_parallel_size: int | None) -> Source:
+        """Return what a checkpoint is.
+
+        `options`: of `convert` or `reshard`. Raises UsageError: nothing says at which iteration a trained model was
+        saved; UnsupportedError: it is no model of Megatron's, or has state that its optimizer has no place for.
+        """
+        notes: list[str] = []
+        tensors = _tensors(checkpoint, getattr(options, "dtype", "keep"))
+        trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
+        groups = groups_for(checkpoint, expert_parallel_size, notes)
+        step = step_of(checkpoint, list(trained.values()))
+        kind = getattr(options, "optimizer", None) or _kind(checkpoint)
+        folder = _folder(checkpoint, getattr(options, ITERATION, None), is_trained=bool(trained))
+        return cls(checkpoint, tensors, trained, kind, groups, step, folder, notes)
+
+    def states(self, name: str) -> Iterator[tuple[str, Slot, str]]:
+        """Yield key, slot and type of all that the optimizer has of a parameter, the master first.
+
+        An optimizer without masters of 32-bit weights is a plain one: that of others has a copy of these, too. Raises
+        UnsupportedError: a slot is not of its parameter's shape.
+        """
+        one, (written, dtype) = self.trained[name], self.tensors[name]
+        if self.kind != PLAIN or dtype != "float32":
+            master = one.slots.get(MASTER)
+            yield MASTER, master or written, "float32" if master is None else master.dtype
+        for key, slot in one.slots.items():
+            if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
+                continue
+            if slot.shape != one.shape:
+                raise UnsupportedError(f"Megatron has no place for {key} of {one.name}",
+                                       expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
+            yield key, slot, slot.dtype
+
+    @property
+    def group_step(self) -> dict[object, object]:
+        """The step as each group has it; the optimizers that have one of their own have it not."""
+        return {} if self.step is None or (self.kind == PLAIN and type(self.step) is float) else {STEP: self.step}
+
+    @property
+    def own_step(self) -> ValueTensor | None:
+        """The step of an optimizer whose groups have none."""
+        if self.step is None or self.group_step:
+            return None
+        return ValueTensor(struct.pack("<f", self.step), "float32", ())
+
+    def optimizers(self) -> Iterator[tuple[list[Group], list[dict[object, object]], dict[object, object]]]:
+        """Yield the groups of each optimizer, experts' last, their values in the file, and what is around them."""
+        known = [self.checkpoint.optimizer_metadata.get(key) for key in SCALERS]
+        for of_experts in (False, True):
+            own = [one for one in self.groups if one.is_of_experts == of_experts]
+            scaler = known[of_experts] if known[of_experts] is not None else known[0]
+            if own:
+                values: list[dict[object, object]] = [
+                    {**{key: value_node(value) for key, value in one.values.items()}, **self.group_step} for one in own
+                ]
+                yield own, values, {SCALER: scaler} if scaler is not None else {}
+
+    def common_tree(self, but: Iterable[str]) -> dict[object, object]:
+        """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
+        tree: dict[object, object] = {}
+        formats = (self.checkpoint.format, _origin(self.checkpoint).get("format"))
+        for key, value in self.checkpoint.metadata.items():
+            own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
+            if key not in but and key not in RESTATED and (own or key in OF_PROGRAM):
+                tree[key] = value
+        tree[VERSION] = CURRENT
+        if self.folder != RELEASE:
+            tree[ITERATION] = int(self.folder.rpartition("_")[2])
+        return tree
+
+    def finished(
+        self,
+        files: list[TargetFile],
+        held: Iterable[str],
+        names: Mapping[str, str],
+        ranks: Mapping[str, int] | None = None,
+    ) -> TargetFiles:
+        """Return all files of the run: with that of what the others have no place for, and that which names it.
+
+        Parameters
+        ----------
+        files : list of TargetFile
+        held : iterable of str
+            Keys of metadata that they have.
+        names : mapping of str to str
+            The checkpoint's names by those in the files.
+        ranks : mapping of str to int, optional
+            Of legacy files: how many of each kind.
+        """
+        has = {*held, *RESTATED, *(SCALERS if self.groups else ())}
+        own = own_tree(self.checkpoint, held=has, groups=[one.members for one in self.groups], names=names, ranks=ranks)
+        number = self.folder if self.folder == RELEASE else str(int(self.folder.rpartition("_")[2]))
+        every = [*files, torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own), text_file(TRACKER, number)]
+        lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
+                 if key not in has]  # fmt: skip
+        if lacks and self.folder != RELEASE and self.checkpoint.format != FORMAT:
+            self.notes.append(f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}")
+        return TargetFiles(every, notes=self.notes, restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()))
+
+
+def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
     if checkpoint.optimizers() or checkpoint.models():
         raise UnsupportedError("Megatron-Core has one model and one optimizer",
@@ -53,108 +188,31 @@ def model_for(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]
     return tensors
 
 
-def optimizer_for(checkpoint: Checkpoint) -> str:
+def _origin(checkpoint: Checkpoint) -> Mapping[str, object]:
+    origin = checkpoint.details.get("origin")
+    return origin if isinstance(origin, Mapping) else {}
+
+
+def _kind(checkpoint: Checkpoint) -> str:
     """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
-    said = arguments_of(checkpoint.metadata.get("args")).get("use_distributed_optimizer")
+    said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
     if isinstance(said, bool):
         return DISTRIBUTED if said else PLAIN
-    origin = checkpoint.details.get("origin")
-    facts = origin if isinstance(origin, Mapping) else {"format": checkpoint.format, **checkpoint.details}
+    facts = _origin(checkpoint) or {"format": checkpoint.format}
     flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
     distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
     return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
 
 
-def state_of(one: Parameter, model: tuple[Slot, str], *, plain: bool) -> Iterator[tuple[str, Slot]]:
-    """Yield the slots that the optimizer has of a parameter by their keys, the master first.
-
-    `model`: what the model has of it, and the type that this will have; `plain`: of an optimizer without masters of
-    32-bit weights: that of others has a copy of these, too. Raises UnsupportedError: a slot is not of its parameter's
-    shape.
-    """
-    written, dtype = model
-    if not plain or dtype != "float32":
-        yield MASTER, one.slots.get(MASTER) or written
-    for key, slot in one.slots.items():
-        if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
-            continue
-        if slot.shape != one.shape:
-            raise UnsupportedError(f"Megatron has no place for {key} of {one.name}",
-                                   expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
-        yield key, slot
-
-
-def master_type(one: Parameter) -> str:
-    """Return the type that a parameter's master is written in."""
-    master = one.slots.get(MASTER)
-    return "float32" if master is None else master.dtype
-
-
-def groups_for(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:
-    """Return the groups to write, once it is certain that they hold all that is trained.
-
-    Raises UsageError: a size that cannot be; UnsupportedError: which group a parameter is in is not known, or some lack
-    state that others have.
-    """
-    if expert_parallel_size is not None and expert_parallel_size < 1:
-        raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
-    grouped = {name for group in checkpoint.param_groups for name in group.parameters}
-    lost = [one.name for one in checkpoint.parameters.values()
-            if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
-    if lost:
-        raise UnsupportedError("which parameters each param group has is not known", found=listed(lost),
-                               advice="`zckpt consolidate` writes the model")  # fmt: skip
-    trained = [one for name in grouped if (one := checkpoint.parameters[name])]
-    most = {key for one in trained for key in one.slots if key not in (WEIGHT, MASTER)}
-    lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
-    if lacking is not None:
-        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have",
-                               expected="state of all trained parameters")  # fmt: skip
-    as_source = checkpoint.topology.ep > 1 or any(
-        group.hyperparameters.get(EXPERTS) is True for group in checkpoint.param_groups
-    )
-    chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
-    return groups_of(checkpoint, chained=chained, notes=notes)
-
-
-def folder_for(checkpoint: Checkpoint, iteration: int | None, *, trained: bool) -> str:
-    """Return the name of the directory within the run.
-
-    Raises UsageError: nothing says at which iteration a trained model was saved.
-    """
+def _folder(checkpoint: Checkpoint, iteration: int | None, *, is_trained: bool) -> str:
     chosen = checkpoint.step if iteration is None else iteration
     if chosen is None:
-        if trained:
+        if is_trained:
             raise UsageError("SOURCE does not say at which iteration it was saved", expected="--iteration N")
         return RELEASE
     if chosen < 0:
         raise UsageError("unusable iteration", expected="at least 0", found=chosen)
     return folder_of(str(chosen))
-
-
-def common_tree(checkpoint: Checkpoint, folder: str, held: set[str]) -> dict[object, object]:
-    """Return what `common.pt` holds but for the optimizer; the keys of metadata that are there go to `held`."""
-    origin = checkpoint.details.get("origin")
-    formats = (checkpoint.format, origin.get("format") if isinstance(origin, Mapping) else None)
-    tree: dict[object, object] = {}
-    for key, value in checkpoint.metadata.items():
-        own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
-        if key not in held and key not in RESTATED and (own or key in OF_PROGRAM):
-            tree[key] = value
-    held |= {str(key) for key in tree} | RESTATED
-    tree[VERSION] = CURRENT
-    if folder != RELEASE:
-        tree[ITERATION] = int(folder.rpartition("_")[2])
-    return tree
-
-
-def missing_notes(checkpoint: Checkpoint, folder: str, tree: Mapping[object, object]) -> list[str]:
-    """Say what a program that goes on from here will look for and not find."""
-    if folder == RELEASE or FORMAT in (checkpoint.format,):
-        return []
-    lacks = [what for key, what in (("args", "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
-             if key not in tree]  # fmt: skip
-    return [f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}"] if lacks else []
 
 
 def text_file(name: str, text: str) -> TargetFile:

@@ -9,27 +9,14 @@ Experts are a second optimizer's where they are spread over ranks. That has one 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from zckpt.compare.logical import parameter_values, single
-from zckpt.errors import UnsupportedError
-from zckpt.formats.megatron.optimizer import (
-    COMMON_STEP,
-    EXPERTS,
-    GROUPS,
-    SCALER,
-    SHARDING,
-    STATES,
-    STEP,
-    WEIGHT_DECAY,
-    by_rule_decays,
-    is_expert,
-)
-from zckpt.formats.torch_files.writer import ValueTensor, value_node
-from zckpt.state import Checkpoint, Parameter, Slot
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.megatron.names import is_expert
+from zckpt.formats.megatron.optimizer import EXPERTS, STEP, WEIGHT_DECAY, by_rule_decays
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 
 FACTORS = {WEIGHT_DECAY: 1.0, "lr_mult": 1.0, EXPERTS: False, "is_decoupled_lr": False}
 """By what Megatron-Core tells groups, and what each is in a group that says nothing of it."""
@@ -42,16 +29,42 @@ class Group:
     values: dict[str, object]
     members: list[str] = field(default_factory=list)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is of an optimizer that experts have for themselves."""
+        return bool(_factor(self.values, EXPERTS))
 
-def groups_of(checkpoint: Checkpoint, *, chained: bool, notes: list[str]) -> list[Group]:
-    """Return the groups that Megatron-Core has, those of experts last where they are an optimizer of their own.
 
-    `chained`: whether experts are an optimizer of their own; `notes`: gets what was done. Raises UnsupportedError:
-    groups that Megatron has as one differ.
+def _factor(values: Mapping[str, object], key: str) -> object:
+    return values.get(key, values.get(f"pre_{key}"))
+
+
+def groups_for(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:
+    """Return the groups to write, those of experts last where they are an optimizer of their own.
+
+    `notes`: gets what was done. Raises UsageError: a size that cannot be; UnsupportedError: which group a parameter is
+    in is not known, some lack state that others have, or groups that Megatron has as one differ.
     """
+    if expert_parallel_size is not None and expert_parallel_size < 1:
+        raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
+    groups = checkpoint.param_groups
+    grouped = {name for group in groups for name in group.parameters}
+    lost = [one.name for one in checkpoint.parameters.values()
+            if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
+    if lost:
+        raise UnsupportedError("which parameters each param group has is not known", found=listed(lost),
+                               advice="`zckpt consolidate` writes the model")  # fmt: skip
+    trained = [checkpoint.parameters[name] for name in grouped]
+    most = {key for one in trained for key in one.slots if key not in (WEIGHT, MASTER)}
+    lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
+    if lacking is not None:
+        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have",
+                               expected="state of all trained parameters")  # fmt: skip
+    as_source = checkpoint.topology.ep > 1 or any(one.hyperparameters.get(EXPERTS) is True for one in groups)
+    chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
+    own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
     found: dict[tuple[object, ...], Group] = {}
-    own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in checkpoint.param_groups)
-    for group in checkpoint.param_groups:
+    for group in groups:
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
             factors = {key: _factor(values, key) for key in FACTORS}
@@ -60,44 +73,23 @@ def groups_of(checkpoint: Checkpoint, *, chained: bool, notes: list[str]) -> lis
                 factors[EXPERTS] = chained and is_expert(name)
             if not own:
                 factors[WEIGHT_DECAY] = 1.0 if by_rule_decays(checkpoint.parameters[name]) else 0.0
-            for key, value in factors.items():
-                values[f"pre_{key}" if f"pre_{key}" in values else key] = value
+            values |= {f"pre_{key}" if f"pre_{key}" in values else key: value for key, value in factors.items()}
             one = found.setdefault(tuple(factors.values()), Group(values))
-            _check_alike(one.values, values)
+            unlike = next((key for key in {**one.values, **values} if one.values.get(key) != values.get(key)), None)
+            if unlike is not None:
+                raise UnsupportedError(
+                    "param groups that Megatron has as one differ",
+                    expected="the same hyperparameters for all parameters that decay, and for all of one axis and "
+                    "biases",
+                    found=f"{unlike} {one.values.get(unlike)} and {values.get(unlike)}",
+                )
             one.members += [name] if name else []
-    made = sorted(found.values(), key=lambda one: (is_of_experts(one), not own and not _decays(one)))
+    made = sorted(found.values(), key=lambda one: (one.is_of_experts, not own and one.values[WEIGHT_DECAY] == 0.0))
     if not own:
-        count = (
-            f"{len(checkpoint.param_groups)} param groups were"
-            if len(checkpoint.param_groups) > 1
-            else ("the param group was")
-        )
+        count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
         notes.append(f"{count} made Megatron's {len(made)}: tensors of one axis and biases have no weight decay there, "
                      "and learning rates and weight decay are what its own arguments say")  # fmt: skip
     return made
-
-
-def _factor(values: Mapping[str, object], key: str) -> object:
-    return values.get(key, values.get(f"pre_{key}"))
-
-
-def is_of_experts(group: Group) -> bool:
-    """Tell whether a group is of an optimizer that experts have for themselves."""
-    return bool(_factor(group.values, EXPERTS))
-
-
-def _decays(group: Group) -> bool:
-    return group.values[WEIGHT_DECAY] != 0.0
-
-
-def _check_alike(first: Mapping[str, object], other: Mapping[str, object]) -> None:
-    unlike = next((key for key in {**first, **other} if first.get(key) != other.get(key)), None)
-    if unlike is not None:
-        raise UnsupportedError(
-            "param groups that Megatron has as one differ",
-            expected="the same hyperparameters for all parameters that decay, and for all of one axis and biases",
-            found=f"{unlike} {first.get(unlike)} and {other.get(unlike)}",
-        )
 
 
 def step_of(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
@@ -121,37 +113,3 @@ def step_of(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | Non
         raise UnsupportedError("Megatron has one step for all parameters",
                                found=" and ".join(f"{step:g}" for step in sorted(found)[:2]))  # fmt: skip
     return next(iter(found.values()), None)
-
-
-def optimizer_node(
-    groups: Sequence[Group], step: float | None, *, sharding: str | None, scalers: Sequence[object]
-) -> dict[object, Any]:
-    """Return `common.pt`'s optimizer.
-
-    Parameters
-    ----------
-    groups : sequence of Group
-    step : number or None
-        Of all parameters.
-    sharding : str or None
-        How the distributed optimizer cuts its state; None: the optimizer is none of these.
-    scalers : sequence of object or None
-        The loss scaler's state, and that of experts where it is another.
-    """
-    chain = [[one for one in groups if not is_of_experts(one)],
-             [one for one in groups if is_of_experts(one)]]  # fmt: skip
-    own = (scalers[0], scalers[1] if scalers[1] is not None else scalers[0])
-    every = [_one(its, step, sharding, scaler) for its, scaler in zip(chain, own, strict=True) if its]
-    return every[0] if len(every) == 1 else dict(enumerate(every))
-
-
-def _one(groups: Sequence[Group], step: float | None, sharding: str | None, scaler: object) -> dict[object, Any]:
-    in_group: dict[str, object] = {} if step is None or (sharding is None and type(step) is float) else {STEP: step}
-    listed = [{**{key: value_node(value) for key, value in one.values.items()}, **in_group} for one in groups]
-    inner: dict[object, Any] = {GROUPS: listed}
-    if step is not None and not in_group:
-        inner[STATES] = {COMMON_STEP: ValueTensor(struct.pack("<f", step), "float32", ())}
-    outer: dict[object, Any] = {"optimizer": inner}
-    if sharding is not None:
-        outer[SHARDING] = sharding
-    return {**outer, SCALER: scaler} if scaler is not None else outer

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zckpt.engine.targets import Literal, TargetFile
@@ -30,42 +29,19 @@ from zckpt.formats.dcp.directory import NAME as INDEX
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.dcp.writer import Archives, TensorPiece
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.megatron.directory import (
-    COMMON,
-    MARK,
-    OWN_NAME,
-    RELEASE,
-    TORCH_DIST,
-    TRACKER,
-)
+from zckpt.formats.megatron.cut import Shape, is_gated
+from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
-from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER, arguments_of
-from zckpt.formats.megatron.own import own_tree
-from zckpt.formats.megatron.write_common import (
-    CONTENT,
-    DISTRIBUTED,
-    FLATTENED,
-    PLAIN,
-    RESTATED,
-    SCALERS,
-    common_tree,
-    folder_for,
-    groups_for,
-    master_type,
-    missing_notes,
-    model_for,
-    optimizer_for,
-    shards_of,
-    state_of,
-    text_file,
-)
-from zckpt.formats.megatron.write_groups import optimizer_node, step_of
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
+from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, shards_of, text_file
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state.views import narrow, reshape
 
-SHARDING = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
+CUT = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
 """How the distributed optimizer cuts its state: as the model's; each slice flattened, of which here each is a whole."""
 
 APART, STACKED = "apart", "stacked"
@@ -77,54 +53,39 @@ EMPTY = [None]
 
 _MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
 _ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
-_FIRST = re.compile(r"(.+\.)linear_fc1\.(?:weight|bias)([0-9]*)")
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked(TensorPiece):
-    """A slot that is one index of a larger tensor's first axes, or a range of it from element `start`."""
-
-    start: int = 0
-
-    @property
-    def extent(self) -> Extent:
-        """What of the slot it is."""
-        shape, numel = self.tensor.slot.shape, math.prod(self.sizes)
-        if numel == math.prod(shape):
-            return Extent.whole(shape)
-        return Extent.flat(shape, self.start, numel)
 
 
 @dataclass(slots=True)
 class Items:
     """What goes into the files: the pieces of every tensor by key with its shape and type, and objects by theirs."""
 
-    tensors: dict[str, tuple[tuple[int, ...], str, list[Stacked]]] = field(default_factory=dict)
+    tensors: dict[str, tuple[Shape, str, list[TensorPiece]]] = field(default_factory=dict)
     objects: dict[str, object] = field(default_factory=dict)
-    flattened: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    flattened: dict[str, Shape] = field(default_factory=dict)
 
-    def add(self, prefix: str, at: Placed, slot: Slot, dtype: str, label: str) -> None:
-        """Add a slot of a tensor of the model at its place."""
-        offsets = (*at.index, *(0 for _ in slot.shape))
+    def add(self, key: str, at: Placed, part: tuple[Shape, Shape], slot: Slot, dtype: str, label: str) -> None:
+        """Add a slot at a place; `part`: of which shape the tensor there is, and at which index the slot begins."""
+        shape, index = part
         sizes = (*(1 for _ in at.index), *slot.shape)
-        _, _, pieces = self.tensors.setdefault(prefix + at.key, ((*at.sizes, *slot.shape), dtype, []))
-        pieces.append(Stacked(SlotTensor(slot, dtype, label), offsets, sizes))
+        _, _, pieces = self.tensors.setdefault(key, ((*at.sizes, *shape), dtype, []))
+        pieces.append(TensorPiece(SlotTensor(reshape(slot, sizes), dtype, label), (*at.index, *index), sizes))
 
-    def add_flat(self, prefix: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int) -> None:
-        """Add a slot flattened, as `stacked` describes it, in equal parts along its first axis.
+    def add_whole(self, key: str, at: Placed, slot: Slot, dtype: str, label: str) -> None:
+        """Add a slot as it is."""
+        self.add(key, at, (slot.shape, (0,) * len(slot.shape)), slot, dtype, label)
+
+    def add_flat(self, key: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int) -> None:
+        """Add a slot flattened, as `CUT` says, in equal parts along its first axis.
 
         Of a gated layer it has to be two: its halves are loaded one by one, and two of one chunk are not.
         """
-        key, rest = prefix + at.key, tuple(1 for _ in slot.shape[1:])
         self.flattened[key] = (*at.sizes, *slot.shape)
-        numel = slot.numel // parts
-        whole = (*at.sizes, *((parts, *rest) if slot.shape else ()), numel)
-        _, _, pieces = self.tensors.setdefault(key, (whole, dtype, []))
+        numel, flat = slot.numel // parts, reshape(slot, (slot.numel,))
+        axes = len(slot.shape)
         for part in range(parts):
-            inner = (part, *(0 for _ in rest)) if slot.shape else ()
-            offsets = (*at.index, *inner, 0)
-            sizes = (*(1 for _ in offsets[1:]), numel)
-            pieces.append(Stacked(SlotTensor(slot, dtype, label), offsets, sizes, part * numel))
+            own = reshape(narrow(flat, 0, part * numel, numel), (*(1,) * axes, numel))
+            shape, index = (parts, *(1,) * axes)[:axes], (part, *(0,) * axes)[:axes]
+            self.add(key, at, ((*shape, numel), (*index, 0)), own, dtype, label)
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -134,58 +95,53 @@ def lay_out(job: Job) -> TargetFiles:
     has state that its optimizer has no place for.
     """
     checkpoint, options = job.checkpoint, job.options
-    notes: list[str] = []
-    tensors = model_for(checkpoint, options.dtype)
+    source = Source.of(checkpoint, options, options.expert_parallel_size)
+    tensors, kind = source.tensors, source.kind
     filed = keyed_names(tensors, options.transformer_impl or _implementation(checkpoint))
-    trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
-    kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
+    slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
+    kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}
     apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
     places = placed(kinds, apart=apart)
-    one_by_one = any(is_of_one_layer(at.key) for at in places.values())
     items = Items()
     for name, (slot, dtype) in tensors.items():
-        items.add("", places[filed[name]], slot, dtype, name)
-    kind = options.optimizer or optimizer_for(checkpoint)
-    sharding = SHARDING.get(kind) if trained else None
-    for name, one in trained.items():
-        for key, slot, dtype in _state(one, tensors[name], kind):
-            prefix, label = f"optimizer.state.{key}.", f"{key}/{name}"
+        items.add_whole(places[filed[name]].key, places[filed[name]], slot, dtype, name)
+    masters = "param" if kind == DISTRIBUTED else "fp32_param"
+    shapes = {name: slot.shape for name, (slot, _) in tensors.items()}
+    for name in source.trained:
+        at = places[filed[name]]
+        for slot_name, slot, dtype in source.states(name):
+            key = masters if slot_name == MASTER else slot_name
+            whole, label = f"optimizer.state.{key}.{at.key}", f"{key}/{name}"
             if kind == FLATTENED:
-                items.add_flat(prefix, places[filed[name]], slot, dtype, label, 2 if _is_gated(name, tensors) else 1)
+                items.add_flat(whole, at, slot, dtype, label, 2 if is_gated(name, shapes) else 1)
             else:
-                items.add(prefix, places[filed[name]], slot, dtype, label)
+                items.add_whole(whole, at, slot, dtype, label)
     held = _objects(checkpoint, places, items)
-    groups = groups_for(checkpoint, options.expert_parallel_size, notes)
-    step = step_of(checkpoint, list(trained.values()))
-    folder = folder_for(checkpoint, options.iteration, trained=bool(trained))
-    tree = common_tree(checkpoint, folder, held)
-    tree[CONTENT] = _content(sharding, one_by_one=one_by_one)
-    if groups:
-        scalers = {key: value for key, value in checkpoint.optimizer_metadata.items() if key in SCALERS}
-        held |= set(scalers)
-        tree[OPTIMIZER] = optimizer_node(groups, step, sharding=sharding, scalers=[scalers.get(key) for key in SCALERS])
-    own = own_tree(checkpoint, held=held, groups=[one.members for one in groups],
-                   names={new: name for name, new in filed.items()})  # fmt: skip
+    tree = source.common_tree(held)
+    held |= {str(key) for key in tree}
+    sharding = CUT.get(kind) if source.trained else None
+    tree[CONTENT] = _content(sharding, one_by_one=any(is_of_one_layer(at.key) for at in places.values()))
+    cut: dict[object, object] = {} if sharding is None else {SHARDING: sharding}
+    every = []
+    for _, values, around in source.optimizers():
+        step = source.own_step
+        inner = {GROUPS: values, **({} if step is None else {STATES: {COMMON_STEP: step}})}
+        every.append({OPTIMIZER: inner, **cut, **around})
+    if every:
+        tree[OPTIMIZER] = every[0] if len(every) == 1 else dict(enumerate(every))
     mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1, "common_backend": "torch",
             "common_backend_version": 1}  # fmt: skip
     files = [
-        *_items(items, folder, options.world_size),
-        torch_writer.lay_out(f"{folder}/{COMMON}", tree),
-        torch_writer.lay_out(f"{folder}/{OWN_NAME}", own),
-        text_file(f"{folder}/{MARK}", json.dumps(mark)),
-        text_file(TRACKER, folder if folder == RELEASE else str(int(folder.rpartition("_")[2]))),
+        *_items(items, source.folder, options.world_size),
+        torch_writer.lay_out(f"{source.folder}/{COMMON}", tree),
+        text_file(f"{source.folder}/{MARK}", json.dumps(mark)),
     ]
-    notes += missing_notes(checkpoint, folder, tree)
-    return TargetFiles(files, notes=notes, restated=RESTATED)
-
-
-def _slots(one: Parameter | None) -> tuple[str, ...]:
-    return () if one is None else tuple(sorted(key for key in one.slots if key != WEIGHT))
+    return source.finished(files, held, {new: name for name, new in filed.items()})
 
 
 def _implementation(checkpoint: Checkpoint) -> str | None:
     """Return whose layers a source's own arguments say that its model has."""
-    known = arguments_of(checkpoint.metadata.get("args")).get("transformer_impl")
+    known = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("transformer_impl")
     return str(known) if known in (ENGINE, LOCAL) else None
 
 
@@ -193,22 +149,6 @@ def _stored_apart(checkpoint: Checkpoint) -> bool:
     """Tell whether a source's own files had each layer under its own keys."""
     origin = checkpoint.details.get("origin")
     return any(isinstance(one, Mapping) and one.get(LAYERS) == APART for one in (checkpoint.details, origin))
-
-
-def _state(one: Parameter, model: tuple[Slot, str], kind: str) -> Iterator[tuple[str, Slot, str]]:
-    """Yield key, slot and type of all that the optimizer has of a parameter."""
-    for key, slot in state_of(one, model, plain=kind == PLAIN):
-        if key == MASTER:
-            yield "param" if kind == DISTRIBUTED else "fp32_param", slot, master_type(one)
-        else:
-            yield key, slot, slot.dtype
-
-
-def _is_gated(name: str, tensors: Mapping[str, tuple[Slot, str]]) -> bool:
-    """Tell whether a tensor is of the first layer of a gated unit, which has twice the rows that the second expects."""
-    match = _FIRST.fullmatch(name)
-    second = tensors.get(f"{match[1]}linear_fc2.weight{match[2] or ''}") if match is not None else None
-    return second is not None and tensors[name][0].shape[0] == 2 * second[0].shape[-1]
 
 
 def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items) -> set[str]:
@@ -220,9 +160,8 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
             items.objects[f"{module[1]}.{EXTRA_STATE}/{shard}"] = EMPTY
         if attention is not None:
             items.objects[f"{attention[1]}.core_attention.{EXTRA_STATE}/{shard}"] = EMPTY
-    held = set()
-    for name, value in checkpoint.metadata.items():
-        shards = shards_of(value)
+    every = {name: shards for name, value in checkpoint.metadata.items() if (shards := shards_of(value))}
+    for name, shards in every.items():
         for shard, node in shards.items():
             key = f"{name}/shard_{shard}"
             if name.endswith(EXTRA_STATE) and key not in items.objects:
@@ -232,8 +171,7 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
                     advice="give --layers as SOURCE has them",
                 )
             items.objects[key] = node
-        held |= {name} if shards else set()
-    return held
+    return set(every)
 
 
 def _content(sharding: str | None, *, one_by_one: bool) -> dict[object, object]:
@@ -243,7 +181,7 @@ def _content(sharding: str | None, *, one_by_one: bool) -> dict[object, object]:
         content["non_homogeneous_layers"] = True
     if sharding is not None:
         content["distrib_optim_sharding_type"] = sharding
-    if sharding == SHARDING[DISTRIBUTED]:
+    if sharding == CUT[DISTRIBUTED]:
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
     return content
 
