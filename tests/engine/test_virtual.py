@@ -16,8 +16,8 @@ from zckpt.engine.write import write
 from zckpt.errors import DamagedFileError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.writer import target_files
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

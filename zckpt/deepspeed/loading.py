@@ -47,7 +47,7 @@ from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
-from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
+from zckpt.formats.deepspeed.directory import MODEL, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
 from zckpt.formats.survey import checksums_by_path
 from zckpt.optim.files import open_for
@@ -246,11 +246,7 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
         served = serve(checkpoint, training, optimizer=optimizer)
     if optimizer:
         served.complete(check_goes_on(engine, served.target.checkpoint))
-    wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
-    if optimizer and training.stage:
-        wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))
-    wanted += _own_layers(served)
-    check_readable(served.file(shard) for shard in wanted)
+    check_readable(served.of_rank(optimizer=optimizer))
     if scheduler and scheduler_of(served) is None:
         raise UsageError(
             "holds no state of a learning-rate scheduler, and the engine has one",
@@ -262,16 +258,6 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
 
 def _over(ranks: int | None, experts: int | None) -> str:
     return "" if experts is None else f", experts over {ranks}"
-
-
-def _own_layers(served: Served) -> list[Shard]:
-    """Return the files of layers that a rank of a pipeline loads."""
-    training = served.training
-    if training.pipeline is None:
-        return []
-    every = [classify(name, name) for name in served.layers()]
-    slice_ = training.mp_rank % training.tensor_parallel
-    return [one for one in every if one and one.layer in training.pipeline.layers and (one.mp_rank or 0) == slice_]
 
 
 def _check_nothing_lost(checkpoint: Checkpoint) -> None:
@@ -307,24 +293,21 @@ class _CheckpointEngine:
         """Return the content of a file."""
         if path in self._kept:
             return self._kept.pop(path)
-        shard = classify(Path(path).name, path)
-        if self.served is None:
-            if not is_file(path):  # it has files of its own
-                return self.stock.load(path, map_location=map_location)
+        if self.served is not None:
+            file = VirtualFile(self.served.file(path), threads=has_cores())
+        elif is_file(path):
             file = VirtualFile(copy_of(Path(path), path), threads=False)
-        elif shard is None:
-            raise UsageError("the engine asks for a file that is none of DeepSpeed's", path=path)
-        else:
-            file = VirtualFile(self.served.file(shard), threads=has_cores())
+        else:  # it has files of its own
+            return self.stock.load(path, map_location=map_location)
         if _UNPICKLING.get():
             content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
         else:
             content = load_plain(file, map_location, source=self._source)
-        if shard is None or self.served is None:
-            return content
-        self.read_nbytes += file.read_nbytes
-        if shard.role == MODEL:
-            self._kept[path] = content
+        if self.served is not None:
+            self.read_nbytes += file.read_nbytes
+            shard = classify(Path(path).name, path)
+            if shard is not None and shard.role == MODEL:
+                self._kept[path] = content
         return content
 
     def __getattr__(self, name: str) -> Any:
@@ -376,18 +359,9 @@ def _numpy_classes() -> list[Any]:
 @contextmanager
 def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
     """Make a run directory of empty files, under the names that the engine looks for; yield it, and the tag."""
-    training = served.training
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
-    names = []
-    for mp_rank in range(len(served.target.ranks)):
-        for rank in range(training.world_size):
-            names.append(f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
-            if training.stage == 3:
-                names.append(f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt")
-        if training.stage != 3:
-            names.append(f"mp_rank_{mp_rank:02d}_model_states.pt")
-    if training.pipeline is not None:
-        names += served.layers()
+    names = [f"{prefix}{name.removeprefix('bf16_')}" if name.endswith("optim_states.pt") else name
+             for name in served.names]  # fmt: skip
     with names_folder() as folder:
         Path(folder, served.tag).mkdir()
         for name in names:

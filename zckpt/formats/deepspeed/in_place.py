@@ -9,24 +9,24 @@ What a live engine of DeepSpeed is, to those who lay out files for it: data only
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.decide import decide
-from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard, classify
+from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
+from zckpt.formats.deepspeed.documents import Document, documents
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import section
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
-from zckpt.formats.deepspeed.target import Target, TargetRank
-from zckpt.formats.deepspeed.write_model import layer_files, model_tree
-from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
-from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
+from zckpt.formats.deepspeed.target import Target, Unpartitioned
+from zckpt.formats.deepspeed.write_stage0 import form_of
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.deepspeed.zenflow import DETAIL
 from zckpt.formats.torch_files import writer as torch_writer
@@ -52,33 +52,51 @@ class Served:
     target: Target
     training: Training
     notes: list[str] = field(default_factory=list)
-    _files: dict[tuple[str, int, int], TargetFile] = field(default_factory=dict)
-    _layers: dict[str, object] = field(default_factory=dict)
+    _files: dict[tuple[object, ...], tuple[Shard, Document]] = field(init=False)
+    _laid_out: dict[str, TargetFile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Name the files."""
+        every = [(classify(one.name, one.name), one) for one in documents(self.target)]
+        self._files = {shard.identity: (shard, one) for shard, one in every if shard is not None}
 
     @property
     def tag(self) -> str:
         """The name of the checkpoint's directory."""
         return self.target.origin.directory.tag
 
-    def file(self, shard: Shard) -> TargetFile:
-        """Return a file by what its name says; it is laid out once.
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all files."""
+        return [one.name for _, one in self._files.values()]
+
+    def file(self, path: str) -> TargetFile:
+        """Return a file by its name; it is laid out once.
 
         Raises
         ------
         UsageError
             It is none of this checkpoint.
         """
-        if shard.role == PIPELINE_LAYER:
-            return self._layer(shard)
-        mp_rank, rank = shard.mp_rank or 0, shard.dp_rank or 0
-        if shard.role not in (MODEL, OPTIMIZER) or mp_rank >= len(self.target.ranks) or rank >= self.target.world_size:
-            raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=shard.path)
-        key = shard.role, mp_rank, rank
-        if key not in self._files:
-            mp = self.target.ranks[mp_rank]
-            tree = self._model(mp, rank) if shard.role == MODEL else optimizer_tree(self.target, mp, rank)
-            self._files[key] = torch_writer.lay_out(shard.path, tree)
-        return self._files[key]
+        shard = classify(Path(path).name, path)
+        found = None if shard is None else self._files.get(shard.identity)
+        if found is None:
+            raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=path)
+        name = found[1].name
+        if name not in self._laid_out:
+            self._laid_out[name] = torch_writer.lay_out(name, found[1].tree())
+        return self._laid_out[name]
+
+    def of_rank(self, *, optimizer: bool) -> Iterator[TargetFile]:
+        """Yield the files that this rank loads."""
+        training, layers = self.training, () if self.training.pipeline is None else self.training.pipeline.layers
+        for shard, one in self._files.values():
+            if shard.role == PIPELINE_LAYER:
+                own = shard.layer in layers and (shard.mp_rank or 0) == training.mp_rank % training.tensor_parallel
+            else:
+                own = shard.mp_rank == training.mp_rank and shard.dp_rank in (None, training.rank)
+            if own and (optimizer or shard.role != OPTIMIZER):
+                yield self.file(one.name)
 
     def complete(self, keys: Collection[str]) -> None:
         """Let param groups have the engine's own of some hyperparameters, before any file is laid out."""
@@ -86,22 +104,6 @@ class Served:
             for number, (group, own) in enumerate(zip(mp.groups, self.training.hyperparameters, strict=False)):
                 known = {**{key: own[key] for key in keys if key in own}, **group.values.hyperparameters}
                 mp.groups[number] = replace(group, values=replace(group.values, hyperparameters=known))
-
-    def layers(self) -> dict[str, object]:
-        """Return the contents of the files of a pipeline's layers, by their names."""
-        self._layers = self._layers or dict(layer_files(self.target))
-        return self._layers
-
-    def _layer(self, shard: Shard) -> TargetFile:
-        for name, tree in self.layers().items():
-            known = classify(name, name)
-            if known is not None and known.identity == shard.identity:
-                return torch_writer.lay_out(shard.path, tree)
-        raise UsageError("the engine asks for a layer that the checkpoint does not have", path=shard.path)
-
-    def _model(self, mp: TargetRank, rank: int) -> object:
-        tree = model_tree(self.target, mp, rank)
-        return stage0_tree(tree, mp, self.training.unpartitioned) if self.training.stage == 0 else tree
 
 
 def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
@@ -195,7 +197,11 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     target = decide(found, options, zenflow=False)
     own, trained = target.ranks[training.mp_rank].parameters, {name for names in training.groups for name in names}
     frozen = [own.get(names[0]) for names in training.names if names[0] not in trained]
-    served = Served(replace(target, lists_frozen=all(one is not None and one.slots for one in frozen)), training)
+    target = replace(target, lists_frozen=all(one is not None and one.slots for one in frozen))
+    if training.stage == 0:
+        ranks = [replace(one, unpartitioned=training.unpartitioned) for one in target.ranks]
+        target = replace(target, stage=0, ranks=ranks)
+    served = Served(target, training)
     served.notes += [*rank_notes(served.target), *notes]
     if optimizer and training.stage:
         _check(served)

@@ -96,6 +96,30 @@ def slot_keys(parameters: Iterable[Parameter]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class Unpartitioned:
+    """How a stage-0 engine holds its optimizer.
+
+    Parameters
+    ----------
+    form : {"plain", "unfused", "fused"}
+    numbered : sequence of sequence of str
+        The parameters of each group in the optimizer's numbers, frozen ones included where it has those.
+    scaling : mapping
+        What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing.
+    own_state : bool
+        Whether each parameter has all of its state itself; else a group's single values are those of its parameters.
+    named : bool
+        Whether groups list the names of their parameters, too, as torch does of `named_parameters()`.
+    """
+
+    form: str
+    numbered: Sequence[Sequence[str]]
+    scaling: Mapping[str, object] = field(default_factory=dict)
+    own_state: bool = False
+    named: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TargetRank:
     """One model-parallel rank of the target.
 
@@ -110,6 +134,8 @@ class TargetRank:
         In this rank's shapes.
     lanes : int
         Tensor-parallel ranks over which experts are spread.
+    unpartitioned : Unpartitioned or None
+        How its optimizer is held at stage 0; None where there is none.
     """
 
     mp_rank: int
@@ -119,6 +145,7 @@ class TargetRank:
     buffers: dict[str, Parameter]
     groups: list[TargetGroup]
     lanes: int = 1
+    unpartitioned: Unpartitioned | None = None
 
     @property
     def model(self) -> ModelShard:

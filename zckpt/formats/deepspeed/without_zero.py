@@ -14,7 +14,7 @@ loss scale, how it changes) is one for all ranks, and the first one's is carried
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.auto_ep import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
+from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
@@ -35,11 +36,10 @@ from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
-from zckpt.formats.deepspeed.write_model import layer_files, model_tree
 from zckpt.formats.deepspeed.write_optimizer import batch_of
-from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
+from zckpt.formats.deepspeed.write_stage0 import form_of
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
@@ -84,10 +84,10 @@ def recut(job: Job) -> TargetFiles:
     target = regroup(checkpoint, origin, options) if regrouped else None
     if target is None:
         paths = [file.path for file in checkpoint.files if file.role != METADATA_ROLE]  # not another program's
-        files = [_file(folder, path, models.get(path), options) for path in paths]
+        files: Collection[TargetFile] = [_file(folder, path, models.get(path), options) for path in paths]
         notes = [COPIED_RANKS.format(options.world_size)]
     else:
-        files = list(regrouped_files(target, folder))
+        files = target_files(target, folder)
         notes = rank_notes(target)
     written = TargetFiles(
         files,
@@ -163,10 +163,6 @@ def _file(folder: str, path: str, model: ModelShard | None, options: RecutOption
     return torch_writer.lay_out(name, content)
 
 
-_WITHOUT_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments")
-"""Keys that a model file of ZeRO has, and one of stage 0 with None."""
-
-
 def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Target:
     """Return the target, of which each rank numbers its own parameters.
 
@@ -206,7 +202,8 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
             )
             for index, group in enumerate(own.groups)
         ]
-        target.ranks.append(TargetRank(number, files.models, [], own.parameters, own.buffers, groups))
+        target.ranks.append(TargetRank(number, files.models, [], own.parameters, own.buffers, groups,
+                                       unpartitioned=_form(files.models[0], groups)))  # fmt: skip
     return target
 
 
@@ -238,26 +235,6 @@ def _check_slots(ranks: Sequence[RankFiles]) -> None:
             )
 
 
-def regrouped_files(target: Target, folder: str) -> Iterator[TargetFile]:
-    """Yield the files of such a target.
-
-    Parameters
-    ----------
-    folder : str
-        What their names begin with.
-    """
-    for mp in target.ranks:
-        tree = model_tree(target, mp, 0)
-        source = mp.model.content
-        if isinstance(tree, dict):
-            tree |= {key: FromFile.of(mp.model.file, source[key]) for key in _WITHOUT_ZERO if key in source}
-        yield torch_writer.lay_out(
-            f"{folder}mp_rank_{mp.mp_rank:02d}_model_states.pt", stage0_tree(tree, mp, _form(mp))
-        )
-    for name, content in layer_files(target):
-        yield torch_writer.lay_out(f"{folder}{name}", content)
-
-
 def names_in(target: Target) -> list[str]:
     """Return the names of what the optimizers number, stage by stage, as reading the target's files gives them."""
     first = {
@@ -270,12 +247,12 @@ def names_in(target: Target) -> list[str]:
     return [filed.get(p.name, p.name) for mp in ranks for group in mp.groups for p in group.experts[0]]
 
 
-def _form(mp: TargetRank) -> Unpartitioned | None:
+def _form(model: ModelShard, groups: Sequence[TargetGroup]) -> Unpartitioned | None:
     """Return how the source's optimizer holds its state; None where there is none."""
-    held = mp.model.optimizer
+    held = model.optimizer
     if held is None:
         return None
-    kept = {str(key): FromFile.of(mp.model.file, value) for key, value in held.items() if key not in STATE_KEYS}
-    names = [[p.name for p in group.experts[0]] for group in mp.groups]
-    recorded = Numbered(held, mp.model.file).recorded_names
-    return Unpartitioned(form_of(held), names, kept, own_state=True, named=recorded is not None)
+    kept = {str(key): FromFile.of(model.file, value) for key, value in held.items() if key not in STATE_KEYS}
+    names = [[p.name for p in group.experts[0]] for group in groups]
+    named = Numbered(held, model.file).recorded_names is not None
+    return Unpartitioned(form_of(held), names, kept, own_state=True, named=named)

@@ -1,40 +1,29 @@
-"""The model files of a DeepSpeed checkpoint that is to be written, as trees. See `shards` for their form.
-
-The files of experts in a DeepSpeed checkpoint that is to be written. See `expert_ranks` for who looks for which.
-
-What a source's file holds goes along as it is, under the mp_rank of every rank that looks for it, unless experts are
-sliced and cut anew; from another format files are made.
-
-The files of a pipeline's layers that are to be written, as trees.
-
-A layer has the same number in any number of stages, so that its file stays what it is until it is sliced otherwise.
-"""
+"""The model files of a DeepSpeed checkpoint that is to be written, as trees. See `shards` for their form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import alone, auto_experts, auto_layers, listed_layers
-from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
-from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of, numbers_of_experts
+from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.auto_ep import auto_experts, listed_layers
+from zckpt.formats.deepspeed.experts import is_expert, numbers_of_experts
 from zckpt.formats.deepspeed.gpt_model import ARGUMENTS, SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
-from zckpt.formats.deepspeed.pipeline import TIED, layer_names, within
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.stages import layer_of as layer_number
-from zckpt.formats.deepspeed.stages import tied_key
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
+from zckpt.formats.deepspeed.write_stage0 import stage0_optimizer
 from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_numel, shard_share
-from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
+from zckpt.torchfile import OrderedMapping, Size, Tensor
+
+_OF_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments")
+"""Keys that a model file of stage 0 has with None."""
 
 
 def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
@@ -76,8 +65,12 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     else:
         written["frozen_param_shapes"] = _shapes(frozen)
         written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank if target.stage == 3 else None)
+    if target.stage == 0:
+        written |= dict.fromkeys(_OF_ZERO)
     content = {key: written[key] if key in written else FromFile.of(source.file, value)
                for key, value in source.content.items()}  # fmt: skip
+    if mp.unpartitioned is not None:
+        content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
     if ARGUMENTS in content:
         content[ARGUMENTS] = with_degrees(content[ARGUMENTS], _degrees(target, source))
     if target.rules is not None:
@@ -119,19 +112,6 @@ def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[
             if p.name in own:
                 found[own[p.name].prefix] = degree, group.placement.expert_rank(rank, degree), group.position(rank)
     return found
-
-
-def alike(target: Target, mp: TargetRank, rank: int) -> object:
-    """Return what the model files of two ranks have in common if they hold the same; None if each has its own.
-
-    Under ZeRO-3 a rank's file has all names and shapes, and no elements but its own of frozen parameters and buffers.
-    """
-    if target.stage != 3 or mp.buffers or any(p.frozen for p in mp.parameters.values()):
-        return None
-    source = carried_from(mp, rank)
-    if auto_experts(source):  # each rank says which experts it has
-        return None
-    return id(source.file.root), mp.mp_rank == 0 and rank == 0, source is mp.model
 
 
 def carried_from(mp: TargetRank, rank: int) -> ModelShard:
@@ -267,214 +247,3 @@ def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None
         contents = slot_contents(slot, parameter.name, start, 0, count)
         shards[parameter.name] = view(new_storage(slot.dtype, held, list(contents)), (held,))
     return shards
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertFile:
-    """One file: its name, and what it holds: the source's file, or these parameters of a model-parallel rank."""
-
-    name: str
-    mp_rank: int
-    file: TorchFile | None
-    parameters: Sequence[str] = ()
-
-    def tree(self, target: Target) -> object:
-        """Return its content."""
-        if self.file is not None and not self.parameters:
-            return FromFile.of(self.file, self.file.root)
-        own = target.ranks[self.mp_rank].parameters
-        auto = auto_experts(target.origin.model)
-        found: dict[object, object] = {}
-        for name in self.parameters:
-            whole, _, number = name.rpartition(".")
-            one = alone(own[whole], auto[whole], int(number)) if whole in auto else own[name]
-            found[name] = single(target, one)
-        root = self.file.root if self.file is not None and isinstance(self.file.root, dict) else {}
-        rest = {key: FromFile.of(self.file, value) for key, value in root.items() if self.file and key not in found}
-        return {**found, **rest}
-
-
-def expert_files(target: Target) -> list[ExpertFile]:
-    """Return the files of all experts, in the order of layers, experts and model-parallel ranks."""
-    if target.stage == 3:
-        return []  # AutoEP's, which are sub-groups
-    if target.origin.experts:
-        return list(_from_files(target))
-    return [
-        ExpertFile(_name(layer, expert, stage * target.tp + lane), stage * target.tp + lane, None, names)
-        for stage in range(target.pp)
-        for layer, expert, names in _made(target, stage)
-        for lane in _lanes(target, stage, layer_of(names[0]), expert)
-    ]
-
-
-def optimizer_files(target: Target) -> list[tuple[str, TorchFile]]:
-    """Return the files for the optimizer of experts, which hold nothing: DeepSpeed before 0.19 looks for them."""
-    known = target.origin.expert_optimizers
-    degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
-    found: list[tuple[str, TorchFile]] = []
-    for rank in range(degree if known else 0):
-        for first in range(0, len(target.ranks), target.tp):
-            for lane in _lanes_of_rank(target, rank, degree):
-                _, file = known[min(rank, len(known) - 1)]
-                found.append((f"expp_rank_{rank}_mp_rank_{first + lane:02d}_optim_states.pt", file))
-    return found
-
-
-def _from_files(target: Target) -> Iterator[ExpertFile]:
-    """Yield the files of a source's experts. Those of a pipeline are numbered by stage."""
-    origin, tp = target.origin, target.checkpoint.topology.tp
-    files: dict[tuple[int, int, int], dict[int, tuple[Shard, TorchFile]]] = {}
-    for shard, file in origin.experts:
-        stage, lane = divmod(shard.mp_rank or 0, tp)
-        key = stage, -1 if shard.layer is None else shard.layer, shard.expert or 0
-        files.setdefault(key, {})[lane] = shard, file
-    whole = target.ranks[0].lanes > 1 or any(one.state.lanes > 1 for one in origin.ranks)
-    same = target.tp == tp
-    for (source, _, expert), by_lane in sorted(files.items(), key=lambda item: item[0]):
-        first = by_lane[min(by_lane)]
-        root = first[1].root if isinstance(first[1].root, dict) else {}
-        names = [str(key) for key, value in root.items() if isinstance(value, Tensor)]
-        prefix = next(map(layer_of, filter(is_expert, names)), "")
-        stage, layer = (source, first[0].layer) if target.stages is None else _place(target, prefix)
-        for lane in _lanes(target, stage, prefix, expert):
-            mp_rank = stage * target.tp + lane
-            shard, file = by_lane.get(lane, first) if same else first
-            kept = (layer, mp_rank) == (shard.layer, shard.mp_rank)
-            name = shard.name if kept else _name(layer, expert, mp_rank)
-            if whole or (same and lane in by_lane):
-                yield ExpertFile(name, mp_rank, file)
-            else:
-                here = target.ranks[mp_rank].parameters
-                yield ExpertFile(name, mp_rank, file, [one for one in names if one in here])
-
-
-def _place(target: Target, layer: str) -> tuple[int, int]:
-    """Return the stage that has a layer of experts, and the layer's number among the stage's own."""
-    for stage, mp in enumerate(target.ranks[:: target.tp]):
-        own = sorted({layer_of(name) for name in mp.parameters if is_expert(name)}, key=in_order)
-        if layer in own:
-            return stage, own.index(layer)
-    raise LayoutError(f"no stage has the experts of {layer}")
-
-
-def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield layer, expert and names of its parameters, of a stage and a checkpoint of another format.
-
-    DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
-    says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
-    """
-    for auto in auto_layers(target.origin.model):
-        for expert in range(auto.experts):
-            yield auto.number, expert, [f"{name}.{expert}" for name in auto.names]
-    layers: dict[str, dict[int, list[str]]] = {}
-    for name in target.ranks[stage * target.tp].parameters:
-        number = expert_number(name)
-        if number is not None:
-            layers.setdefault(layer_of(name), {}).setdefault(number, []).append(name)
-    for index, layer in enumerate(sorted(layers, key=in_order)):
-        for expert in sorted(layers[layer]):
-            yield index, expert, layers[layer][expert]
-
-
-def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:
-    """Return the tensor-parallel ranks of a stage that look for the files of an expert under their number."""
-    for group in target.ranks[stage * target.tp].groups:
-        numbers = {expert_number(p.name) for p in group.experts[0] if layer_of(p.name) == layer and is_expert(p.name)}
-        if numbers:
-            return _lanes_of_rank(target, expert // len(numbers), len(group.experts))
-    return list(range(target.tp))
-
-
-def _lanes_of_rank(target: Target, expert_rank: int, degree: int) -> list[int]:
-    lanes = target.ranks[0].lanes
-    if lanes == 1:
-        return list(range(target.tp))
-    placement = Placement(target.world_size * lanes, is_data_first(target.origin.model))
-    count = placement.ranks // degree
-    return sorted({placement.rank(expert_rank, position, degree) % lanes for position in range(count)})
-
-
-def _name(layer: int | None, expert: int, mp_rank: int) -> str:
-    before = "" if layer is None else f"layer_{layer}_"
-    return f"{before}expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
-
-
-def layer_count(target: Target) -> int:
-    """Return the number of layers' files."""
-    if is_filed(target) and not target.origin.layers:
-        return len(_layers_made(target, 0)) * target.tp
-    return sum((shard.mp_rank or 0) == 0 for shard, _ in target.origin.layers) * target.tp
-
-
-def _layers_made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
-    """Return what a tensor-parallel rank has of each layer by its keys, of a checkpoint of another format.
-
-    A tied layer has a file for each of its uses: DeepSpeed reads one where no function wraps the layer, and elsewhere
-    does not look for it.
-    """
-    uses = target.stages.uses if target.stages is not None else {}
-    found: dict[int, dict[str, Parameter]] = {}
-    for mp in target.ranks[rank :: target.tp]:
-        for name, one in {**mp.parameters, **mp.buffers}.items():
-            key = tied_key(name)
-            for number in (layer_number(name),) if key is None else uses[key]:
-                found.setdefault(number, {}).setdefault(unwrapped(within(name)), one)
-    return dict(sorted(found.items()))
-
-
-def layer_files(target: Target) -> Iterator[tuple[str, object]]:
-    """Yield the name and the content of each layer's files."""
-    tp = target.checkpoint.topology.tp
-    layers = target.origin.layers
-    if is_filed(target) and not layers:
-        for rank in range(target.tp):
-            middle = f"-model_{rank:02d}" if target.tp > 1 else ""
-            for number, its in _layers_made(target, rank).items():
-                tree = OrderedMapping()
-                tree.update((key, single(target, one)) for key, one in its.items())
-                yield f"layer_{number:02d}{middle}-model_states.pt", tree
-        return
-    if target.tp == tp and target.rules is None:
-        for shard, file in layers:
-            yield shard.name, FromFile.of(file, file.root)
-        return
-    sliced = any("-model_" in shard.name.partition("-model_states")[0] for shard, _ in layers)
-    for rank in range(target.tp):
-        own: dict[str, Parameter] = {}
-        for mp in target.ranks[rank :: target.tp]:
-            own = {**mp.buffers, **mp.parameters, **own}
-        like = rank if target.tp == tp else 0
-        for shard, file in layers:
-            if (shard.mp_rank or 0) == like:
-                middle = f"-model_{rank:02d}" if sliced or target.tp > 1 else ""
-                yield f"layer_{shard.layer:02d}{middle}-model_states.pt", _tree(target, shard, file, own)
-
-
-def _tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str, Parameter]) -> object:
-    """Return a layer's content with the slices of one tensor-parallel rank."""
-    if not isinstance(file.root, dict):
-        return FromFile.of(file, file.root)
-    tp = target.checkpoint.topology.tp
-    models = [files.models[0] for files in target.origin.ranks[shard.mp_rank or 0 :: tp]]
-    names = layer_names(shard, file, models)
-    tree = OrderedMapping()
-    if isinstance(file.root, OrderedMapping):
-        tree.state = file.root.state
-    for key, value in file.root.items():
-        name = names.get(str(key), "")
-        tree[key] = single(target, own[name]) if name in own else FromFile.of(file, value)
-    return tree
-
-
-def stage_notes(target: Target) -> list[str]:
-    """Return how layers were dealt anew."""
-    stages = target.stages
-    if stages is None:
-        return []
-    pairs = list(zip(stages.bounds, stages.bounds[1:], strict=False))
-    notes = ["stages of layers " + "; ".join(f"{low} to {high - 1}" for low, high in pairs)]
-    for key in stages.uses if target.pp > 1 else ():
-        its = ", ".join(map(str, stages.of(f"{TIED}{key}.")))
-        notes.append(f"tied layer {key} is taken to be used in stages {its}, which get its first stage's state")
-    return [*notes, *stages.untold]

@@ -9,9 +9,8 @@ FUSED     FP16_Optimizer                            the same of one flat tensor 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from zckpt.formats.deepspeed.target import TargetGroup, TargetRank
+from zckpt.formats.deepspeed.target import TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.write_optimizer import whole
 from zckpt.formats.torch_files.writer import SlotTensor, value_node
 from zckpt.state import MASTER, WEIGHT, Parameter
@@ -23,56 +22,21 @@ _SCALING = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter",
 """Of loss scaling: what both optimizers in 16 bits hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unpartitioned:
-    """How a stage-0 engine holds its optimizer.
-
-    Parameters
-    ----------
-    form : {"plain", "unfused", "fused"}
-    numbered : sequence of sequence of str
-        The parameters of each group in the optimizer's numbers, frozen ones included where it has those.
-    scaling : mapping
-        What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing.
-    own_state : bool
-        Whether each parameter has all of its state itself; else a group's single values are those of its parameters.
-    named : bool
-        Whether groups list the names of their parameters, too, as torch does of `named_parameters()`.
-    """
-
-    form: str
-    numbered: Sequence[Sequence[str]]
-    scaling: Mapping[str, object] = field(default_factory=dict)
-    own_state: bool = False
-    named: bool = False
-
-
 def form_of(held: Mapping[object, object]) -> str:
     """Return the form of what a model file holds of an optimizer."""
     return FUSED if "fp32_groups_flat" in held else UNFUSED if "fp32_groups" in held else PLAIN
 
 
-def stage0_tree(tree: object, mp: TargetRank, how: Unpartitioned | None) -> object:
-    """Return the content of a stage-0 model file.
-
-    Parameters
-    ----------
-    tree : object
-        That of a ZeRO-1 model file, which has all the rest.
-    mp : TargetRank
-    how : Unpartitioned or None
-        None: there is no optimizer.
-    """
-    if how is None or not isinstance(tree, dict):
-        return tree
+def stage0_optimizer(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
+    """Return what a stage-0 model file holds of the optimizer."""
     if how.form == PLAIN:
-        return {**tree, "optimizer": _numbered(mp, how)}
+        return _numbered(mp, how)
     scaling = {**how.scaling, **{key: value for key, value in _known_scaling(mp).items() if key in how.scaling}}
     if how.form == FUSED:
-        flat = {"fp32_groups_flat": [whole(group.experts[0], MASTER) for group in mp.groups]}
-        return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _of_groups(mp, how), **flat}}
+        flat = [whole(group.experts[0], MASTER) for group in mp.groups]
+        return {**scaling, "optimizer_state_dict": _of_groups(mp, how), "fp32_groups_flat": flat}
     masters = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
-    return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}}
+    return {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}
 
 
 def _numbered(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:

@@ -6,44 +6,32 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import foreign, loss_scaling, zenflow
 from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import in_run, is_run, with_latest
-from zckpt.formats.deepspeed.pipeline import is_of_layer
+from zckpt.formats.deepspeed.pipeline import TIED, is_of_layer
 from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
 from zckpt.formats.deepspeed.requantised import notes as requantised_notes
 from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, read_rules
 from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.values import is_same
-from zckpt.formats.deepspeed.write_model import (
-    ExpertFile,
-    alike,
-    expert_files,
-    layer_count,
-    layer_files,
-    model_tree,
-    optimizer_files,
-    stage_notes,
-)
-from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
-from zckpt.torchfile import FromFile, TorchFile
+from zckpt.torchfile import FromFile
 
 ONE_ORDER = (
     "each param group keeps the pipeline's order, stage by stage: flat partitions have no names, so that the one model "
@@ -205,55 +193,6 @@ def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
         raise
 
 
-def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
-    """Return the files of a target, as `decide` has decided on it: rank by rank, as they are come to.
-
-    Parameters
-    ----------
-    folder : str
-        What their names begin with: the tag and a slash in a run directory.
-    """
-    experts, optimizers = expert_files(target), optimizer_files(target)
-    count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
-    count += len(experts) + len(optimizers) + layer_count(target)
-    return Lazily(lambda: _files(target, folder, experts, optimizers), count)
-
-
-def _files(
-    target: Target, folder: str, experts: Sequence[ExpertFile], optimizers: Sequence[tuple[str, TorchFile]]
-) -> Iterator[TargetFile]:
-    for mp in target.ranks:
-        known: dict[object, torch_writer.Stencil] = {}
-        for rank, name in _models(target, mp):
-            kind = alike(target, mp, rank)
-            file = known[kind].named(f"{folder}{name}") if kind in known else None
-            if file is None:
-                file = torch_writer.lay_out(f"{folder}{name}", model_tree(target, mp, rank))
-                if kind is not None and torch_writer.Stencil.fits(file):
-                    known[kind] = torch_writer.Stencil(file)  # of the names of this length
-            yield file
-    for one in experts:
-        yield torch_writer.lay_out(f"{folder}{one.name}", one.tree(target))
-    for name, tree in layer_files(target):
-        yield torch_writer.lay_out(f"{folder}{name}", tree)
-    for name, empty in optimizers:
-        yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(empty, empty.root))
-    prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
-    for mp in target.ranks:
-        for rank in range(target.world_size):
-            name = f"{folder}{prefix}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
-            yield torch_writer.lay_out(name, optimizer_tree(target, mp, rank))
-
-
-def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:
-    """Yield the data-parallel rank and the name of each model file of a model-parallel rank."""
-    if target.stage != 3:
-        yield 0, f"mp_rank_{mp.mp_rank:02d}_model_states.pt"
-        return
-    for rank in range(target.world_size):
-        yield rank, f"zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_model_states.pt"
-
-
 _WRITTEN = frozenset({
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "optimizer", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "num_experts",
@@ -324,3 +263,16 @@ def _differing(models: Sequence[ModelShard]) -> list[str]:
 
     found = [key for key in keys if any(differs(first.content, m, m.content, key) for m in models[1:])]
     return found + [f"buffer {n}" for n in buffers if any(differs(first.module, m, m.module, n) for m in models[1:])]
+
+
+def stage_notes(target: Target) -> list[str]:
+    """Return how layers were dealt anew."""
+    stages = target.stages
+    if stages is None:
+        return []
+    pairs = list(zip(stages.bounds, stages.bounds[1:], strict=False))
+    notes = ["stages of layers " + "; ".join(f"{low} to {high - 1}" for low, high in pairs)]
+    for key in stages.uses if target.pp > 1 else ():
+        its = ", ".join(map(str, stages.of(f"{TIED}{key}.")))
+        notes.append(f"tied layer {key} is taken to be used in stages {its}, which get its first stage's state")
+    return [*notes, *stages.untold]

@@ -1,0 +1,272 @@
+"""The files of a target: the name of each, and its content, which is made when it is come to.
+
+Experts: `expert_ranks` says who looks for which of their files. What a source's file holds goes along as it is, under
+the mp_rank of every rank that looks for it, unless experts are sliced and cut anew; from another format files are made.
+
+Layers of a pipeline: one has the same number in any number of stages, so that its file stays what it is until it is
+sliced otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from zckpt.engine.targets import Lazily, TargetFile
+from zckpt.errors import LayoutError
+from zckpt.formats.deepspeed.auto_ep import alone, auto_experts, auto_layers
+from zckpt.formats.deepspeed.directory import Shard
+from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
+from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
+from zckpt.formats.deepspeed.nested import unwrapped
+from zckpt.formats.deepspeed.pipeline import layer_names, within
+from zckpt.formats.deepspeed.stages import layer_of as layer_number
+from zckpt.formats.deepspeed.stages import tied_key
+from zckpt.formats.deepspeed.target import Target
+from zckpt.formats.deepspeed.write_model import carried_from, is_filed, model_tree, single
+from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.state import Parameter
+from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile
+
+
+class Document(NamedTuple):
+    """A file: its name, how its content is made, and what files of the same content have in common, if known."""
+
+    name: str
+    tree: Callable[[], object]
+    kind: object = None
+
+
+def documents(target: Target) -> list[Document]:
+    """Return the files of a target in the order in which they are written."""
+    return [*_models(target), *_experts(target), *_layers(target), *_empty_optimizers(target), *_optimizers(target)]
+
+
+def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
+    """Return the files laid out, one after the other; `folder` is what their names begin with."""
+    found = documents(target)
+    return Lazily(lambda: _laid_out(found, folder), len(found))
+
+
+def _laid_out(found: Sequence[Document], folder: str) -> Iterator[TargetFile]:
+    known: dict[object, torch_writer.Stencil] = {}
+    for one in found:
+        name = f"{folder}{one.name}"
+        file = known[one.kind].named(name) if one.kind in known else None
+        if file is None:
+            file = torch_writer.lay_out(name, one.tree())
+            if one.kind is not None and torch_writer.Stencil.fits(file):
+                known[one.kind] = torch_writer.Stencil(file)  # of the names of this length
+        yield file
+
+
+def _models(target: Target) -> Iterator[Document]:
+    """Yield the model files: under ZeRO-3 each data-parallel rank has one.
+
+    There it has all names and shapes, and no elements but its own of frozen parameters and buffers.
+    """
+    for mp in target.ranks:
+        name = f"mp_rank_{mp.mp_rank:02d}_model_states.pt"
+        if target.stage != 3:
+            yield Document(name, partial(model_tree, target, mp, 0))
+            continue
+        alike = not mp.buffers and not any(p.frozen for p in mp.parameters.values())
+        for rank in range(target.world_size):
+            source = carried_from(mp, rank)
+            same = alike and not auto_experts(source)  # else each rank says which experts it has
+            kind = mp.mp_rank, id(source.file.root), rank == 0, source is mp.model
+            tree = partial(model_tree, target, mp, rank)
+            yield Document(f"zero_pp_rank_{rank}_{name}", tree, kind if same else None)
+
+
+def _optimizers(target: Target) -> Iterator[Document]:
+    if target.stage == 0:
+        return
+    prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
+    for mp in target.ranks:
+        for rank in range(target.world_size):
+            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
+            yield Document(name, partial(optimizer_tree, target, mp, rank))
+
+
+def _empty_optimizers(target: Target) -> Iterator[Document]:
+    """Yield the files for the optimizer of experts, which hold nothing: DeepSpeed before 0.19 looks for them."""
+    known = target.origin.expert_optimizers
+    degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
+    for rank in range(degree if known else 0):
+        _, file = known[min(rank, len(known) - 1)]
+        for first in range(0, len(target.ranks), target.tp):
+            for lane in _lanes_of_rank(target, rank, degree):
+                name = f"expp_rank_{rank}_mp_rank_{first + lane:02d}_optim_states.pt"
+                yield Document(name, partial(FromFile.of, file, file.root))
+
+
+def _experts(target: Target) -> Iterator[Document]:
+    """Yield the files of all experts, in the order of layers, experts and model-parallel ranks."""
+    if target.stage == 3:
+        return  # AutoEP's, which are sub-groups
+    if target.origin.experts:
+        yield from _from_files(target)
+        return
+    for stage in range(target.pp):
+        for layer, expert, names in _made(target, stage):
+            for lane in _lanes(target, stage, layer_of(names[0]), expert):
+                mp_rank = stage * target.tp + lane
+                yield Document(_name(layer, expert, mp_rank), partial(_expert_tree, target, mp_rank, names))
+
+
+def _expert_tree(target: Target, mp_rank: int, names: Sequence[str], file: TorchFile | None = None) -> object:
+    """Return the content of an expert's file: parameters of a model-parallel rank, and what else the source's has."""
+    own = target.ranks[mp_rank].parameters
+    auto = auto_experts(target.origin.model)
+    found: dict[object, object] = {}
+    for name in names:
+        whole, _, number = name.rpartition(".")
+        one = alone(own[whole], auto[whole], int(number)) if whole in auto else own[name]
+        found[name] = single(target, one)
+    if file is not None and isinstance(file.root, dict):
+        found |= {key: FromFile.of(file, value) for key, value in file.root.items() if key not in found}
+    return found
+
+
+def _from_files(target: Target) -> Iterator[Document]:
+    """Yield the files of a source's experts. Those of a pipeline are numbered by stage."""
+    origin, tp = target.origin, target.checkpoint.topology.tp
+    files: dict[tuple[int, int, int], dict[int, tuple[Shard, TorchFile]]] = {}
+    for shard, file in origin.experts:
+        stage, lane = divmod(shard.mp_rank or 0, tp)
+        key = stage, -1 if shard.layer is None else shard.layer, shard.expert or 0
+        files.setdefault(key, {})[lane] = shard, file
+    whole = target.ranks[0].lanes > 1 or any(one.state.lanes > 1 for one in origin.ranks)
+    same = target.tp == tp
+    for (source, _, expert), by_lane in sorted(files.items(), key=lambda item: item[0]):
+        first = by_lane[min(by_lane)]
+        root = first[1].root if isinstance(first[1].root, dict) else {}
+        names = [str(key) for key, value in root.items() if isinstance(value, Tensor)]
+        prefix = next(map(layer_of, filter(is_expert, names)), "")
+        stage, layer = (source, first[0].layer) if target.stages is None else _place(target, prefix)
+        for lane in _lanes(target, stage, prefix, expert):
+            mp_rank = stage * target.tp + lane
+            shard, file = by_lane.get(lane, first) if same else first
+            kept = (layer, mp_rank) == (shard.layer, shard.mp_rank)
+            own = [] if whole or (same and lane in by_lane) else target.ranks[mp_rank].parameters
+            cut = [one for one in names if one in own]
+            tree = partial(_expert_tree, target, mp_rank, cut, file) if cut else partial(FromFile.of, file, file.root)
+            yield Document(shard.name if kept else _name(layer, expert, mp_rank), tree)
+
+
+def _place(target: Target, layer: str) -> tuple[int, int]:
+    """Return the stage that has a layer of experts, and the layer's number among the stage's own."""
+    for stage, mp in enumerate(target.ranks[:: target.tp]):
+        own = sorted({layer_of(name) for name in mp.parameters if is_expert(name)}, key=in_order)
+        if layer in own:
+            return stage, own.index(layer)
+    raise LayoutError(f"no stage has the experts of {layer}")
+
+
+def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield layer, expert and names of its parameters, of a stage and a checkpoint of another format.
+
+    DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
+    says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
+    """
+    for auto in auto_layers(target.origin.model):
+        for expert in range(auto.experts):
+            yield auto.number, expert, [f"{name}.{expert}" for name in auto.names]
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in target.ranks[stage * target.tp].parameters:
+        number = expert_number(name)
+        if number is not None:
+            layers.setdefault(layer_of(name), {}).setdefault(number, []).append(name)
+    for index, layer in enumerate(sorted(layers, key=in_order)):
+        for expert in sorted(layers[layer]):
+            yield index, expert, layers[layer][expert]
+
+
+def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:
+    """Return the tensor-parallel ranks of a stage that look for the files of an expert under their number."""
+    for group in target.ranks[stage * target.tp].groups:
+        numbers = {expert_number(p.name) for p in group.experts[0] if layer_of(p.name) == layer and is_expert(p.name)}
+        if numbers:
+            return _lanes_of_rank(target, expert // len(numbers), len(group.experts))
+    return list(range(target.tp))
+
+
+def _lanes_of_rank(target: Target, expert_rank: int, degree: int) -> list[int]:
+    lanes = target.ranks[0].lanes
+    if lanes == 1:
+        return list(range(target.tp))
+    placement = Placement(target.world_size * lanes, is_data_first(target.origin.model))
+    count = placement.ranks // degree
+    return sorted({placement.rank(expert_rank, position, degree) % lanes for position in range(count)})
+
+
+def _name(layer: int | None, expert: int, mp_rank: int) -> str:
+    before = "" if layer is None else f"layer_{layer}_"
+    return f"{before}expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def _layers(target: Target) -> Iterator[Document]:
+    """Yield the files of a pipeline's layers."""
+    tp, source = target.checkpoint.topology.tp, target.origin.layers
+    if is_filed(target) and not source:
+        for rank in range(target.tp):
+            for number, its in _layers_made(target, rank).items():
+                yield Document(_layer_name(number, rank, sliced=target.tp > 1), partial(_made_tree, target, its))
+    elif target.tp == tp and target.rules is None:
+        yield from (Document(shard.name, partial(FromFile.of, file, file.root)) for shard, file in source)
+    else:
+        sliced = target.tp > 1 or any("-model_" in shard.name.partition("-model_states")[0] for shard, _ in source)
+        for rank in range(target.tp):
+            own: dict[str, Parameter] = {}
+            for mp in target.ranks[rank :: target.tp]:
+                own = {**mp.buffers, **mp.parameters, **own}
+            for shard, file in source:
+                if (shard.mp_rank or 0) == (rank if target.tp == tp else 0):
+                    name = _layer_name(shard.layer or 0, rank, sliced=sliced)
+                    yield Document(name, partial(_layer_tree, target, shard, file, own))
+
+
+def _layer_name(number: int, rank: int, *, sliced: bool) -> str:
+    return f"layer_{number:02d}{f'-model_{rank:02d}' if sliced else ''}-model_states.pt"
+
+
+def _made_tree(target: Target, its: Mapping[str, Parameter]) -> object:
+    tree = OrderedMapping()
+    tree.update((key, single(target, one)) for key, one in its.items())
+    return tree
+
+
+def _layers_made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
+    """Return what a tensor-parallel rank has of each layer by its keys, of a checkpoint of another format.
+
+    A tied layer has a file for each of its uses: DeepSpeed reads one where no function wraps the layer, and elsewhere
+    does not look for it.
+    """
+    uses = target.stages.uses if target.stages is not None else {}
+    found: dict[int, dict[str, Parameter]] = {}
+    for mp in target.ranks[rank :: target.tp]:
+        for name, one in {**mp.parameters, **mp.buffers}.items():
+            key = tied_key(name)
+            for number in (layer_number(name),) if key is None else uses[key]:
+                found.setdefault(number, {}).setdefault(unwrapped(within(name)), one)
+    return dict(sorted(found.items()))
+
+
+def _layer_tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str, Parameter]) -> object:
+    """Return a layer's content with the slices of one tensor-parallel rank."""
+    if not isinstance(file.root, dict):
+        return FromFile.of(file, file.root)
+    tp = target.checkpoint.topology.tp
+    models = [files.models[0] for files in target.origin.ranks[shard.mp_rank or 0 :: tp]]
+    names = layer_names(shard, file, models)
+    tree = OrderedMapping()
+    if isinstance(file.root, OrderedMapping):
+        tree.state = file.root.state
+    for key, value in file.root.items():
+        name = names.get(str(key), "")
+        tree[key] = single(target, own[name]) if name in own else FromFile.of(file, value)
+    return tree
