@@ -33,7 +33,6 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import as_filed
-from zckpt.state.partition import shard_numel
 from zckpt.torchfile import plain
 
 
@@ -350,14 +349,8 @@ def _check(served: Served) -> None:
     """Raise unless partitions hold what the engine's do, in the same order and size."""
     target, training = served.target, served.training
     mp = target.ranks[training.mp_rank]
-    if target.stage == 3:
-        both = [(one, group.shared_by) for group in mp.groups for one in target.sub_groups(group, training.rank)]
-        cut = [one for one, _ in both]
-        sizes = [sum(shard_numel(p.numel, count) for p in one) for one, count in both]
-    else:
-        cut = [group.of(training.rank) for group in mp.groups]
-        sizes = [group.partition for group in mp.groups]
-    found = [[(mp.owner(p.name).name, tuple(p.shape)) for p in one] for one in cut]
+    partitions = target.partitions(mp, training.rank)
+    found = [[(mp.owner(p.name).name, tuple(p.shape)) for p in one] for one, _ in partitions]
     expected = [
         [(mp.owner(name).name if name in mp.parameters else name, tuple(shape)) for name, shape in one.items()]
         for one in training.stored
@@ -370,7 +363,7 @@ def _check(served: Served) -> None:
                     expected=f"{other[0]} {list(other[1])}", found=f"{one[0]} {list(one[1])}",
                 )  # fmt: skip
     counts = [len(one) for one in expected], [len(one) for one in found]
-    for theirs, ours in (counts, (list(training.partitions), sizes)):
+    for theirs, ours in (counts, (list(training.partitions), [numel for _, numel in partitions])):
         if theirs != ours:
             raise _other_model("would be cut otherwise than the engine's state is",
                                expected=f"partitions of {listed([str(n) for n in theirs])}",

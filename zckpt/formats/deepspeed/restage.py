@@ -28,12 +28,6 @@ from zckpt.state.names import renamed
 from zckpt.torchfile import Digests
 
 
-def has_sliced_experts(checkpoint: Checkpoint, options: RecutOptions) -> bool | None:
-    """Tell whether a target's experts are slices; None where neither the options nor the source's origin say."""
-    known = origin_of_state(checkpoint).get(SLICED_EXPERTS)
-    return options.sliced_experts if options.sliced_experts is not None else known if isinstance(known, bool) else None
-
-
 def stage_states(
     checkpoint: Checkpoint, origin: Origin, degree: int, options: RecutOptions
 ) -> tuple[list[list[RankFiles]], Stages | None]:
@@ -51,7 +45,9 @@ def stage_states(
     UsageError, UnsupportedError, LayoutError
         As `local_states` and `stages_of`.
     """
-    as_slices = has_sliced_experts(checkpoint, options)
+    as_slices = options.sliced_experts
+    if as_slices is None and isinstance(known := origin_of_state(checkpoint).get(SLICED_EXPERTS), bool):
+        as_slices = known
     rows = options.padded_vocab_size
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
         rows = padded_rows(origin.model.content, origin.rules, degree)
@@ -290,9 +286,3 @@ def _experts_in_order(names: Sequence[str], degree: int, stages: Stages, stage: 
         for layer in sorted(layers, key=lambda layer: stages.order(layer, stage))
         for name in layers[layer][rank * shares[layer] : (rank + 1) * shares[layer]]
     ]
-
-
-def check_stage(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, stage: int) -> None:
-    """Raise where DeepSpeed has no pipelines."""
-    if is_staged(checkpoint, origin, options) and stage != 1:
-        raise UnsupportedError("DeepSpeed has no pipelines under ZeRO-2 and 3", expected="--stage 1", found=stage)

@@ -16,6 +16,7 @@ from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
     flat_partition_numel,
     flat_starts,
+    shard_numel,
     sub_groups,
 )
 
@@ -230,3 +231,10 @@ class Target:
             cut = sub_groups(group.numels, group.shared_by, self.sub_group_size)
             found = self._sub_groups[id(own)] = [[own[i] for i in one] for one in cut]
         return found
+
+    def partitions(self, mp: TargetRank, rank: int = 0) -> list[tuple[list[Parameter], int]]:
+        """Return what a rank's file has one master of: its parameters, and how many elements that has."""
+        if self.stage != 3:
+            return [(group.of(rank), group.partition) for group in mp.groups]
+        cut = [(own, group.shared_by) for group in mp.groups for own in self.sub_groups(group, rank)]
+        return [(own, sum(shard_numel(p.numel, count) for p in own)) for own, count in cut]

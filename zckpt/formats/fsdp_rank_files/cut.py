@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
-from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
-from zckpt.formats.fsdp_rank_files.held import Held
+from zckpt.errors import LayoutError, ShardError, UnsupportedError
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
-from zckpt.state import Slot
+from zckpt.state import Checkpoint, Duplicate, Parameter, Slot
 from zckpt.state.spans import CutFiles, CutSpans
 from zckpt.state.views import placed
 from zckpt.torchfile import Tensor
 
 Cell = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box."""
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A slot, and further whole copies of it. `copies`: the first rank of each copy, and the copy."""
-
-    slot: Slot
-    copies: list[tuple[int, Slot]] = field(default_factory=list)
 
 
 class RankFiles:
@@ -50,8 +41,8 @@ class RankFiles:
         paths, indexes = self._known[ranks]
         return CutFiles(paths, tuple(one.offset for one in tensors), first.dtype, first.byteorder, indexes)
 
-    def joined(self, name: str, label: str, held: Sequence[tuple[int, Held]]) -> Joined:
-        """Return a slot of what ranks have of it.
+    def joined(self, name: str, label: str, held: Sequence[tuple[int, Held]]) -> list[tuple[int, Slot]]:
+        """Return each whole copy of a slot that ranks have, and the first rank of those that it is on.
 
         Parameters
         ----------
@@ -72,11 +63,17 @@ class RankFiles:
             They have flattened pieces of which nothing says where they lie.
         """
         rank, first = held[0]
-        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {("Tensor", 1, first.dtype)} and any(
-            one.shape == (0,) for _, one in held
-        ):
-            with about(self.paths[rank]):
-                _refuse_pieces(label, [one for _, one in held])
+        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:
+            sizes = [one.shape[0] for _, one in held]  # where all ranks have nothing, it is an empty parameter
+            if 0 in sizes and len(set(sizes)) > 1:
+                raise UnsupportedError(
+                    f"{label} is in pieces of one axis, of which no file says where they lie, as FSDP1 with "
+                    "use_orig_params saves its LOCAL_STATE_DICT",
+                    path=self.paths[rank],
+                    expected="a tensor that every rank has whole, or a sharded one",
+                    found=f"{', '.join(map(str, sizes[:8]))} elements",
+                    advice="load it in its own program and save it as SHARDED_STATE_DICT",
+                )
         for other, one in held:
             if one.mesh is not None and one.mesh.rank not in (None, other):
                 raise ShardError(
@@ -102,11 +99,10 @@ class RankFiles:
             for box in one.boxes:
                 cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
         if not math.prod(first.shape):
-            return Joined(Slot(name, first.dtype, first.shape, ()))
+            return [(rank, Slot(name, first.dtype, first.shape, ()))]
         self._check(label, first.shape, cells)
         ordered = sorted(cells.items())
         count = min(len(holders) for _, holders in ordered)
-        sets = [self._slot(name, first, [(cell, *holders[turn]) for cell, holders in ordered]) for turn in range(count)]
         rest = [(cell, holder) for cell, holders in ordered for holder in holders[count:]]
         if rest:
             raise LayoutError(
@@ -116,8 +112,13 @@ class RankFiles:
                 ranks=[rest[0][1][0]],
                 parameters=[label],
             )
-        copies = [(min(holders[turn][0] for _, holders in ordered), sets[turn]) for turn in range(1, count)]
-        return Joined(sets[0], copies)
+        return [
+            (
+                min(holders[turn][0] for _, holders in ordered),
+                self._slot(name, first, [(cell, *holders[turn]) for cell, holders in ordered]),
+            )
+            for turn in range(count)
+        ]
 
     def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
         width = _row_width([cell for cell, _, _ in pieces], one.shape)
@@ -163,14 +164,11 @@ def _row_width(cells: Sequence[Cell], shape: tuple[int, ...]) -> int | None:
     return rows * math.prod(shape[1:])
 
 
-def _refuse_pieces(label: str, held: Sequence[Held]) -> None:
-    """Refuse flattened pieces of different sizes; ranks that all have nothing have an empty parameter."""
-    sizes = [one.shape[0] for one in held]
-    if len(set(sizes)) > 1:
-        raise UnsupportedError(
-            f"{label} is in pieces of one axis, of which no file says where they lie, as FSDP1 with use_orig_params "
-            "saves its LOCAL_STATE_DICT",
-            expected="a tensor that every rank has whole, or a sharded one",
-            found=f"{', '.join(map(str, sizes[:8]))} elements",
-            advice="load it in its own program and save it as SHARDED_STATE_DICT",
-        )
+def add(
+    checkpoint: Checkpoint, parameter: Parameter, name: str, found: Sequence[tuple[int, Slot]], kind: str = "parameter"
+) -> None:
+    """Give a parameter a slot, from `RankFiles.joined`; others of it are copies."""
+    (_, original), *copies = found
+    parameter.slots[name] = original
+    own = parameter.name
+    checkpoint.duplicates += [Duplicate(kind, own, own, copy, original, rank) for rank, copy in copies]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zckpt.formats.fsdp_rank_files.mesh import REPLICATE, SHARD, Mesh, Placement, box_of
-from zckpt.formats.torch_files.writer import SlotContent, ValueTensor, new_storage, view
+from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
 from zckpt.state import Extent, Slot
 from zckpt.state.boxes import row_major
+from zckpt.state.views import narrow, pad
 from zckpt.torchfile import Device, DType, Global, Layout, MetaTensor, Object, Size, Tensor
 
 _TENSOR = "torch.distributed.tensor"
@@ -64,6 +65,12 @@ class RankTensors:
         cls = Global(_TENSOR, "DTensor")
         strides, layout = row_major([max(n, 1) for n in slot.shape]), Layout("torch.strided")
         return MetaTensor(dtype, slot.shape, strides, False, cls, 0, layout, Device("cpu"), None, (None, state))
+
+    def shard(self, line: Slot, dtype: str, label: str) -> SlotTensor:
+        """Return this rank's elements of a line that FSDP1 cuts; the last ones are followed by zeros."""
+        (count,), (rank,) = self.mesh.sizes, self.mesh.coordinate
+        width = -(-line.numel // count)
+        return SlotTensor(narrow(pad(line, 0, 0, width * count - line.numel), 0, width * rank, width), dtype, label)
 
     def _spec(self, shape: tuple[int, ...], dtype: str) -> Object:
         spec = self._specs.get((shape, dtype))

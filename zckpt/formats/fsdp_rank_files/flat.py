@@ -6,22 +6,21 @@ fills it in.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.dtensors import plain_tensor
 from zckpt.formats.fsdp_rank_files.units import Units
-from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
-from zckpt.state import Checkpoint, Extent
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
+from zckpt.state import Checkpoint, Slot
 from zckpt.state.dtypes import itemsize
+from zckpt.state.views import concat, reshape, zeros
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import Tensor
 
 
 def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) -> dict[int, dict[str, object]]:
-    """Return the state of each unit: members of what is cut, in their order, and values that all of them share.
+    """Return the state of each unit: lines of its parameters, end to end, and values that all of them share.
 
     Raises UnsupportedError: members of a unit have other state than each other, or are of several param groups.
     """
@@ -46,22 +45,22 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
     return found
 
 
-def _end_to_end(
-    checkpoint: Checkpoint, key: str, states: Mapping[str, Mapping[str, object] | None]
-) -> list[tuple[int, SlotTensor | None]]:
-    """Return sizes and slots of one state of all parameters of a unit; None: no step has reached it, it is zero."""
-    found: list[tuple[int, SlotTensor | None]] = []
-    dtypes = set()
+def _end_to_end(checkpoint: Checkpoint, key: str, states: Mapping[str, Mapping[str, object] | None]) -> SlotTensor:
+    """Return one state of all parameters of a unit as a line; where no step has reached one, it is zero."""
+    found: dict[str, Slot | None] = {}
     for name, state in states.items():
-        shape = checkpoint.parameters[name].shape
         value = state[key] if state else None
-        if value is not None and not (isinstance(value, SlotTensor) and value.slot.shape == shape):
+        found[name] = value.slot if isinstance(value, SlotTensor) else None
+        if value is not None and getattr(found[name], "shape", None) != checkpoint.parameters[name].shape:
             raise _refused(f"{key} of {name} is not one value for each of its elements", key)
-        found.append((math.prod(shape), value if isinstance(value, SlotTensor) else None))
-        dtypes |= {value.dtype} if isinstance(value, SlotTensor) else set()
+    known = [slot for slot in found.values() if slot is not None]
+    dtypes = {slot.dtype for slot in known}
     if len(dtypes) > 1:
         raise _refused(f"{key} of {next(iter(states))} and others is of several types", listed(sorted(dtypes)))
-    return found
+    shapes = {name: (checkpoint.parameters[name].numel,) for name in found}
+    line = concat([zeros(known[0], shapes[name]) if slot is None else reshape(slot, shapes[name])
+                   for name, slot in found.items()], 0)  # fmt: skip
+    return SlotTensor(line, line.dtype, f"{key} of the unit of {next(iter(states))}")
 
 
 def _shared(key: str, member: str, values: Sequence[object]) -> object:
@@ -81,21 +80,6 @@ def _content(value: object) -> object:
     (span,) = value.slot.spans
     with opened(span.path) as descriptor:
         return value.dtype, read_at(descriptor, span.offset, itemsize(span.dtype), path=span.path)
-
-
-def shard(members: Sequence[tuple[int, SlotTensor | None]], rank: int, world_size: int) -> Tensor:
-    """Return the elements that a rank has of state that is end to end; the last ones are followed by zeros."""
-    width = -(-sum(numel for numel, _ in members) // world_size)
-    low, high = width * rank, width * (rank + 1)
-    contents, start = [], 0
-    for numel, one in members:
-        first, last = max(start, low), min(start + numel, high)
-        if one is not None and first < last:
-            extent = Extent.flat(one.slot.shape, first - start, last - first)
-            contents.append(SlotContent(first - low, one.slot, one.label, extent))
-        start += numel
-    dtype = next(one.dtype for _, one in members if one is not None)
-    return view(new_storage(dtype, width, contents), (width,))
 
 
 def _refused(message: str, found: str, advice: str = "give --fsdp-version 2") -> UnsupportedError:

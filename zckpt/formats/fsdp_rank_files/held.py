@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.formats.fsdp_rank_files.mesh import Mesh, Placement, box_of, read_mesh, read_placements
+from zckpt.formats.fsdp_rank_files.mesh import Mesh, Placement, box_of, integers, read_mesh, read_placements
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.torchfile import LEAVES, MetaTensor, Object, Tensor, TorchFile, brief, children
 
@@ -182,7 +182,7 @@ class RankReader:
     def _sharded(self, node: MetaTensor) -> Held:
         state = node.state
         shards, metadata = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
-        size = _integers(metadata.get("size")) if isinstance(metadata, Object) else None
+        size = integers(metadata.get("size")) if isinstance(metadata, Object) else None
         if not isinstance(shards, list) or size is None or size != node.shape:
             raise DamagedFileError("an unreadable ShardedTensor", expected=f"shards of shape {node.shape}", found=size)
         boxes = [self._shard(shard, size) for shard in shards]
@@ -191,8 +191,9 @@ class RankReader:
     def _shard(self, shard: object, shape: tuple[int, ...]) -> Box:
         tensor = shard.get("tensor") if isinstance(shard, Object) else None
         about = shard.get("metadata") if isinstance(shard, Object) else None
-        offsets = _integers(about.get("shard_offsets")) if isinstance(about, Object) else None
-        sizes = _integers(about.get("shard_sizes")) if isinstance(about, Object) else None
+        offsets, sizes = (
+            integers(about.get(key)) if isinstance(about, Object) else None for key in ("shard_offsets", "shard_sizes")
+        )
         if not isinstance(tensor, Tensor) or offsets is None or sizes is None or tensor.shape != sizes:
             raise DamagedFileError(
                 "an unreadable shard of a ShardedTensor",
@@ -213,7 +214,7 @@ def _groups(state: object) -> Mesh | None:
     """Return the process group that a ShardedTensor was cut for, as the last dimension of a mesh of all ranks."""
     group = state[2] if isinstance(state, tuple) and len(state) > 2 else None
     keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
-    known = _integers(tuple(group.get(key) for key in keys)) if isinstance(group, Object) else None
+    known = integers(tuple(group.get(key) for key in keys)) if isinstance(group, Object) else None
     if known is None or not 0 <= known[0] < known[1] or not 0 <= known[2] < known[3] or known[3] % known[1]:
         return None
     return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
@@ -223,9 +224,3 @@ def _attribute(node: MetaTensor, name: str) -> object:
     """Return an attribute of a tensor, from its `__dict__` or its `__slots__`."""
     parts = [node.attributes, *(node.state if isinstance(node.state, tuple) else (node.state,))]
     return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
-
-
-def _integers(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, (tuple, list)) or not all(type(one) is int for one in value):
-        return None
-    return tuple(one for one in value if type(one) is int)

@@ -66,7 +66,7 @@ def read_mesh(node: object) -> Mesh:
     """
     if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
         raise DamagedFileError("a DTensor without a mesh", found=brief(node, 60))
-    sizes, coordinate = _sizes(node), _integers(node.get("_coordinate_on_dim"))
+    sizes, coordinate = _sizes(node), integers(node.get("_coordinate_on_dim"))
     names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
     if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
         raise UnsupportedError(
@@ -83,7 +83,7 @@ def read_mesh(node: object) -> Mesh:
 
 
 def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int | None:
-    rank, ranks = node.get("_rank"), _integers(node.get("_flatten_mesh_list"))
+    rank, ranks = node.get("_rank"), integers(node.get("_flatten_mesh_list"))
     if type(rank) is int:
         return rank
     at = 0
@@ -119,7 +119,8 @@ def _product(shape: object) -> int | None:
     return math.prod(found) if len(found) == len(shape) else None
 
 
-def _integers(value: object) -> tuple[int, ...] | None:
+def integers(value: object) -> tuple[int, ...] | None:
+    """Return what is a tuple or a list of integers only."""
     if not isinstance(value, (tuple, list)) or not all(type(one) is int for one in value):
         return None
     return tuple(one for one in value if type(one) is int)

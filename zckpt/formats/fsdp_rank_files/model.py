@@ -8,11 +8,11 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
-from zckpt.formats.fsdp_rank_files.cut import RankFiles
+from zckpt.formats.fsdp_rank_files.cut import RankFiles, add
 from zckpt.formats.fsdp_rank_files.held import Held, RankReader, elements, rules_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
+from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.torchfile import OrderedMapping, TorchFile, brief, has_checksums, read_torchfile
 
 FLAT = "_flat_param"
@@ -119,20 +119,16 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
     is_shown = model.tells_parameters
     dtypes = {name: held[0].dtype for name, held in model.held.items()}
     for name, held in model.held.items():
-        joined = model.files.joined(WEIGHT, name, list(enumerate(held)))
+        found = model.files.joined(WEIGHT, name, list(enumerate(held)))
         is_buffer = not held[0].is_parameter and (is_shown or not may_be_trained(name, dtypes))
         key = _identity(held)
         owner = name if is_buffer or key is None else owners.setdefault(key, name)
-        parameter = Parameter(name, joined.slot.shape, joined.slot.dtype)
+        parameter = Parameter(name, found[0][1].shape, found[0][1].dtype)
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
-        original = joined.slot
         if owner != name:
             parameter.tied_to = owner
         else:
-            parameter.slots[WEIGHT] = joined.slot
-        kind = "buffer" if is_buffer else "parameter"
-        if owner == name:
-            checkpoint.duplicates += [Duplicate(kind, name, name, copy, original, rank) for rank, copy in joined.copies]
+            add(checkpoint, parameter, WEIGHT, found, "buffer" if is_buffer else "parameter")
 
 
 def _identity(held: Sequence[Held]) -> tuple[object, ...] | None:

@@ -12,8 +12,9 @@ parameter's. Names come from the model's file, in its order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 
 from zckpt.errors import UnsupportedError, UsageError
@@ -23,7 +24,7 @@ from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.fsdp_rank_files.optimizer import Key, Optimizer
 from zckpt.formats.fsdp_rank_files.ties import Ties, equal_names
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Shape
 from zckpt.state.dtypes import is_floating
 from zckpt.state.names import aligned
 
@@ -46,47 +47,6 @@ class Reading:
     kind: str
     names: dict[Key, tuple[str, ...]]
     ties: tuple[tuple[str, str], ...] = ()
-
-
-class Sizes:
-    """What is known of the sizes of an optimizer's parameters, in one group of ranks that have everything once.
-
-    `ranks`: in the order of their shards.
-    """
-
-    def __init__(self, optimizer: Optimizer, ranks: Sequence[int]) -> None:
-        self.optimizer = optimizer
-        self.count = len(ranks)
-        self._ranks = set(ranks)
-        self.keys = [key for group in optimizer.keys for key in group]
-
-    def held(self, key: Key) -> list[Held]:
-        """Return what ranks have of the slot that shows a parameter's shape: the one of most dimensions."""
-        slots = self.optimizer.cut(key).values()
-        found = [[one for rank, one in held if rank in self._ranks] for held in slots]
-        return max(found, key=lambda held: max((len(one.shape), math.prod(one.shape)) for one in held), default=[])
-
-    def fits_whole(self, key: Key, shape: tuple[int, ...]) -> bool:
-        """Tell whether a parameter of some shape may have the state."""
-        return all(one.shape == shape for one in self.held(key))
-
-    def fits_pieces(self, key: Key, shape: tuple[int, ...]) -> bool:
-        """Tell whether what ranks have is together as many elements."""
-        held = self.held(key)
-        return not held or (_is_line(held) and sum(one.shape[0] for one in held) == math.prod(shape))
-
-    def fits_flat(self, key: Key, numel: int) -> bool:
-        """Tell whether that many elements, cut for all ranks, make as large shards."""
-        held = self.held(key)
-        if not held:
-            return True
-        width = held[0].shape[0] if _is_line(held) else 0
-        alike = len(held) == self.count and {one.shape for one in held} == {(width,)}
-        return alike and -(-numel // self.count) == width
-
-
-def _is_line(held: Sequence[Held]) -> bool:
-    return all(one.kind == PLAIN and len(one.shape) == 1 for one in held)
 
 
 def readings(
@@ -112,25 +72,18 @@ def readings(
     UsageError
         `names` fit none.
     """
-    sizes = Sizes(optimizer, ranks)
-    if sizes.keys and isinstance(sizes.keys[0], str):
-        return _named(checkpoint, sizes)
-    found: list[Reading] = []
-    held = [sizes.held(key) for key in sizes.keys if optimizer.cut(key)]
-    line = all(map(_is_line, held))
-    if not (line and held) or len(ranks) == 1:
-        found += _by_number(checkpoint, model, sizes, names, WHOLE)
-    if line and held and len(ranks) > 1:
-        found += _by_number(checkpoint, model, sizes, names, PIECES)
-    if line and (held or len(sizes.keys) != len(_owners(checkpoint))):
-        found = [*_flat(checkpoint, model, sizes, names), *found]
+    solver = _Solver(checkpoint, model, optimizer, frozenset(ranks), names)
+    if solver.keys and isinstance(solver.keys[0], str):
+        return solver.named()
+    found = solver.every()
     different = {tuple(sorted(one.names.items())): one for one in found}
     if len(different) == 1:
-        return _with_ties(model, sizes, next(iter(different.values())))
+        return solver.with_ties(next(iter(different.values())))
+    count = len(solver.keys)
     if names is not None:
         raise UsageError(
             "the names do not fit the optimizer's state",
-            expected=f"names of {len(sizes.keys)} parameters, or of those in {len(sizes.keys)} flat ones",
+            expected=f"names of {count} parameters, or of those in {count} flat ones",
             found=f"{len(names)} names",
         )
     raise UnsupportedError(
@@ -138,165 +91,197 @@ def readings(
         if not found
         else "the sizes of the optimizer's state fit the model in several ways",
         expected="state of the model's parameters in their order, or of units that are the model or its layers",
-        found=f"{len(sizes.keys)} numbers for {len(_owners(checkpoint))} parameters",
+        found=f"{count} numbers for {len(solver.owners)} parameters",
         advice=ADVICE,
     )
 
 
-def _owners(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters that are not other names of one, in the model's order."""
-    return {one.name: one.shape for one in checkpoint.parameters.values() if one.tied_to is None}
+@dataclass
+class _Solver:
+    """Holds the sizes of an optimizer's state against the model's shapes; fields are the parameters of `readings`."""
 
+    checkpoint: Checkpoint
+    model: Model
+    optimizer: Optimizer
+    ranks: Collection[int]
+    names: Sequence[str] | None
 
-def _named(checkpoint: Checkpoint, sizes: Sizes) -> Reading:
-    """Return the names that the program saved, as the model's files have them."""
-    known = aligned([*checkpoint.parameters, *checkpoint.buffers], [str(key) for key in sizes.keys])
-    found: dict[Key, tuple[str, ...]] = {}
-    for key in sizes.keys:
-        name = known.get(str(key), str(key))
-        one = checkpoint.parameters.get(name)
-        owner = name if one is None else one.tied_to or name
-        if one is not None and not sizes.fits_whole(key, one.shape) and not _factored(sizes, key):
-            raise UnsupportedError(
-                f"the state of {name} has another shape than the parameter",
-                expected=one.shape,
-                found=sizes.held(key)[0].shape,
-            )
-        found[key] = (owner,)
-    return Reading(WHOLE, found)
+    @cached_property
+    def keys(self) -> list[Key]:
+        """All numbers, in the optimizer's order."""
+        return [key for group in self.optimizer.keys for key in group]
 
+    @cached_property
+    def owners(self) -> dict[str, Shape]:
+        """The shapes of parameters that are not other names of one, in the model's order."""
+        return {one.name: one.shape for one in self.checkpoint.parameters.values() if one.tied_to is None}
 
-def _factored(sizes: Sizes, key: Key) -> bool:
-    """Tell whether a parameter's state is of several shapes, none of which need be the parameter's."""
-    return len({held[0][1].shape for held in sizes.optimizer.cut(key).values()}) > 1
+    @cached_property
+    def plain(self) -> dict[str, Shape]:
+        """Those of what every rank has whole and may yet be parameters, which a program has kept out of FSDP."""
+        return {one.name: one.shape for one in self.checkpoint.buffers.values() if is_floating(one.dtype)}
 
+    def every(self) -> list[Reading]:
+        """Return all readings that fit; of those of flat parameters first."""
+        found: list[Reading] = []
+        held = [self.held(key) for key in self.keys if self.optimizer.cut(key)]
+        line = all(map(_is_line, held))
+        if not (line and held) or len(self.ranks) == 1:
+            found += self.by_number(WHOLE)
+        if line and held and len(self.ranks) > 1:
+            found += self.by_number(PIECES)
+        if line and (held or len(self.keys) != len(self.owners)):
+            found = [*self.flat(), *found]
+        return found
 
-def _by_number(
-    checkpoint: Checkpoint, model: Model, sizes: Sizes, names: Sequence[str] | None, kind: str
-) -> list[Reading]:
-    """Return the reading in which each number is one parameter, if there is one."""
-    fit = sizes.fits_pieces if kind == PIECES else sizes.fits_whole
-    owners = _owners(checkpoint)
-    every = {**owners, **_plain_floats(checkpoint)}
-    said = Evidence.of(checkpoint, sizes.optimizer.keys, {}, rules=(lambda key, name: fit(key, every[name]),))
-    if names is not None:
-        given = replace(said, candidates=every).recorded(names)
-        return [Reading(kind, _one_each(given.items()))] if given else []
-    certain = said.certain()
-    if len(sizes.optimizer.groups) == 1:
-        for shapes, ties in _in_turn(checkpoint, model, owners, len(sizes.keys)):
-            if all(fit(key, shape) for key, shape in zip(sizes.keys, shapes.values(), strict=True)):
-                found = _one_each(zip(sizes.keys, shapes, strict=True))
+    def held(self, key: Key) -> list[Held]:
+        """Return what ranks have of the slot that shows a parameter's shape: the one of most dimensions."""
+        slots = self.optimizer.cut(key).values()
+        found = [[one for rank, one in held if rank in self.ranks] for held in slots]
+        return max(found, key=lambda held: max((len(one.shape), math.prod(one.shape)) for one in held), default=[])
+
+    def fits(self, kind: str, key: Key, shape: Shape) -> bool:
+        """Tell whether a parameter of some shape, or a flat one of so many elements, may have the state."""
+        held = self.held(key)
+        if not held or kind == WHOLE:
+            return all(one.shape == shape for one in held)
+        if not _is_line(held):
+            return False
+        if kind == PIECES:
+            return sum(one.shape[0] for one in held) == math.prod(shape)
+        width, count = held[0].shape[0], len(self.ranks)
+        return len(held) == count and {one.shape for one in held} == {(width,)} and -(-shape[0] // count) == width
+
+    def named(self) -> Reading:
+        """Return the names that the program saved, as the model's files have them."""
+        parameters = self.checkpoint.parameters
+        known = aligned([*parameters, *self.checkpoint.buffers], [str(key) for key in self.keys])
+        found: dict[Key, tuple[str, ...]] = {}
+        for key in self.keys:
+            name = known.get(str(key), str(key))
+            one = parameters.get(name)
+            # State of several shapes is factored, and none of them need be the parameter's.
+            factored = len({held[0][1].shape for held in self.optimizer.cut(key).values()}) > 1
+            if one is not None and not factored and not self.fits(WHOLE, key, one.shape):
+                raise UnsupportedError(
+                    f"the state of {name} has another shape than the parameter",
+                    expected=one.shape,
+                    found=self.held(key)[0].shape,
+                )
+            found[key] = (name if one is None else one.tied_to or name,)
+        return Reading(WHOLE, found)
+
+    def by_number(self, kind: str) -> list[Reading]:
+        """Return the reading in which each number is one parameter, if there is one."""
+        every = {**self.owners, **self.plain}
+        said = Evidence.of(self.checkpoint, self.optimizer.keys, {},
+                           rules=(lambda key, name: self.fits(kind, key, every[name]),))  # fmt: skip
+        if self.names is not None:
+            given = replace(said, candidates=every).recorded(self.names)
+            return [Reading(kind, _one_each(given.items()))] if given else []
+        certain = said.certain()
+        alone = Reading(kind, _one_each(certain.items()))
+        if len(self.optimizer.groups) == 1:
+            names, ties = self.in_turn()
+            if names is not None and all(
+                self.fits(kind, key, every[name]) for key, name in zip(self.keys, names, strict=True)
+            ):
+                found = _one_each(zip(self.keys, names, strict=True))
                 contradicted = any(found[number] != (name,) for number, name in certain.items() if ties)
-                others = [Reading(kind, _one_each(certain.items()))] if contradicted else []
-                return [Reading(kind, found, tuple(ties)), *others]
-    fits = all(any(fit(key, shape) for shape in owners.values()) for key in sizes.keys)
-    if not fits or (kind != WHOLE and len(certain) < len(sizes.keys)):
-        return []
-    return [Reading(kind, _one_each(certain.items()))]
+                return [Reading(kind, found, tuple(ties)), *([alone] if contradicted else [])]
+        fits = all(any(self.fits(kind, key, shape) for shape in self.owners.values()) for key in self.keys)
+        return [alone] if fits and (kind == WHOLE or len(certain) == len(self.keys)) else []
+
+    def in_turn(self) -> tuple[list[str] | None, Ties]:
+        """Return the parameters that an optimizer of all of them may number in turn: as many as it has."""
+        more = len(self.owners) - len(self.keys)
+        if more > 0:
+            ties = equal_names(self.model, [name for name, shape in self.owners.items() if len(shape) > 1])
+            gone = dict(ties)
+            return ([name for name in self.owners if name not in gone] if len(gone) == more else None), ties
+        if more == 0:
+            return list(self.owners), []
+        every = {*self.owners, *self.plain}
+        return ([name for name in self.model.held if name in every] if len(every) == len(self.keys) else None), []
+
+    def with_ties(self, reading: Reading) -> Reading:
+        """Return a reading that knows other names of trained parameters: matrices with no number, of the same bytes."""
+        if len(reading.names) < len(self.keys):
+            return reading
+        trained = {name for key, names in reading.names.items() if self.optimizer.cut(key) for name in names}
+        known = {name for names in reading.names.values() for name in names} | {alias for alias, _ in reading.ties}
+        shapes = {name: held[0].shape for name, held in self.model.held.items()}
+        if all(name in known or len(shape) < 2 for name, shape in shapes.items()):
+            return reading
+        more = [
+            (alias, owner)
+            for alias, owner in equal_names(self.model, list(shapes))
+            if alias not in known and owner in trained and len(shapes[alias]) > 1
+        ]
+        return replace(reading, ties=(*reading.ties, *more))
+
+    def flat(self) -> Iterator[Reading]:
+        """Yield the readings in which each number is a flat parameter."""
+        if self.names is not None:
+            known = aligned(self.checkpoint.parameters, self.names)
+            given = [known.get(name, name) for name in self.names]
+            if len(set(given)) == len(given) and all(name in self.owners for name in given):
+                yield from self.cut_names(given)
+            return
+        wrapped = units_in(self.model.modules)
+        for units in [wrapped] if wrapped else usual_wrappings(list(self.owners)):
+            members = members_of(units, list(self.owners))
+            reading = self.of_units(members) if len(members) == len(self.keys) else None
+            if reading is not None:
+                yield reading
+
+    def numel(self, names: Iterable[str]) -> int:
+        """Return how many elements parameters have together."""
+        return sum(math.prod(self.owners[name]) for name in names)
+
+    def cut_names(self, given: Sequence[str]) -> Iterator[Reading]:
+        """Yield the only way to cut a list of names into as many flat parameters, if there is one."""
+
+        def units(number: int, begin: int) -> Iterator[tuple[tuple[str, ...], int]]:
+            key, numel = self.keys[number], 0
+            held = self.held(key)
+            for end, name in enumerate(given[begin:], begin + 1):
+                numel += self.numel([name])
+                if held and numel > held[0].shape[0] * len(self.ranks):
+                    break
+                if self.fits(FLAT, key, (numel,)):
+                    yield tuple(given[begin:end]), end
+
+        count, cut = ways(len(self.keys), 0, len(given), units)
+        if count == 1:
+            yield Reading(FLAT, dict(zip(self.keys, cut, strict=True)))
+
+    def of_units(self, members: Sequence[Sequence[str]]) -> Reading | None:
+        """Return the reading of some units; None where their sizes do not fit, or fit in several ways."""
+        found: dict[Key, tuple[str, ...]] = {}
+        ties: Ties = []
+        for key, names in zip(self.keys, members, strict=True):
+            numel = self.numel(names)
+            gone: dict[str, str] = {}
+            if not self.fits(FLAT, key, (numel,)):
+                aliases = equal_names(self.model, names)[:MOST_ALIASES]
+                fitting = [
+                    dict(some)
+                    for count in range(1, len(aliases) + 1)
+                    for some in combinations(aliases, count)
+                    if self.fits(FLAT, key, (numel - self.numel(alias for alias, _ in some),))
+                ]
+                if len(fitting) != 1:
+                    return None
+                gone = fitting[0]
+            ties += gone.items()
+            found[key] = tuple(name for name in names if name not in gone)
+        return Reading(FLAT, found, tuple(ties))
+
+
+def _is_line(held: Sequence[Held]) -> bool:
+    return all(one.kind == PLAIN and len(one.shape) == 1 for one in held)
 
 
 def _one_each(pairs: Iterable[tuple[Key, str]]) -> dict[Key, tuple[str, ...]]:
     return {key: (name,) for key, name in pairs}
-
-
-def _in_turn(
-    checkpoint: Checkpoint, model: Model, owners: Mapping[str, tuple[int, ...]], count: int
-) -> Iterator[tuple[dict[str, tuple[int, ...]], Ties]]:
-    """Yield the parameters that an optimizer of all of them may number in turn: as many as it has."""
-    if len(owners) == count:
-        yield dict(owners), []
-    elif len(owners) > count:
-        ties = equal_names(model, [name for name, shape in owners.items() if len(shape) > 1])
-        gone = dict(ties)
-        if len(owners) - len(gone) == count:
-            yield {name: shape for name, shape in owners.items() if name not in gone}, ties
-    else:
-        kept_out = _plain_floats(checkpoint)
-        if len(owners) + len(kept_out) == count:
-            every = {**owners, **kept_out}
-            yield {name: every[name] for name in model.held if name in every}, []
-
-
-def _with_ties(model: Model, sizes: Sizes, reading: Reading) -> Reading:
-    """Return a reading that knows other names of trained parameters: matrices without a number, of the same bytes."""
-    if len(reading.names) < len(sizes.keys):
-        return reading
-    trained = {name for key, names in reading.names.items() if sizes.optimizer.cut(key) for name in names}
-    numbered = {name for names in reading.names.values() for name in names}
-    known = {*numbered, *(alias for alias, _ in reading.ties)}
-    if all(name in known or len(held[0].shape) < 2 for name, held in model.held.items()):
-        return reading
-    more = tuple(
-        (alias, owner)
-        for alias, owner in equal_names(model, list(model.held))
-        if alias not in known and owner in trained and len(model.held[alias][0].shape) > 1
-    )
-    return replace(reading, ties=(*reading.ties, *more))
-
-
-def _plain_floats(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return what every rank has whole and may yet be parameters, which a program has kept out of FSDP."""
-    return {one.name: one.shape for one in checkpoint.buffers.values() if is_floating(one.dtype)}
-
-
-def _flat(checkpoint: Checkpoint, model: Model, sizes: Sizes, names: Sequence[str] | None) -> Iterator[Reading]:
-    """Yield the readings in which each number is a flat parameter."""
-    owners = _owners(checkpoint)
-    if names is not None:
-        known = aligned(checkpoint.parameters, names)
-        given = [known.get(name, name) for name in names]
-        if len(set(given)) == len(given) and all(name in owners for name in given):
-            yield from _cut_names(given, owners, sizes)
-        return
-    wrapped = units_in(model.modules)
-    for units in [wrapped] if wrapped else usual_wrappings(list(owners)):
-        members = members_of(units, list(owners))
-        if len(members) == len(sizes.keys):
-            reading = _of_units(model, members, owners, sizes)
-            if reading is not None:
-                yield reading
-
-
-def _cut_names(given: Sequence[str], owners: Mapping[str, tuple[int, ...]], sizes: Sizes) -> Iterator[Reading]:
-    """Yield the only way to cut a list of names into as many flat parameters, if there is one."""
-
-    def units(number: int, begin: int) -> Iterator[tuple[tuple[str, ...], int]]:
-        key, numel = sizes.keys[number], 0
-        held = sizes.held(key)
-        for end, name in enumerate(given[begin:], begin + 1):
-            numel += math.prod(owners[name])
-            if held and numel > held[0].shape[0] * sizes.count:
-                break
-            if sizes.fits_flat(key, numel):
-                yield tuple(given[begin:end]), end
-
-    count, cut = ways(len(sizes.keys), 0, len(given), units)
-    if count == 1:
-        yield Reading(FLAT, dict(zip(sizes.keys, cut, strict=True)))
-
-
-def _of_units(
-    model: Model, members: Sequence[Sequence[str]], owners: Mapping[str, tuple[int, ...]], sizes: Sizes
-) -> Reading | None:
-    """Return the reading of some units; None where their sizes do not fit, or fit in several ways."""
-    found: dict[Key, tuple[str, ...]] = {}
-    ties: Ties = []
-    for key, names in zip(sizes.keys, members, strict=True):
-        numel = sum(math.prod(owners[name]) for name in names)
-        if sizes.fits_flat(key, numel):
-            found[key] = tuple(names)
-            continue
-        aliases = equal_names(model, names)[:MOST_ALIASES]
-        fitting = [
-            some
-            for count in range(1, len(aliases) + 1)
-            for some in combinations(aliases, count)
-            if sizes.fits_flat(key, numel - sum(math.prod(owners[alias]) for alias, _ in some))
-        ]
-        if len(fitting) != 1:
-            return None
-        gone = dict(fitting[0])
-        ties += fitting[0]
-        found[key] = tuple(name for name in names if name not in gone)
-    return Reading(FLAT, found, tuple(ties))

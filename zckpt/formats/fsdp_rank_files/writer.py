@@ -10,7 +10,7 @@ DIR/zckpt.pt                                what these have no place for: see `o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,11 @@ from zckpt.formats.fsdp_rank_files.directory import (
 )
 from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, plain_tensor
 from zckpt.formats.fsdp_rank_files.extra import extra_state, of_single_ranks, ranks_with_state
-from zckpt.formats.fsdp_rank_files.flat import flat_state, shard
+from zckpt.formats.fsdp_rank_files.flat import flat_state
 from zckpt.formats.fsdp_rank_files.groups import ONE, one_group
 from zckpt.formats.fsdp_rank_files.own import own_tree
 from zckpt.formats.fsdp_rank_files.readings import FLAT
-from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
+from zckpt.formats.fsdp_rank_files.units import WRAPPED, Units, matching, members_of
 from zckpt.formats.group_values import refuse_several
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
@@ -139,15 +139,11 @@ class _Ranks:
         self, checkpoint: Checkpoint, target: Target, tensors: Tensors, tree: dict[object, Any] | None,
         units: list[str] | None,
     ) -> None:  # fmt: skip
-        self.checkpoint = checkpoint
-        self.target = target
-        self.tensors = tensors
-        self.tree = tree
-        self.units = units
+        self.checkpoint, self.target, self.tensors, self.units = checkpoint, target, tensors, units
         self.whole = units is not None and target.world_size == 1  # FSDP1 of one rank cuts nothing
         owners = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
-        self.members = members_of(units, owners) if units is not None else []
-        self.flat = flat_state(checkpoint, tree, self.members) if tree is not None and units is not None else None
+        members = members_of(units, owners) if units is not None else None
+        self.optimizer = None if tree is None else self._optimizer(tree, members)
 
     def files(self) -> Iterator[TargetFile]:
         """Yield the files of all ranks."""
@@ -155,10 +151,16 @@ class _Ranks:
         for rank in range(size):
             tensors = RankTensors(self.target, rank)
             yield torch_writer.lay_out(rank_name(MODEL, size, rank), self._model(tensors))
-            if self.tree is not None:
-                state = self._optimizer(tensors) if self.flat is None else self._flat(self.flat, rank)
-                tree = {"state": state, "param_groups": self._groups()}
-                yield torch_writer.lay_out(rank_name(OPTIMIZER, size, rank), tree)
+            if self.optimizer is not None:
+                cut = tensors.dtensor if self.units is None else tensors.shard
+                states = {
+                    number: {
+                        key: cut(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
+                        for key, value in state.items()
+                    }
+                    for number, state in self.optimizer["state"].items()
+                }
+                yield torch_writer.lay_out(rank_name(OPTIMIZER, size, rank), {**self.optimizer, "state": states})
             yield torch_writer.lay_out(rank_name(EXTRA, size, rank), extra_state(self.checkpoint, rank, size))
 
     def _model(self, tensors: RankTensors) -> OrderedMapping:
@@ -173,47 +175,31 @@ class _Ranks:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
         return root
 
-    def _groups(self) -> list[dict[str, object]]:
-        """Return the param groups without names, which these programs' optimizers have not."""
-        groups = [{k: v for k, v in one.items() if k != "param_names"} for one in (self.tree or {})["param_groups"]]
-        if self.units is not None:
-            groups[0]["params"] = list(range(len(self.members)))
-        return groups
-
-    def _optimizer(self, tensors: RankTensors) -> dict[object, object]:
+    def _optimizer(self, tree: dict[object, Any], members: Units | None) -> dict[str, Any]:
+        """Return what each rank has a part of; without names, which these programs' optimizers have not."""
+        groups = [{k: v for k, v in one.items() if k != "param_names"} for one in tree["param_groups"]]
+        if members is not None:
+            groups[0]["params"] = list(range(len(members)))
+            return {"state": flat_state(self.checkpoint, tree, members), "param_groups": groups}
         names = [name for group in self.checkpoint.param_groups for name in group.parameters]
-        found: dict[object, object] = {}
-        for number, values in (self.tree or {})["state"].items():
+        states: dict[object, dict[str, object]] = {}
+        for number, state in tree["state"].items():
             shape = self.checkpoint.parameters[names[number]].shape
-            found[number] = {
-                key: self._state(tensors, value, shape) if isinstance(value, SlotTensor) else value
-                for key, value in values.items()
-            }
-        return found
-
-    def _state(self, tensors: RankTensors, value: SlotTensor, shape: tuple[int, ...]) -> object:
-        slot = value.slot
-        if not slot.shape:
-            return plain_tensor(slot, value.dtype, value.label)
-        if slot.shape != shape:
-            raise UnsupportedError(
-                f"{value.label} has another shape than its parameter, and no rank of FSDP has such state",
-                path=self.checkpoint.source,
-                expected=shape,
-                found=slot.shape,
-                advice="convert to zckpt or consolidated",
-            )
-        return tensors.dtensor(slot, value.dtype, value.label)
-
-    def _flat(self, state: Mapping[int, dict[str, object]], rank: int) -> dict[object, object]:
-        """Return the shards of flat parameters that a rank has."""
-        found: dict[object, object] = {}
-        for number, values in state.items():
-            found[number] = {
-                key: shard(value, rank, self.target.world_size) if isinstance(value, list) else value
-                for key, value in values.items()
-            }
-        return found
+            states[number] = dict(state)
+            for key, value in state.items():
+                if not isinstance(value, SlotTensor):
+                    continue
+                if not value.slot.shape:
+                    states[number][key] = plain_tensor(value.slot, value.dtype, value.label)
+                elif value.slot.shape != shape:
+                    raise UnsupportedError(
+                        f"{value.label} has another shape than its parameter, and no rank of FSDP has such state",
+                        path=self.checkpoint.source,
+                        expected=shape,
+                        found=value.slot.shape,
+                        advice="convert to zckpt or consolidated",
+                    )
+        return {"state": states, "param_groups": groups}
 
 
 def _modules(units: Sequence[str]) -> Iterator[str]:
