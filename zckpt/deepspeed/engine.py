@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,7 +46,10 @@ def replaced_method(
         raise UsageError(
             "this is within another context that was given an engine", advice="give the engine to both, or to neither"
         )
-    holder = _engine_class() if engine is None else engine
+    try:
+        holder: Any = importlib.import_module(ENGINE).DeepSpeedEngine if engine is None else engine
+    except ImportError as error:
+        raise MissingPackageError("without an engine, this needs DeepSpeed") from error
     was = vars(holder).get(name)
     original = getattr(holder, name)
 
@@ -70,14 +73,6 @@ def replaced_method(
             delattr(holder, name)
         else:
             setattr(holder, name, was)
-
-
-def _engine_class() -> Any:
-    try:
-        __import__(ENGINE)
-    except ImportError as error:
-        raise MissingPackageError("without an engine, this needs DeepSpeed") from error
-    return sys.modules[ENGINE].DeepSpeedEngine
 
 
 def names_folder() -> tempfile.TemporaryDirectory[str]:

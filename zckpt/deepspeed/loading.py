@@ -11,6 +11,7 @@ checksums in the files, and nothing is unpickled but data.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
@@ -320,7 +321,9 @@ def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> A
     Raises UnsupportedError: it holds more than data, tensors, arrays and DeepSpeed's own loss scalers.
     """
     try:
-        with torch.serialization.safe_globals([*_own_classes(), *_numpy_classes(), *_DATA_CLASSES]):
+        modules = [(importlib.import_module(module), name) for module, name in _OWN_CLASSES]
+        own = [getattr(module, name) for module, name in modules if hasattr(module, name)]
+        with torch.serialization.safe_globals([*own, *_numpy_classes(), *_DATA_CLASSES]):
             return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
     except Exception as error:  # which is pickle's
         if type(error).__name__ != "UnpicklingError":
@@ -333,11 +336,6 @@ def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> A
             advice="`zckpt inspect --globals` names them; if you trust them, "
             "any_world_size(unpickle_client_state=True) unpickles them as DeepSpeed does",
         ) from error
-
-
-def _own_classes() -> list[Any]:
-    modules = [(__import__(module, fromlist=[name]), name) for module, name in _OWN_CLASSES]
-    return [getattr(module, name) for module, name in modules if hasattr(module, name)]
 
 
 def _numpy_classes() -> list[Any]:

@@ -31,7 +31,7 @@ from zckpt.formats.registry import get
 from zckpt.formats.torch_files.writer import lay_out
 from zckpt.operations.convert import as_converted
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.state import ZEROS, Checkpoint, Slot
+from zckpt.state import ZEROS, Slot
 from zckpt.training.directory import new_identity, write_laid_out, write_rank
 
 SENT_NBYTES = 1 << 10
@@ -192,18 +192,15 @@ class _Reading:
                     self.single.add((name, span.offset))
         if self.single:
             return None
-        self._check_loads(checkpoint)
+        # Client state must hold nothing that only unpickling would make again.
+        tree = {**checkpoint.metadata, "optimizer": dict(checkpoint.optimizer_metadata)}
+        load_plain(VirtualFile(lay_out("others.pt", tree), threads=False), source=str(self._path))
         for entries in laid.entries:
             entries[:] = [
                 replace(one, slot=_with_paths(one.slot, lambda path: Path(path).relative_to(directory)))
                 for one in entries
             ]
         return laid
-
-    def _check_loads(self, checkpoint: Checkpoint) -> None:
-        """Raise where client state holds what only unpickling would make again."""
-        tree = {**checkpoint.metadata, "optimizer": dict(checkpoint.optimizer_metadata)}
-        load_plain(VirtualFile(lay_out("others.pt", tree), threads=False), source=str(self._path))
 
     def take(self, every: Sequence[Sequence[_Sent]]) -> None:
         """Take what ranks have sent."""

@@ -257,7 +257,13 @@ def write(
     if ranks.rank == 0:
         _remove_leftovers(directory, tag)
     if names is None:
-        _write_as_given(ranks, directory, tag, found)
+        with written_together(directory / tag, ranks, overwrite=True, owned=OWNED) as target:
+            if found.error is not None:
+                raise found.error
+            paths = [target / name for name in found.files]
+            write_plan(plan([one.laid_out() for one in found.files.values()]), paths)
+            sync_all(paths)  # by who has written them: where the directory is remote, nobody else can
+        ranks.do(lambda: _write_others(directory, found.others))
     else:
         ranks.agree(found.error)
         native.write(ranks, directory / tag, ranks.do(found.laid_out), list(found.others), names)
@@ -270,16 +276,6 @@ def _remove_leftovers(directory: Path, tag: object) -> None:
     for folder in {directory, (directory / str(tag)).parent} if tag else {directory}:
         for owned in (OWNED, OWNED_NATIVE):
             remove_leftovers(folder, owned)
-
-
-def _write_as_given(ranks: Ranks, directory: Path, tag: str, found: Collected) -> None:
-    with written_together(directory / tag, ranks, overwrite=True, owned=OWNED) as target:
-        if found.error is not None:
-            raise found.error
-        paths = [target / name for name in found.files]
-        write_plan(plan([one.laid_out() for one in found.files.values()]), paths)
-        sync_all(paths)  # by who has written them: where the directory is remote, nobody else can
-    ranks.do(lambda: _write_others(directory, found.others))
 
 
 def _write_others(directory: Path, others: dict[str, tuple[bytes, int]]) -> None:

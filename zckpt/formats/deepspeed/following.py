@@ -47,8 +47,9 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     rank's are.
     """
     a, b = sides
+    top, _, rest = key.partition(".")
     if (
-        (a.format != b.format and None in values and _is_bookkeeping(key))
+        (a.format != b.format and None in values and top == "metadata" and re.split(r"[.\[]", rest)[0] in BOOKKEEPING)
         or (key == "metadata.lr_scheduler" and values == (None, None))  # no scheduler, which only one of them says
         or key.startswith("metadata.ds_config.zero_optimization.")
         or (key.startswith(_SLICES) and a.topology.tp != b.topology.tp)
@@ -84,9 +85,3 @@ def _are_of_experts(group: int, a: Checkpoint, b: Checkpoint) -> bool:
         return False
     names = [one.param_groups[group].parameters for one in (a, b)]
     return sorted(names[0]) == sorted(names[1]) and all(map(is_expert, names[0]))
-
-
-def _is_bookkeeping(key: str) -> bool:
-    """Tell whether DeepSpeed writes a setting for itself, and no other format needs it."""
-    top, _, rest = key.partition(".")
-    return top == "metadata" and re.split(r"[.\[]", rest, maxsplit=1)[0] in BOOKKEEPING

@@ -20,7 +20,6 @@ from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.state import Checkpoint
 
 LATEST = "latest"
 TRAINER_STATE = "trainer_state.json"
@@ -48,7 +47,9 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
         path.relative_to(source).as_posix()
         for level in range(1, levels + 1)
         for path in source.glob("/".join("*" * level))
-        if path.is_dir() and path != tag_directory and _is_checkpoint(path)
+        if path.is_dir()
+        and path != tag_directory
+        and any(one.is_file() and classify(one.name, one.name) for one in path.iterdir())
     )
     gone = (f"{LATEST}_universal",) if others else ()
     return [one for one in files_below(source, without=others) if one[0] not in gone], others
@@ -75,7 +76,7 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
     """
     if not is_run(job):
         return written
-    copies, notes = companion_files(job.checkpoint, job.source, processes=processes, roots=job.roots)
+    copies, notes = (_trainers if is_trainers(job.source) else _carried)(job, processes)
     return replace(
         written,
         files=with_latest(written.files, tag, copies),
@@ -85,41 +86,16 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
     )
 
 
-def companion_files(
-    checkpoint: Checkpoint, source: Path, *, processes: int, roots: Sequence[Path] = ()
-) -> tuple[list[TargetFile], list[str]]:
-    """Return copies of what goes with a checkpoint whose directory lies in another program's, and what to tell of it.
-
-    Parameters
-    ----------
-    source : Path
-        The directory that was opened, which holds the checkpoint's.
-    processes : int
-        That will load it.
-    roots : sequence of Path
-        The same directory on other nodes.
-
-    Raises
-    ------
-    SourceError
-        Something cannot be read.
-    """
-    if is_trainers(source):
-        return trainer_files(source, Path(checkpoint.source), processes=processes, roots=roots)
-    own = os.path.realpath(source)
-    carried = [Path(file.path) for file in checkpoint.files if file.role == METADATA_ROLE]
+def _carried(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
+    """Return copies of what another program keeps in the directory that was opened, and what to tell of it."""
+    own = os.path.realpath(job.source)
+    carried = [Path(file.path) for file in job.checkpoint.files if file.role == METADATA_ROLE]
     paths = [path for path in carried if os.path.realpath(path.parent) == own]
     states = [path.name for path in paths if "rng" in path.name or "random" in path.name]
     notes = (
         [f"{', '.join(states[:4])}: as saved by {len(states)} processes"] if len(states) not in (0, processes) else []
     )
     return [copy_of(path, path.name) for path in paths], notes
-
-
-def _is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory has shards of its own."""
-    with os.scandir(directory) as entries:
-        return any(entry.is_file() and classify(entry.name, entry.name) for entry in entries)
 
 
 def is_trainers(source: Path) -> bool:
@@ -132,16 +108,15 @@ def is_trainers_own(name: str) -> bool:
     return _RANDOM.fullmatch(name) is not None
 
 
-def trainer_files(
-    source: Path, tag_directory: Path, *, processes: int, roots: Sequence[Path] = ()
-) -> tuple[list[TargetFile], list[str]]:
+def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
+    source, tag_directory = job.source, Path(job.checkpoint.source)
     found, left_out = other_files(source, tag_directory)
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     own = f"{tag_directory.relative_to(source).as_posix()}/"
     others = [(name, path) for name, path in found if name != LATEST and not name.startswith(own)]
     states: dict[int, Path] = {}
-    for directory in (*roots, source):
+    for directory in (*job.roots, source):
         named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(directory.iterdir()) if path.is_file())
         states |= {int(match[1] or 0): path for match, path in named if match is not None}
     files = [copy_of(path, name) for name, path in others if not is_trainers_own(name)]

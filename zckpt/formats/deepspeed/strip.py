@@ -78,7 +78,10 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     others, left_out = other_files(source, directory.path) if whole else (list(files_below(directory.path)), [])
     for name, path in others:
         if whole and name == LATEST:
-            files.append(_latest(path, directory.tag))
+            data = directory.tag.encode()
+            is_named = read_head(str(path), LATEST_NBYTES).strip() == data  # else it has named another one
+            new = TargetFile(LATEST, len(data), [Literal(0, data)])
+            files.append(as_it_is(path, name) if is_named else Rewritten(LATEST, len(data), new, {}))
         elif name not in done:
             files.append(as_it_is(path, name))
     notes = list(work.notes)
@@ -171,15 +174,6 @@ def _gone(file: TorchFile) -> Edited:
     return edited
 
 
-def _latest(path: Path, tag: str) -> Rewritten:
-    """Return the file that names the checkpoint: the one that is there, whichever it named."""
-    data = tag.encode()
-    named = read_head(str(path), LATEST_NBYTES).strip()
-    if named == data:
-        return as_it_is(path, LATEST)
-    return Rewritten(LATEST, len(data), TargetFile(LATEST, len(data), [Literal(0, data)]), {})
-
-
 PARAM_GROUPS = "base_optimizer_param_groups"
 STEP = "base_optimizer_state_step"
 
@@ -260,16 +254,15 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: dict[str
             return "the param groups are at different steps"
         for index, state in enumerate(states):
             for key, value in state.items():
-                if not _is_loaded(value, layouts[member.path].partitions[index]):
+                whole = (layouts[member.path].partitions[index],)
+                is_loaded = (
+                    value.dtype == "float32" and value.shape == whole
+                    if isinstance(value, Tensor)
+                    else value is None or isinstance(value, (int, float, str))
+                )
+                if not is_loaded:
                     return f"DeepSpeed does not load {key} from the lean form as it is"
     return None
-
-
-def _is_loaded(value: object, partition: int) -> bool:
-    """Tell whether DeepSpeed loads a value of an optimizer's state from the lean form as it was."""
-    if isinstance(value, Tensor):
-        return value.dtype == "float32" and value.shape == (partition,)
-    return value is None or isinstance(value, (int, float, str))
 
 
 def optimizer_content(file: TorchFile) -> dict[object, object]:

@@ -10,11 +10,10 @@ from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY, partition_groups
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
-from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
-from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, CutSpans, Extent, Parameter, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -67,6 +66,8 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     source = mp.members[0]
     old = source.content
     cut = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
+    if not target.bf16_optimizer:
+        cut["zero_stage"] = Object(_STAGE_ENUM, args=(target.stage,))
     same = (source.stage == 3) == (target.stage == 3)
     as_it_was = same and target.origin.ranks
     keys = list(old) if as_it_was else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
@@ -118,10 +119,6 @@ def batch_of(config: Mapping[object, object], world_size: int) -> dict[object, o
     return {}
 
 
-def _stage(target: Target) -> Object:
-    return Object(_STAGE_ENUM, args=(target.stage,))
-
-
 def _hyperparameters(
     target: Target, mp: TargetRank, rank: int, group: TargetGroup, params: list[int]
 ) -> dict[object, object]:
@@ -135,34 +132,24 @@ def _hyperparameters(
     return {**{key: value_node(values[key]) for key in dict.fromkeys(order) if key in values}, "params": params}
 
 
-def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
-    """Return the state that one rank has of its own, as its file has it, or cut for it."""
-    if target.codes:
-        group = next((one for one in mp.groups if one.index == partition), None)
-        codes = target.codes.get((mp.mp_rank, partition))
-        return {} if group is None or codes is None else codes.of(group.position(rank), group.partition)
-    return {
-        one.key: value_node(one.value)
-        for one in target.own_values(mp.mp_rank, rank)
-        if one.part == partition and not one.in_group
-    }
-
-
-def _in_form(target: Target, mp: TargetRank, group: int, tensors: dict[object, object]) -> dict[object, object]:
-    """Return a share's slots as they are, or those that are to be codes as such."""
-    form = target.forms.get((mp.mp_rank, group))
-    return tensors if form is None else form.of(tensors)
-
-
-def _ordered(
-    first: OptimizerShard, group: ParamGroup, tensors: dict[object, object], own: dict[object, object]
+def _state(
+    target: Target, mp: TargetRank, rank: int, group: TargetGroup, number: int, tensors: dict[object, object]
 ) -> dict[object, object]:
-    """Return one state with its keys in the order that the source's have."""
-    values: dict[object, object] = {key: value_node(value) for key, value in group.state.items()}
-    state = {**values, **tensors, **own}
-    known = [key for one, more in zip(first.scalars, first.tensors, strict=True) for key in (*one, *more)]
-    order = list(dict.fromkeys([*known, *(str(key) for key in state)]))
-    return {key: state[key] for key in order if key in state}
+    """Return the state of one of a rank's partitions: slots, single values, and what it has of its own, or cut for it.
+
+    Its keys are in the order that the source's have.
+    """
+    form, codes = target.forms.get((mp.mp_rank, group.index)), target.codes.get((mp.mp_rank, number))
+    state: dict[object, object] = {key: value_node(value) for key, value in group.values.state.items()}
+    state |= tensors if form is None else form.of(tensors)
+    if codes is not None:
+        state |= codes.of(group.position(rank), group.partition)
+    for one in target.own_values(mp.mp_rank, rank) if not target.codes else ():
+        if one.part == number and not one.in_group:
+            state[one.key] = value_node(one.value)
+    source = mp.members[0]
+    known = [key for one, more in zip(source.scalars, source.tensors, strict=True) for key in (*one, *more)]
+    return {key: state[key] for key in dict.fromkeys([*known, *map(str, state)]) if key in state}
 
 
 def _dtype(parameters: list[Parameter], key: str) -> str:
@@ -197,11 +184,14 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
             if shares:
                 tensors[MOMENTUM] = whole([parameters[f.index] for f in shares], MOMENTUM)
         tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
-        tensors = _in_form(target, mp, group.index, tensors)
-        states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
+        states.append(_state(target, mp, rank, group, group.index, tensors))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
-        mappings.append(_mapping(parameters, shares))
+        mapping = OrderedMapping()
+        for f in shares:
+            where: dict[object, object] = {"numel": f.numel, "start": f.position}
+            mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=where, has_state=True)
+        mappings.append(mapping)
     joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
     rigid = {
         "state": {index: state for index, state in enumerate(states) if state},
@@ -215,7 +205,6 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         "param_slice_mappings": mappings,
     }
     if not target.bf16_optimizer:
-        cut["zero_stage"] = _stage(target)
         clipping = target.origin.members[0].content.get("clip_grad")
         if clipping is None:
             clipping = target.origin.model.config.get("gradient_clipping")
@@ -258,14 +247,6 @@ def _contents(parameter: Parameter, key: str, start: int, position: int, numel: 
         yield from slot_contents(slot, f"{key}/{parameter.name}", start, position, numel)
 
 
-def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMapping:
-    mapping = OrderedMapping()
-    for f in shares:
-        state: dict[object, object] = {"numel": f.numel, "start": f.position}
-        mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
-    return mapping
-
-
 def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     """Return the keys of a ZeRO-3 file that depend on how it is cut."""
     masters: list[object] = []
@@ -282,8 +263,8 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             like = known[min(number, len(known) - 1)] if known else None
             shards, position = _shards(target, parameters, group.shared_by), group.position(rank)
             master = shards.tensor(MASTER, position, like)
-            tensors = _in_form(target, mp, group.index, {key: shards.tensor(key, position) for key in shards.keys})
-            state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
+            tensors: dict[object, object] = {key: shards.tensor(key, position) for key in shards.keys}
+            state = _state(target, mp, rank, group, number, tensors)
             if state:
                 states[number] = state
             masters.append(master)
@@ -292,7 +273,6 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
     joined(states, aliases(source), len(source.masters), len(masters))
     apart = {GROUPS_KEY: partition_groups(target, mp.groups, rank)} if auto_layers(target.origin.model) else {}
     return {
-        "zero_stage": _stage(target),
         "partition_count": target.world_size,
         "optimizer_state_dict": {"state": states, "param_groups": [*groups.values()]},
         "fp32_flat_groups": masters,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,15 +89,10 @@ def rank_name(kind: str, world_size: int, rank: int) -> str:
     return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
 
 
-def _is_own(name: str) -> bool:
-    return name in (CONFIG_NAME, OWN_NAME, LORA_NAME) or _RANK_FILE.fullmatch(name) is not None
-
-
-def _is_marked(directory: Path) -> bool:
-    return any(True for _ in _rank_files(directory))
-
-
-OWNED = Owned(_is_own, _is_marked)
+OWNED = Owned(
+    lambda name: name in (CONFIG_NAME, OWN_NAME, LORA_NAME) or _RANK_FILE.fullmatch(name) is not None,
+    lambda directory: any(True for _ in _rank_files(directory)),
+)
 """The directories of this format."""
 
 
@@ -117,13 +112,14 @@ def find(search: Search) -> Directory | NearMiss | None:
 
 def has_rank_files(directory: Path) -> bool:
     """Tell by names whether a directory has files of ranks."""
-    return directory.is_dir() and any(_is_of_a_rank(name) for name in _names(directory))
+    return directory.is_dir() and any(_is_of_a_rank(one.name) for one in _entries(directory) if one.is_file())
 
 
 def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory | NearMiss | None:
     """Return the checkpoint of a folder: of a role, of a step, or of a run."""
     if tag is not None:
-        return _below(path / tag, None, _trackers(path)) if _is_tag(path, tag) else None
+        named = "\0" not in tag and not {"", ".", ".."} & set(tag.split("/")) and (path / tag).is_dir()
+        return _below(path / tag, None, _beside(path, TRACKERS)) if named else None
     if has_rank_files(path):
         return _read(path, (), trackers)
     last = _last(path)
@@ -131,7 +127,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
         return last
     roles = sorted(one.name for one in _folders(path) if has_rank_files(one))
     if len(roles) == 1:
-        return _read(path / roles[0], tuple(path / name for name in BESIDE if is_file(path / name)), trackers)
+        return _read(path / roles[0], _beside(path, BESIDE), trackers)
     if roles:
         return NearMiss(
             f"holds the checkpoints of several models: {listed(roles)}",
@@ -140,21 +136,16 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
     return None
 
 
-def _is_tag(path: Path, tag: str) -> bool:
-    """Tell whether a tag names a folder below another."""
-    return "\0" not in tag and not {"", ".", ".."} & set(tag.split("/")) and (path / tag).is_dir()
-
-
 def _last(path: Path) -> Directory | NearMiss | None:
     """Return the last step of a run; None where no folder of a step has files of ranks."""
     steps = {int(match[1]): one for one in _folders(path) if (match := _STEP.fullmatch(one.name)) is not None}
     steps = {n: one for n, one in steps.items() if has_rank_files(one) or any(map(has_rank_files, _folders(one)))}
     if not steps:
         return None
-    trackers = _trackers(path)
+    trackers = _beside(path, TRACKERS)
     shown = listed([steps[n].name for n in sorted(steps)])
     for tracker in trackers:
-        text = _text(tracker).strip()
+        text = read_head(str(tracker), MAX_TEXT_NBYTES).decode("utf-8", "replace").strip()
         found = steps.get(int(text)) if _NUMBER.fullmatch(text) else None
         if found is None:
             raise UnknownFormatError(
@@ -174,8 +165,8 @@ def _last(path: Path) -> Directory | NearMiss | None:
     return _below(next(iter(steps.values())), None, ())
 
 
-def _trackers(path: Path) -> tuple[Path, ...]:
-    return tuple(path / name for name in TRACKERS if is_file(path / name))
+def _beside(path: Path, names: Iterable[str]) -> tuple[Path, ...]:
+    return tuple(path / name for name in names if is_file(path / name))
 
 
 def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> Directory:
@@ -184,7 +175,7 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     for kind, size, rank, name in _rank_files(path):
         by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
     step = next((int(m[1]) for one in (path, path.parent) if (m := _STEP.fullmatch(one.resolve().name))), None)
-    beside = (*(path / name for name in BESIDE if is_file(path / name)), *beside)  # of a step without roles: its own
+    beside = (*_beside(path, BESIDE), *beside)  # of a step without roles: its own
     size = _world_size(path, by_size, config)
     files = by_size.pop(size)
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)
@@ -239,7 +230,7 @@ def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) ->
 def _rank_files(directory: Path) -> Iterator[tuple[str, int, int, str]]:
     """Yield kind, world size, rank and name of each file of a rank; 0 is a world size that names do not say."""
     indexes: dict[str, set[str]] = {}
-    for name in _names(directory):
+    for name in sorted(one.name for one in _entries(directory) if one.is_file()):
         match = _RANK_FILE.fullmatch(name)
         if match is not None:
             yield match[1], int(match[2]), int(match[3]), name
@@ -267,19 +258,12 @@ def _is_of_a_rank(name: str) -> bool:
     return any(pattern.fullmatch(name) is not None for _, pattern in _ACCELERATE)
 
 
-def _names(directory: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
-    except OSError as error:
-        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
-
-
 def _folders(directory: Path) -> list[Path]:
+    return [Path(entry.path) for entry in _entries(directory) if entry.is_dir()]
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
     try:
-        return [Path(entry.path) for entry in os.scandir(directory) if entry.is_dir()]
+        return list(os.scandir(directory))
     except OSError as error:
         raise SourceError("cannot be read", path=directory, found=error.strerror) from error
-
-
-def _text(path: Path) -> str:
-    return read_head(str(path), MAX_TEXT_NBYTES).decode("utf-8", "replace")

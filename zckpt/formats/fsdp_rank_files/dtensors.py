@@ -52,7 +52,10 @@ class RankTensors:
         copies = len(self.mesh.sizes) - 1
         self._placements = (*(Placement(REPLICATE) for _ in range(copies)), Placement(SHARD))
         self._mesh = _mesh_node(self.mesh, target.world_size, rank)
-        self._nodes = tuple(_placement_node(one) for one in self._placements)
+        self._nodes = tuple(
+            _object(_PLACEMENTS, one.kind, {} if one.kind == REPLICATE else {"dim": one.dim})
+            for one in self._placements
+        )
         self._specs: dict[tuple[tuple[int, ...], str], Object] = {}
 
     def dtensor(self, slot: Slot, dtype: str, label: str) -> MetaTensor:
@@ -93,10 +96,6 @@ class RankTensors:
 
 def _object(module: str, name: str, state: dict[object, object]) -> Object:
     return Object(Global(module, name), how="newobj", state=state, has_state=True)
-
-
-def _placement_node(placement: Placement) -> Object:
-    return _object(_PLACEMENTS, placement.kind, {} if placement.kind == REPLICATE else {"dim": placement.dim})
 
 
 def _mesh_node(mesh: Mesh, world_size: int, rank: int) -> Object:

@@ -27,7 +27,9 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     groups = checkpoint.param_groups
     order = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
     strange = next((group for group in groups if not follows(group.parameters, order)), None)
-    if strange is not None and not _has_order_of_state_dict(checkpoint):
+    # A program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters.
+    of_state_dict = checkpoint.format == DCP and "origin" not in checkpoint.details
+    if strange is not None and not of_state_dict:
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have another than the optimizer",
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
@@ -80,11 +82,6 @@ def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
     for name in order:
         by_type.setdefault(str(checkpoint.parameters[name].dtype), []).append(name)
     return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
-
-
-def _has_order_of_state_dict(checkpoint: Checkpoint) -> bool:
-    """Tell whether a program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters."""
-    return checkpoint.format == DCP and "origin" not in checkpoint.details
 
 
 def follows(names: Sequence[str], order: Sequence[str]) -> bool:

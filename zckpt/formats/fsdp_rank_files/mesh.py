@@ -133,24 +133,22 @@ def read_placements(node: object) -> tuple[Placement, ...]:
     """
     if not isinstance(node, (tuple, list)):
         raise DamagedFileError("a DTensor without placements", found=brief(node, 60))
-    return tuple(_placement(one) for one in node)
-
-
-def _placement(node: object) -> Placement:
-    kind = node.qualified.rpartition(".")[2] if isinstance(node, Object) else ""
-    if not isinstance(node, Object) or kind not in (REPLICATE, SHARD, STRIDED):
-        raise UnsupportedError(
-            "a DTensor with a placement that is no cut and no copy",
-            expected="Shard or Replicate",
-            found=kind or brief(node, 60),
-        )
-    if kind == REPLICATE:
-        return Placement(kind)
-    dim = node.get("dim", next(iter(node.args), None))
-    factor = node.get("split_factor", 1)
-    if type(dim) is not int or type(factor) is not int:
-        raise DamagedFileError("a DTensor with an unreadable placement", expected="Shard(dim)", found=dim)
-    return Placement(kind, dim, factor)
+    found = []
+    for one in node:
+        kind = one.qualified.rpartition(".")[2] if isinstance(one, Object) else ""
+        if not isinstance(one, Object) or kind not in (REPLICATE, SHARD, STRIDED):
+            raise UnsupportedError(
+                "a DTensor with a placement that is no cut and no copy",
+                expected="Shard or Replicate",
+                found=kind or brief(one, 60),
+            )
+        dim, factor = one.get("dim", next(iter(one.args), None)), one.get("split_factor", 1)
+        if kind == REPLICATE:
+            dim, factor = 0, 1
+        if type(dim) is not int or type(factor) is not int:
+            raise DamagedFileError("a DTensor with an unreadable placement", expected="Shard(dim)", found=dim)
+        found.append(Placement(kind, dim, factor))
+    return tuple(found)
 
 
 def box_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,11 +60,20 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
             records = file.records if has_checksums(file.records) else ()
             model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
             reader = RankReader()
-            held = {name: reader.held(node) for name, node in by_name(root, file.path).items()}
+            nodes = by_name(root, file.path)
+            held = {name: reader.held(node) for name, node in nodes.items()}
             tensors = {name: one for name, one in held.items() if one is not None}
             if not rank:
-                _carry_rest(checkpoint, file, root, tensors)
-                model.modules = _modules(root)
+                rest = {name: value for name, value in nodes.items() if name not in tensors}
+                strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
+                if strange:
+                    raise UnsupportedError("holds what is no tensor", expected="a model's state dict",
+                                           found=listed(strange))  # fmt: skip
+                checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
+                # `state_dict` sets the names of modules on its result.
+                state = root.state if isinstance(root, OrderedMapping) else None
+                versions = state.get("_metadata") if isinstance(state, dict) else None
+                model.modules = tuple(map(str, versions)) if isinstance(versions, dict) else ()
                 model.held = {name: [] for name in tensors}
             elif tensors.keys() != model.held.keys():
                 strange = sorted(tensors.keys() ^ model.held.keys())
@@ -90,23 +99,6 @@ def _root(file: TorchFile) -> dict[object, object]:
     if not isinstance(file.root, dict) or not file.root:
         raise DamagedFileError("unexpected content", expected="a state dict", found=brief(file.root, 60))
     return file.root
-
-
-def _carry_rest(
-    checkpoint: Checkpoint, file: TorchFile, root: Mapping[object, object], tensors: Mapping[str, Held]
-) -> None:
-    rest = {name: value for name, value in by_name(root, file.path).items() if name not in tensors}
-    strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
-    if strange:
-        raise UnsupportedError("holds what is no tensor", expected="a model's state dict", found=listed(strange))
-    checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
-
-
-def _modules(root: object) -> tuple[str, ...]:
-    """Return the names of modules that `state_dict` sets on its result."""
-    state = root.state if isinstance(root, OrderedMapping) else None
-    versions = state.get("_metadata") if isinstance(state, dict) else None
-    return tuple(str(name) for name in versions) if isinstance(versions, dict) else ()
 
 
 def _place(checkpoint: Checkpoint, model: Model) -> None:

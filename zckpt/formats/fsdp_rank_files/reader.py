@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
@@ -18,11 +17,11 @@ from zckpt.formats.fsdp_rank_files.own import RULES, give_masters, recorded_name
 from zckpt.formats.fsdp_rank_files.ties import tie_as_configured
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.remainder import restore
-from zckpt.formats.torch_files.tensors import by_name, carried, describe
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import TorchFile, brief, read_torchfile
+from zckpt.torchfile import read_torchfile
 
 ADAPTER = "lora_adapter/adapter_model.safetensors"
 """LoRA's parameters, under PEFT's names."""
@@ -50,7 +49,10 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     own = read_torchfile(directory.own) if directory.own is not None else None
     _describe_mesh(checkpoint, model)
     if directory.optimizers:
-        known = names if own is None else _recorded(checkpoint, own, names)
+        known = names
+        if own is not None:
+            note_not_used(checkpoint, names)
+            known = recorded_names(own, list(checkpoint.parameters))
         optimizer = read_optimizers(checkpoint, directory.optimizers)
         attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
     if own is None:
@@ -60,7 +62,9 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     for path in directory.beside:
         carry(checkpoint, path)
     _claim(checkpoint, directory)
-    checkpoint.step = directory.step if directory.step is not None else _step(checkpoint)
+    counted = checkpoint.metadata.get("global_step")  # by a program, or else by the optimizer
+    counted = counted if type(counted) is int else checkpoint.most_steps
+    checkpoint.step = counted if directory.step is None else directory.step
     if own is not None:
         checkpoint.files.append(describe(own, "metadata", rules=RULES))
         restore(checkpoint, own.root, own)
@@ -69,22 +73,18 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     return checkpoint
 
 
-def _recorded(checkpoint: Checkpoint, own: TorchFile, names: Sequence[str] | None) -> list[str] | None:
-    note_not_used(checkpoint, names)
-    return recorded_names(own, list(checkpoint.parameters))
-
-
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
-    device = next((held[0].mesh.device for held in model.held.values() if held[0].mesh is not None), "")
+    firsts = [held[0] for held in model.held.values()]
+    meshes = dict.fromkeys(one.mesh for one in firsts if one.mesh is not None)
+    device = next(iter(meshes)).device if meshes else ""
     if device:
         checkpoint.details["device"] = device
-    meshes = {(one.sizes, one.names) for held in model.held.values() if (one := held[0].mesh) is not None}
-    kinds = dict.fromkeys(held[0].kind for held in model.held.values())
-    checkpoint.details["tensors"] = list(kinds)
+    checkpoint.details["tensors"] = list(dict.fromkeys(one.kind for one in firsts))
     if meshes:
-        sizes, names = max(meshes, key=lambda one: len(one[0]))
-        checkpoint.details["mesh"] = dict(zip(names, sizes, strict=True)) if names else list(sizes)
-    tp = max((dict(zip(names, sizes, strict=False)).get("tp", 1) for sizes, names in meshes), default=1)
+        largest = max(meshes, key=lambda one: len(one.sizes))
+        named = dict(zip(largest.names, largest.sizes, strict=True)) if largest.names else list(largest.sizes)
+        checkpoint.details["mesh"] = named
+    tp = max((dict(zip(one.names, one.sizes, strict=False)).get("tp", 1) for one in meshes), default=1)
     checkpoint.topology = Topology(dp=checkpoint.world_size // max(tp, 1), tp=max(tp, 1))
     units = units_in(model.modules)
     if units:
@@ -93,12 +93,8 @@ def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
 
 def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
     """Keep what ranks' further files hold: what all have once, what is each rank's own under its file's name."""
-    contents: list[tuple[TorchFile, dict[str, object]]] = []
-    for path in directory.extras:
-        file = read_torchfile(path)
-        if not isinstance(file.root, dict):
-            raise DamagedFileError("unexpected content", path=path, expected="a dict", found=brief(file.root, 60))
-        contents.append((file, by_name(file.root, file.path)))
+    files = map(read_torchfile, directory.extras)
+    contents = [(file, by_name(as_mapping(file.root, file.path), file.path)) for file in files]
     if not contents:
         return
     every = list(dict.fromkeys(key for _, content in contents for key in content))
@@ -137,11 +133,3 @@ def _claim(checkpoint: Checkpoint, directory: Directory) -> None:
         said = f"not of the checkpoint: files of ranks of another world size, such as {directory.others[0].name}"
         checkpoint.warnings.append(said)
         checkpoint.leftovers |= {str(path): said for path in directory.others}
-
-
-def _step(checkpoint: Checkpoint) -> int | None:
-    """Return the step that a program has counted, or else the optimizer."""
-    found = checkpoint.metadata.get("global_step")
-    if type(found) is int:
-        return found
-    return checkpoint.most_steps

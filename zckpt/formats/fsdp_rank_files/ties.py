@@ -6,7 +6,7 @@ sizes of the optimizer's state or the model's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
@@ -99,21 +99,13 @@ def tie_as_configured(checkpoint: Checkpoint, model: Model, directory: Path) -> 
     They are the two tensors of as many rows as the vocabulary has, and equal; where there are not just two such,
     nothing is tied.
     """
-    for rows in _vocabularies(directory / HUGGINGFACE / "config.json"):
-        found = [
-            one.name for one in checkpoint.parameters.values()
-            if one.tied_to is None and len(one.shape) == 2 and one.shape[0] == rows
-        ]  # fmt: skip
-        if len(found) == 2 and checkpoint.parameters[found[1]].group is None and is_same(model, *found):
-            tie(checkpoint, found[1], found[0])
-
-
-def _vocabularies(path: Path) -> Iterator[int]:
-    """Yield the size of the vocabulary whose embeddings a configuration of transformers says are tied."""
-    config = read_json(path) or {}
-    for part in (config, config.get("text_config")):
-        if not isinstance(part, dict) or type(part.get("vocab_size")) is not int:
-            continue
-        if part.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True:
-            yield part["vocab_size"]
-            return
+    config = read_json(directory / HUGGINGFACE / "config.json") or {}
+    parts = [one for one in (config, config.get("text_config")) if isinstance(one, dict)]
+    sizes = [one["vocab_size"] for one in parts if type(one.get("vocab_size")) is int
+             and one.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True]  # fmt: skip
+    found = [
+        one.name for one in checkpoint.parameters.values()
+        if one.tied_to is None and len(one.shape) == 2 and one.shape[0] in sizes[:1]
+    ]  # fmt: skip
+    if len(found) == 2 and checkpoint.parameters[found[1]].group is None and is_same(model, *found):
+        tie(checkpoint, found[1], found[0])
