@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from zckpt.formats.deepspeed.codes import Codes, Kept, bytes_of
-from zckpt.formats.deepspeed.quantised import is_quantised
+from zckpt.formats.deepspeed.quantised import is_quantised, of_slices
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state.checkpoint import RankValue
+from zckpt.formats.torch_files import torchao
+from zckpt.formats.torch_files.quantised import NESTED
+from zckpt.state.checkpoint import RankValue, how_to_drop
 
 FLOATS = "--requantize makes codes of it anew; --dequantize writes it as float32, which torchao's optimizers take, too"
 HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
+
+
+def cut_codes(target: Target) -> tuple[bool, str | None]:
+    """Cut quantised state for a target's ranks; tell whether that could be, and else what to do instead."""
+    values = target.checkpoint.per_rank
+    quantised = any(value.key == NESTED for value in values)
+    if not quantised and not any(torchao.is_quantised(value.value) for value in values):
+        return False, how_to_drop(values)
+    found = codes_of(target)
+    if found is not None:
+        target.codes.update(found)
+        return True, None
+    of_one = target.tp == target.checkpoint.topology.tp
+    return False, (HINT if quantised else FLOATS) if of_one else of_slices("").advice
 
 
 def codes_of(target: Target) -> dict[tuple[int, int], Codes] | None:

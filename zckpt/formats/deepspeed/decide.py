@@ -9,14 +9,12 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import aliases
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_experts
-from zckpt.formats.deepspeed.code_groups import FLOATS, HINT, codes_of
 from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
-from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.restage import is_staged, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
@@ -25,10 +23,8 @@ from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
 from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
 from zckpt.formats.remainder import origin as origin_of_state
-from zckpt.formats.torch_files import torchao
-from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state import Checkpoint, Topology
-from zckpt.state.checkpoint import how_to_drop, keys_listed
+from zckpt.state.checkpoint import keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
@@ -262,15 +258,11 @@ def cut_rank_values(target: Target) -> None:
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
         )
-    quantised = any(value.key == NESTED for value in checkpoint.per_rank)
-    of_torchao = any(torchao.is_quantised(value.value) for value in checkpoint.per_rank)
-    found = codes_of(target) if quantised or of_torchao else None
-    if found is not None:
-        target.codes.update(found)
+    from zckpt.formats.deepspeed.code_groups import cut_codes
+
+    is_cut, advice = cut_codes(target)
+    if is_cut:
         return
-    advice = HINT if quantised else FLOATS if of_torchao else how_to_drop(checkpoint.per_rank)
-    if (quantised or of_torchao) and target.tp != checkpoint.topology.tp:
-        advice = of_slices("").advice
 
     def ranks(count: int, of: Target | Topology, stage: int, elastic: bool) -> str:
         each = f" for each of tp={of.tp} pp={of.pp}" if of.tp * of.pp > 1 else ""

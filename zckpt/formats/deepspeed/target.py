@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from zckpt.formats.deepspeed.codes import Codes, Form
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, section
@@ -19,6 +19,9 @@ from zckpt.state.partition import (
     shard_numel,
     sub_groups,
 )
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.codes import Codes, Form
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""

@@ -20,8 +20,6 @@ from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import in_run, is_run, with_latest
 from zckpt.formats.deepspeed.pipeline import TIED, is_of_layer
-from zckpt.formats.deepspeed.requantised import decide_requantised, rounded
-from zckpt.formats.deepspeed.requantised import notes as requantised_notes
 from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target
@@ -147,12 +145,16 @@ def recut(job: Job) -> TargetFiles:
     tag = target.origin.directory.tag
     written = TargetFiles(
         target_files(target, f"{tag}/" if is_run(job) else ""),
-        notes=[*rank_notes(target), *requantised_notes(target)],
+        notes=rank_notes(target),
         restated=None,
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
         in_floats=bool(target.codes or target.forms),
-        rounded=rounded(target),
     )
+    if target.forms:
+        from zckpt.formats.deepspeed import requantised
+
+        written = replace(written, notes=[*written.notes, *requantised.notes(target)],
+                          rounded=requantised.rounded(target))  # fmt: skip
     return in_run(written, job, tag, target.world_size * len(target.ranks))
 
 
@@ -186,7 +188,11 @@ def _one_model(job: Job) -> TargetFiles:
 def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """Return what `decide` returns; its errors name the verb that does it instead."""
     try:
-        return decide_requantised(checkpoint, options) if options.requantize else decide(checkpoint, options)
+        if not options.requantize:
+            return decide(checkpoint, options)
+        from zckpt.formats.deepspeed.requantised import decide_requantised
+
+        return decide_requantised(checkpoint, options)
     except UnsupportedError as error:
         if not checkpoint.per_rank:  # or no other verb could do it, either
             error.advice = error.advice or ELSEWHERE
