@@ -26,9 +26,7 @@ import zckpt
 from tests.logical import assert_same_slots
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
-from zckpt.formats.fsdp_rank_files.cut import RankFiles
-from zckpt.formats.fsdp_rank_files.held import SHARDED, Held
-from zckpt.formats.fsdp_rank_files.mesh import read_mesh
+from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, RankFiles, read_mesh
 from zckpt.torchfile import Global, Object, Storage, Tensor
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -19,8 +19,7 @@ from tests.deepspeed_engine import SPECS, Spec
 from tests.gloo import WorkerError, run
 from tests.storage.test_naming import kill_before, killed
 from zckpt.deepspeed import saving
-from zckpt.deepspeed.held import Held, sketch
-from zckpt.deepspeed.native import names_of
+from zckpt.deepspeed.native import Held, names_of, sketch
 from zckpt.deepspeed.pickled import capture
 from zckpt.errors import TargetExistsError, UnsupportedError
 from zckpt.optim.ranks import ALONE, Ranks

@@ -13,8 +13,7 @@
 
 loading    `any_world_size`: what `load_checkpoint` is led to, and what it is given there
 saving     `durable_saves`: what `save_checkpoint` gives away, and how it is written
-native     the same in zckpt's own format
-held       files that are in memory
+native     the same in zckpt's own format, read from files that are in memory
 pickled    live objects as torch files
 engine     its methods, how a live engine cuts its state, and which parameters it has
 """

@@ -16,7 +16,8 @@ import torch
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.in_place import Pipeline, Training
-from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
+from zckpt.formats.deepspeed.target import Unpartitioned
+from zckpt.formats.deepspeed.write_optimizer import FUSED, PLAIN, UNFUSED
 from zckpt.optim.states.expected import check_keys
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 

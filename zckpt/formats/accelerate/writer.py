@@ -29,7 +29,7 @@ from zckpt.formats.dcp.directory import is_own as is_dcps
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.fsdp_rank_files.groups import DCP, ONE, follows, one_group
+from zckpt.formats.fsdp_rank_files.kept import DCP, ONE, follows, one_group
 from zckpt.formats.remainder import remainder, types_of_weights
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer

@@ -5,7 +5,7 @@ layouts     flat and groups (ZeRO-1, 2), per_parameter (ZeRO-3), stage0* (none);
 axes        tensor_parallel (tp_rules, tp_shares), pipeline (stages, restage), experts (expert_*, auto_ep*)
 read        reader: all ranks of all axes to a Checkpoint, whose files origin keeps
 recut       decide: a Checkpoint and options to a target; foreign gives one of another format an origin
-write       write_model, write_optimizer, write_stage0; writer, without_zero: a directory; in_place: an engine
+write       write_model, write_optimizer; documents: all files; writer, without_zero: a directory; in_place: an engine
 rare        zenflow, one_bit, unsaved, aliases, gpt_model, quantised state (codes, code_groups, requantised)
 """
 

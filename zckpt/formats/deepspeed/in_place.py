@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import section
 from zckpt.formats.deepspeed.stages import layer_of, tied_key
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
-from zckpt.formats.deepspeed.write_stage0 import form_of
+from zckpt.formats.deepspeed.write_optimizer import form_of
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.deepspeed.zenflow import DETAIL
 from zckpt.formats.torch_files import writer as torch_writer

@@ -38,8 +38,7 @@ from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stage_bounds import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
-from zckpt.formats.deepspeed.write_optimizer import batch_of
-from zckpt.formats.deepspeed.write_stage0 import form_of
+from zckpt.formats.deepspeed.write_optimizer import batch_of, form_of
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer

@@ -13,8 +13,7 @@ from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
-from zckpt.formats.deepspeed.write_stage0 import stage0_optimizer
+from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents, stage0_optimizer
 from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view

@@ -8,11 +8,10 @@ DIR/lora_adapter/adapter_model.safetensors                LoRA's parameters once
 What ranks have of a tensor is a DTensor, a ShardedTensor, or the whole of it; the optimizer's state may also be that of
 flat parameters, in which FSDP1 keeps the parameters of a layer. No file names what is in those: see `readings`.
 
-directory   which files those are            held, mesh    what one rank's file has of a tensor
-model       names, buffers, ties             cut           what all ranks have, as spans
-optimizer   values by number                 units         which parameters FSDP1 has wrapped together
+directory   which files those are            held          what ranks' files have of a tensor, put together as spans
+contents    names, ties; values by number    units         which parameters FSDP1 has wrapped together
 readings    whose state each number is       attach        that state, given to its parameters
-extra       each rank's other state          writer        the files for other ranks; dtensors, flat, groups, own
+kept        other state, groups, zckpt.pt    writer        the files for other ranks; dtensors: the part of each
 """
 
 from __future__ import annotations

@@ -8,12 +8,9 @@ from dataclasses import dataclass, replace
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.evidence import keep_number, note_numbers, shown_shape
-from zckpt.formats.fsdp_rank_files.cut import add
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
-from zckpt.formats.fsdp_rank_files.model import Model
-from zckpt.formats.fsdp_rank_files.optimizer import MEMBERS, Key, Optimizer
+from zckpt.formats.fsdp_rank_files.contents import MEMBERS, Key, Model, Optimizer, tie
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, add
 from zckpt.formats.fsdp_rank_files.readings import ADVICE, FLAT, PIECES, Reading, readings
-from zckpt.formats.fsdp_rank_files.ties import tie
 from zckpt.formats.torch_files.state_dicts import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Slot

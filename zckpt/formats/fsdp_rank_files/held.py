@@ -1,19 +1,220 @@
-"""What one rank's file has of a tensor: the shape of the whole, and the boxes that are there.
+"""What ranks have of a tensor: the shape of the whole, the boxes that are in each file, and all of them put together.
 
-DTensor          one box, which the mesh and the placements say; see `mesh`
+DTensor          one box, which the mesh and the placements that it is pickled with say
 ShardedTensor    the boxes of its local shards, each with its offsets
 Tensor           the whole tensor
+
+DTensor      _local_tensor, _spec: DTensorSpec(mesh, placements, tensor_meta)
+mesh         its sizes, and the coordinate of the rank that wrote the file; torch has changed the rest several times:
+             `mesh` (a tensor of ranks) in older versions, `_layout` of sizes and strides in newer ones
+placements   for each dimension of the mesh: Replicate, Shard(dim), _StridedShard(dim, split_factor), or Partial
+
+Put together they are spans of every element once, and the copies beside them. Rows that ranks hold in turn (FSDP) are a
+rule, `CutSpans`; any other boxes, which tensor parallelism and other dimensions make, are spans one by one. Boxes have
+to be the cells of a grid: then no element is missing or there twice.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.formats.fsdp_rank_files.mesh import Mesh, Placement, box_of, integers, read_mesh, read_placements
+from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
+from zckpt.formats.torch_files.tensors import slot_of, unresolved
+from zckpt.state import Checkpoint, Duplicate, Parameter, Slot
 from zckpt.state.inventory import IMPLIED, REST, Rule
+from zckpt.state.spans import CutFiles, CutSpans
+from zckpt.state.views import placed
 from zckpt.torchfile import LEAVES, MetaTensor, Object, Tensor, TorchFile, brief, children
+
+REPLICATE, SHARD, STRIDED = "Replicate", "Shard", "_StridedShard"
+
+MAX_MESH_DIMENSIONS = 8
+"""Of the meshes that programs make, pipeline, data, context, tensor and expert parallel have one each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A mesh of ranks, as one of them sees it.
+
+    Parameters
+    ----------
+    sizes : tuple of int, ranks
+        Along each dimension.
+    coordinate : tuple of int
+        Of the rank that wrote the file.
+    names : tuple of str
+        Of the dimensions; empty where they have none.
+    device : str
+        Type of the devices.
+    rank : int or None
+        The rank that wrote the file, of all; None where it does not say.
+    """
+
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    device: str = ""
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies along one dimension of the mesh.
+
+    `dim`: of the tensor, where it is cut; `split_factor`: of a strided one: into how many shards later dimensions of
+    the mesh have cut that dimension before.
+    """
+
+    kind: str
+    dim: int = 0
+    split_factor: int = 1
+
+
+def read_mesh(node: object) -> Mesh:
+    """Return the mesh that a pickled `DeviceMesh` is.
+
+    Raises UnsupportedError: it does not say how large it is, or where in it the rank is.
+    """
+    if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
+        raise DamagedFileError("a DTensor without a mesh", found=brief(node, 60))
+    sizes, coordinate = _sizes(node), integers(node.get("_coordinate_on_dim"))
+    names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
+    if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
+        raise UnsupportedError(
+            "a DTensor whose mesh does not say where in it the rank is",
+            expected="the sizes of the mesh, and a coordinate",
+            found=f"sizes {sizes}, coordinate {coordinate}",
+        )
+    if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
+        raise DamagedFileError("a rank outside its mesh", expected=f"below {sizes}", found=coordinate)
+    known = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
+    device = node.get("_device_type", node.get("device_type"))
+    found = tuple(map(str, names)) if known and isinstance(names, (tuple, list)) else ()
+    return Mesh(sizes, coordinate, found, device if isinstance(device, str) else "", _rank(node, sizes, coordinate))
+
+
+def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int | None:
+    rank, ranks = node.get("_rank"), integers(node.get("_flatten_mesh_list"))
+    if type(rank) is int:
+        return rank
+    at = 0
+    for size, one in zip(sizes, coordinate, strict=True):
+        at = at * size + one
+    return ranks[at] if ranks is not None and len(ranks) == math.prod(sizes) else None
+
+
+def _sizes(node: Object) -> tuple[int, ...] | None:
+    mesh = node.get("mesh")
+    if isinstance(mesh, Tensor):
+        return mesh.shape
+    layout = node.get("_layout")
+    if not isinstance(layout, Object):
+        return None
+    axes = layout.get("axes")
+    if isinstance(axes, (tuple, list)):
+        shapes = [axis.get("shape") if isinstance(axis, Object) else None for axis in axes]
+    else:
+        whole = layout.get("shape", layout.get("sizes"))
+        shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
+    found = [_product(shape) for shape in shapes]
+    return tuple(size for size in found if size is not None) if None not in found else None
+
+
+def _product(shape: object) -> int | None:
+    """Return the product of the numbers in a shape, which may be nested; None if it has anything else."""
+    if type(shape) is int:
+        return shape if shape >= 0 else None
+    if not isinstance(shape, (tuple, list)) or len(shape) > MAX_MESH_DIMENSIONS:
+        return None
+    found = [one for one in shape if type(one) is int and one >= 0]
+    return math.prod(found) if len(found) == len(shape) else None
+
+
+def integers(value: object) -> tuple[int, ...] | None:
+    """Return what is a tuple or a list of integers only."""
+    if not isinstance(value, (tuple, list)) or not all(type(one) is int for one in value):
+        return None
+    return tuple(one for one in value if type(one) is int)
+
+
+def read_placements(node: object) -> tuple[Placement, ...]:
+    """Return the placements that a DTensor's spec has.
+
+    Raises UnsupportedError: one of another kind: a rank's elements are then no part of the tensor, as partial sums are.
+    """
+    if not isinstance(node, (tuple, list)):
+        raise DamagedFileError("a DTensor without placements", found=brief(node, 60))
+    found = []
+    for one in node:
+        kind = one.qualified.rpartition(".")[2] if isinstance(one, Object) else ""
+        if not isinstance(one, Object) or kind not in (REPLICATE, SHARD, STRIDED):
+            raise UnsupportedError(
+                "a DTensor with a placement that is no cut and no copy",
+                expected="Shard or Replicate",
+                found=kind or brief(one, 60),
+            )
+        dim, factor = one.get("dim", next(iter(one.args), None)), one.get("split_factor", 1)
+        if kind == REPLICATE:
+            dim, factor = 0, 1
+        if type(dim) is not int or type(factor) is not int:
+            raise DamagedFileError("a DTensor with an unreadable placement", expected="Shard(dim)", found=dim)
+        found.append(Placement(kind, dim, factor))
+    return tuple(found)
+
+
+def box_of(
+    shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offsets and sizes of the box that a rank has.
+
+    Each dimension of the mesh cuts what the ones before it have left, in pieces of ceil(n / ranks), of which the last
+    are smaller or empty. `shape`: of the whole tensor; `placements`: one for each dimension of the mesh. Raises
+    UnsupportedError: strided shards in another order than that of FSDP over tensor parallelism.
+
+    Source: torch 2.13, `compute_local_shape_and_global_offset`; `torch.chunk`.
+    """
+    if len(placements) != len(mesh.sizes):
+        raise DamagedFileError(
+            "a DTensor with other placements than its mesh has dimensions",
+            expected=len(mesh.sizes),
+            found=len(placements),
+        )
+    offsets, sizes = [0] * len(shape), list(shape)
+    for at in _order(placements, mesh):
+        dim = placements[at].dim + (len(shape) if placements[at].dim < 0 else 0)
+        if not 0 <= dim < len(shape):
+            raise DamagedFileError("a DTensor cut along a dimension that it has not", found=dim)
+        step = -(-sizes[dim] // mesh.sizes[at])
+        start = min(step * mesh.coordinate[at], sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(step, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
+
+
+def _order(placements: Sequence[Placement], mesh: Mesh) -> list[int]:
+    """Return the dimensions of the mesh that cut, in the order in which they do.
+
+    FSDP cuts what tensor parallelism has left, and comes first in the mesh: its shard is then strided, by as many as
+    the later ones have cut before it.
+    """
+    cutting = [at for at, one in enumerate(placements) if one.kind != REPLICATE]
+    if all(placements[at].kind == SHARD for at in cutting):
+        return cutting
+    for at in cutting:
+        same = [later for later in cutting if later > at and placements[later].dim == placements[at].dim]
+        if placements[at].split_factor != math.prod(mesh.sizes[later] for later in same):
+            raise UnsupportedError(
+                "a DTensor with strided shards in an order that is not read",
+                expected="shards of FSDP over tensor parallelism",
+                found=", ".join(f"{one.kind}({one.dim}, {one.split_factor})" for one in placements),
+                advice="write it with torch.distributed.checkpoint in the program that wrote it",
+            )
+    return cutting[::-1]
+
 
 PLAIN, DTENSOR, SHARDED = "Tensor", "DTensor", "ShardedTensor"
 
@@ -224,3 +425,158 @@ def _attribute(node: MetaTensor, name: str) -> object:
     """Return an attribute of a tensor, from its `__dict__` or its `__slots__`."""
     parts = [node.attributes, *(node.state if isinstance(node.state, tuple) else (node.state,))]
     return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
+
+
+Cell = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box."""
+
+
+class RankFiles:
+    """The files of one kind (`model`, `optim`), by rank; gives the tensors of several ranks their files."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        self._known: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, int]]] = {}
+
+    def cut(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> CutFiles | None:
+        """Return one tensor in each of some ranks' files as a line; None where they are not all alike and dense."""
+        first = tensors[0]
+        for rank, one in zip(ranks, tensors, strict=True):
+            if unresolved(one, self.paths[rank]) or not one.is_contiguous or one.byteorder != first.byteorder:
+                return None
+        if ranks not in self._known:  # what files have in common is kept once for all parameters
+            self._known[ranks] = tuple(self.paths[rank] for rank in ranks), {}
+        paths, indexes = self._known[ranks]
+        return CutFiles(paths, tuple(one.offset for one in tensors), first.dtype, first.byteorder, indexes)
+
+    def joined(self, name: str, label: str, held: Sequence[tuple[int, Held]]) -> list[tuple[int, Slot]]:
+        """Return each whole copy of a slot that ranks have, and the first rank of those that it is on.
+
+        Parameters
+        ----------
+        name : str
+            Of the slot.
+        label : str
+            What to call it in messages: the parameter.
+        held : sequence of (int, Held)
+            Ranks, in order, and what each has.
+
+        Raises
+        ------
+        LayoutError
+            Ranks have other shapes or types than the first, or together not every element once.
+        ShardError
+            A file is another rank's than its name says.
+        UnsupportedError
+            They have flattened pieces of which nothing says where they lie.
+        """
+        rank, first = held[0]
+        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:
+            sizes = [one.shape[0] for _, one in held]  # where all ranks have nothing, it is an empty parameter
+            if 0 in sizes and len(set(sizes)) > 1:
+                raise UnsupportedError(
+                    f"{label} is in pieces of one axis, of which no file says where they lie, as FSDP1 with "
+                    "use_orig_params saves its LOCAL_STATE_DICT",
+                    path=self.paths[rank],
+                    expected="a tensor that every rank has whole, or a sharded one",
+                    found=f"{', '.join(map(str, sizes[:8]))} elements",
+                    advice="load it in its own program and save it as SHARDED_STATE_DICT",
+                )
+        for other, one in held:
+            if one.mesh is not None and one.mesh.rank not in (None, other):
+                raise ShardError(
+                    "is another rank's file",
+                    path=self.paths[other],
+                    expected=f"rank {other}",
+                    found=f"rank {one.mesh.rank}",
+                    code=WRONG_RANK,
+                    ranks=[other],
+                )
+            if (one.shape, one.dtype) != (first.shape, first.dtype):
+                raise LayoutError(
+                    f"{label} is another tensor than rank {rank}'s",
+                    path=self.paths[other],
+                    expected=f"{first.dtype} of shape {first.shape}",
+                    found=f"{one.dtype} of shape {one.shape}",
+                    code=DTYPES_DIFFER if one.shape == first.shape else None,
+                    ranks=[other],
+                    parameters=[label],
+                )
+        cells: dict[Cell, list[tuple[int, Tensor]]] = {}
+        for other, one in held:
+            for box in one.boxes:
+                cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
+        if not math.prod(first.shape):
+            return [(rank, Slot(name, first.dtype, first.shape, ()))]
+        self._check(label, first.shape, cells)
+        ordered = sorted(cells.items())
+        count = min(len(holders) for _, holders in ordered)
+        rest = [(cell, holder) for cell, holders in ordered for holder in holders[count:]]
+        if rest:
+            raise LayoutError(
+                f"ranks have other copies of some elements of {label} than of the rest",
+                path=self.paths[rest[0][1][0]],
+                expected=f"{count} of each",
+                ranks=[rest[0][1][0]],
+                parameters=[label],
+            )
+        return [
+            (
+                min(holders[turn][0] for _, holders in ordered),
+                self._slot(name, first, [(cell, *holders[turn]) for cell, holders in ordered]),
+            )
+            for turn in range(count)
+        ]
+
+    def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
+        width = _row_width([cell for cell, _, _ in pieces], one.shape)
+        if width is not None and len(pieces) > 1:
+            files = self.cut(tuple(rank for _, rank, _ in pieces), [tensor for _, _, tensor in pieces])
+            if files is not None:
+                return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
+        return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
+
+    def _check(self, label: str, shape: tuple[int, ...], cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
+        """Raise unless boxes are the cells of a grid over the whole tensor."""
+        axes = []
+        for dim, whole in enumerate(shape):
+            ranges = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in cells})
+            end = 0
+            for low, size in ranges:
+                end = low + size if low == end else -1
+            axes.append(ranges if end == whole else [])
+        if (
+            cells
+            and math.prod(map(len, axes)) == len(cells)
+            and all((tuple(low for low, _ in cell), tuple(n for _, n in cell)) in cells for cell in product(*axes))
+        ):
+            return
+        held = sum(math.prod(sizes) for _, sizes in cells)
+        raise LayoutError(
+            f"ranks' files do not have every element of {label} once",
+            path=self.paths[0],
+            expected=f"{math.prod(shape)} elements of shape {shape}",
+            found=f"{held} in {len(cells)} boxes",
+            advice="files of ranks are missing, or are of other runs",
+            parameters=[label],
+        )
+
+
+def _row_width(cells: Sequence[Cell], shape: tuple[int, ...]) -> int | None:
+    """Return of how many elements each cell but the last is, where all are whole rows; None where they are not."""
+    if not shape or any(sizes[1:] != shape[1:] for _, sizes in cells):
+        return None
+    rows = cells[0][1][0]
+    if any(sizes[0] != rows for _, sizes in cells[:-1]) or cells[-1][1][0] > rows:
+        return None
+    return rows * math.prod(shape[1:])
+
+
+def add(
+    checkpoint: Checkpoint, parameter: Parameter, name: str, found: Sequence[tuple[int, Slot]], kind: str = "parameter"
+) -> None:
+    """Give a parameter a slot, from `RankFiles.joined`; others of it are copies."""
+    (_, original), *copies = found
+    parameter.slots[name] = original
+    own = parameter.name
+    checkpoint.duplicates += [Duplicate(kind, own, own, copy, original, rank) for rank, copy in copies]

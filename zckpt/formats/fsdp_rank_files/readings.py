@@ -19,10 +19,8 @@ from itertools import combinations
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, Evidence, ways
+from zckpt.formats.fsdp_rank_files.contents import Key, Model, Optimizer, Ties, equal_names
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
-from zckpt.formats.fsdp_rank_files.model import Model
-from zckpt.formats.fsdp_rank_files.optimizer import Key, Optimizer
-from zckpt.formats.fsdp_rank_files.ties import Ties, equal_names
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.state import Checkpoint, Shape
 from zckpt.state.dtypes import is_floating

@@ -32,11 +32,8 @@ from zckpt.formats.fsdp_rank_files.directory import (
     OWN_NAME,
     rank_name,
 )
-from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, plain_tensor
-from zckpt.formats.fsdp_rank_files.extra import extra_state, of_single_ranks, ranks_with_state
-from zckpt.formats.fsdp_rank_files.flat import flat_state
-from zckpt.formats.fsdp_rank_files.groups import ONE, one_group
-from zckpt.formats.fsdp_rank_files.own import own_tree
+from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, flat_state, plain_tensor
+from zckpt.formats.fsdp_rank_files.kept import ONE, extra_state, of_single_ranks, one_group, own_tree, ranks_with_state
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, Units, matching, members_of
 from zckpt.formats.group_values import refuse_several

@@ -1,0 +1,192 @@
+"""What files have besides tensors: other state of all ranks and of each, param groups, and what only zckpt keeps.
+
+`zckpt.pt`, which zckpt puts beside the files of ranks, holds what those have no place for:
+
+{**formats.remainder, "fsdp": {"names": [[name, ...], ...], "units": [module, ...] or None, "dtypes": {name: dtype}}}
+
+with the names of the parameters of each param group in the optimizer's order, the modules that FSDP1 wraps, and the
+types that weights had whose masters are the weights here: FSDP trains what it saves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.evidence.order import GIVEN
+from zckpt.formats.fsdp_rank_files.directory import EXTRA, FORMAT, rank_name
+from zckpt.formats.fsdp_rank_files.units import members_of
+from zckpt.formats.remainder import as_masters, remainder, remainder_rules, types_of_weights
+from zckpt.formats.torch_files.tensors import as_mapping, as_names
+from zckpt.formats.transformers_trainer.states import PER_GROUP
+from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state.inventory import IMPLIED, Rule
+from zckpt.torchfile import FromFile, TorchFile, brief
+
+OF_ITS_RANK = ("rank", "world_size")
+"""What a rank's file says of itself."""
+
+SCHEDULERS = ("lr_scheduler", "scheduler")
+"""Keys of metadata under which programs have the scheduler's state; the files have it under the first."""
+
+_OF_ONE = re.compile(r"extra_state_world_size_([0-9]{1,7})_rank_([0-9]{1,7})\.(.+)")
+"""Keys of metadata for what only one rank has; the first rank's are under their own."""
+
+KEYS = "extra_state"
+"""Under which the details have the keys of the files."""
+
+
+def keys_of(checkpoint: Checkpoint) -> list[str]:
+    """Return the keys of the source's further files; none of a source of another format."""
+    known = checkpoint.details.get(KEYS) if checkpoint.format == FORMAT else None
+    return [str(key) for key in known] if isinstance(known, list) else []
+
+
+def of_single_ranks(checkpoint: Checkpoint) -> list[str]:
+    """Return the keys of which some rank has a value of its own."""
+    own = {match[3] for match in map(_OF_ONE.fullmatch, checkpoint.metadata) if match is not None}
+    return [key for key in keys_of(checkpoint) if key in own]
+
+
+def ranks_with_state(checkpoint: Checkpoint) -> int:
+    """Return how many ranks the values of single ranks are of: those of the files that a program wrote first."""
+    found = {int(match[1]) for match in map(_OF_ONE.fullmatch, checkpoint.metadata) if match is not None}
+    return max(found, default=checkpoint.world_size)
+
+
+def extra_state(checkpoint: Checkpoint, rank: int, world_size: int) -> dict[str, object]:
+    """Return what a rank's further file holds: what the source's has, without what is of ranks that it had not."""
+    metadata, ranks = checkpoint.metadata, ranks_with_state(checkpoint)
+    scheduler = next((metadata[key] for key in SCHEDULERS if key in metadata), None)
+    found: dict[str, object] = {"lr_scheduler": scheduler}
+    single = of_single_ranks(checkpoint)
+    for key in keys_of(checkpoint):
+        own = f"{Path(rank_name(EXTRA, ranks, rank)).stem}.{key}"
+        if key in OF_ITS_RANK:
+            found[key] = rank if key == "rank" else world_size
+        elif own in metadata:
+            found[key] = metadata[own]
+        elif key in metadata and (key not in single or rank < ranks):
+            found[key] = metadata[key]
+    return found
+
+
+ONE, KEEP = "one", "keep"
+
+DCP = "dcp"
+"""The format whose files have a model in the order of its state dict."""
+
+
+def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint whose only param group has all parameters in the model's order, and what to say of it.
+
+    Its hyperparameters, and what the scheduler has for it, are those of the first group. Raises UnsupportedError: the
+    order in which the checkpoint has its parameters is not the model's: groups have them in another.
+    """
+    groups = checkpoint.param_groups
+    order = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
+    strange = next((group for group in groups if not follows(group.parameters, order)), None)
+    # A program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters.
+    of_state_dict = checkpoint.format == DCP and "origin" not in checkpoint.details
+    if strange is not None and not of_state_dict:
+        raise UnsupportedError(
+            "the order of the model's parameters is not known: the files have another than the optimizer",
+            found=f"{listed(strange.parameters, most=3)} in the optimizer",
+            advice="give --groups keep, or of safetensors --names FILE with the names in the model's order",
+        )
+    if len(groups) > 1 and GIVEN not in checkpoint.details and _is_sorted(checkpoint, order):
+        raise UnsupportedError(
+            "the order of the model's parameters is not known: the files have them sorted by name, in several groups",
+            found=listed(order, most=3),
+            advice="give --names FILE with the names of all parameters in the model's order, --groups keep, or put the "
+            "config.json of a known model_type with the source",
+        )
+    parameters = dict(checkpoint.parameters)
+    for name in order:
+        one = parameters[name]
+        state = groups[one.group].state if one.group is not None and (one.state or len(one.slots) > 1) else {}
+        parameters[name] = replace(one, group=0, state={**state, **one.state})
+    first = groups[0]
+    notes = [
+        f"{key} of all parameters is {brief(first.hyperparameters.get(key))}, which was {brief(value)} of some"
+        for group in groups[1:]
+        for key, value in group.hyperparameters.items()
+        if repr(first.hyperparameters.get(key)) != repr(value)
+    ]
+    merged = ParamGroup(first.hyperparameters, order)
+    metadata = {
+        key: _of_first(value, len(groups)) if key in SCHEDULERS else value for key, value in checkpoint.metadata.items()
+    }
+    return replace(checkpoint, parameters=parameters, param_groups=[merged], metadata=metadata), notes
+
+
+def _of_first(scheduler: object, count: int) -> object:
+    """Return the state of a scheduler of one param group: what it has for each group, for the first only."""
+    if isinstance(scheduler, FromFile):
+        return replace(scheduler, node=_of_first(scheduler.node, count))
+    if isinstance(scheduler, list):
+        return [_of_first(one, count) for one in scheduler]
+    if not isinstance(scheduler, dict):
+        return scheduler
+    found = {}
+    for key, value in scheduler.items():
+        is_cut = key in PER_GROUP and isinstance(value, (list, tuple)) and len(value) == count
+        found[key] = value[:1] if is_cut else _of_first(value, count) if key == "_schedulers" else value
+    return found
+
+
+def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
+    """Tell whether names are sorted within each element type, as safetensors have them: that is no model's order."""
+    by_type: dict[str, list[str]] = {}
+    for name in order:
+        by_type.setdefault(str(checkpoint.parameters[name].dtype), []).append(name)
+    return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
+
+
+def follows(names: Sequence[str], order: Sequence[str]) -> bool:
+    """Tell whether names are among others in the same order."""
+    rest = iter(order)
+    return all(name in rest for name in names)
+
+
+KEY = "fsdp"
+
+RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "the order of the optimizer's parameters"))
+
+
+def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, object]:
+    """Return the tree of `zckpt.pt`."""
+    names = [list(group.parameters) for group in checkpoint.param_groups]
+    units = None if units is None else list(units)
+    about = {"names": names, "units": units, "dtypes": types_of_weights(checkpoint)}
+    return {**remainder(checkpoint), KEY: about}
+
+
+def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
+    """Give a checkpoint, whose names are those of `zckpt.pt`, masters for weights that had another type than these.
+
+    Raises DamagedFileError: the file is malformed.
+    """
+    about = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
+    as_masters(checkpoint, as_mapping(about.get("dtypes", {}), file.path), file.path)
+
+
+def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | None:
+    """Return the names of the optimizer's parameters as its files number them: those in flat parameters in turn.
+
+    `parameters`: the model's tensors, in its order. Raises DamagedFileError: it is no such file, or malformed.
+    """
+    tree = as_mapping(file.root, file.path)
+    about = as_mapping(tree.get(KEY), file.path)
+    groups = about.get("names")
+    if not isinstance(groups, list):
+        raise DamagedFileError("unexpected content", path=file.path, expected="lists of names", found=KEY)
+    names = [name for group in groups for name in as_names(group, file.path)]
+    if about.get("units") is None or not names:
+        return names or None
+    others = {*as_names(tree.get("buffers", []), file.path), *as_mapping(tree.get("tied", {}), file.path)}
+    owners = [name for name in parameters if name not in others]
+    return [name for unit in members_of(as_names(about["units"], file.path), owners) for name in unit]
