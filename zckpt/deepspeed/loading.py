@@ -49,13 +49,14 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
 from zckpt.formats.deepspeed.directory import MODEL, classify
-from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
+from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, serve
 from zckpt.formats.survey import checksums_by_path
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
+from zckpt.torchfile import plain
 from zckpt.torchfile.torch_file import NUMPY
 
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
@@ -248,7 +249,8 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
     if optimizer:
         served.complete(check_goes_on(engine, served.target.checkpoint))
     check_readable(served.of_rank(optimizer=optimizer))
-    if scheduler and scheduler_of(served) is None:
+    content = served.target.ranks[training.mp_rank].model.content
+    if scheduler and plain(content.get("lr_scheduler")) is None:
         raise UsageError(
             "holds no state of a learning-rate scheduler, and the engine has one",
             path=path,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -24,7 +23,7 @@ from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import section
-from zckpt.formats.deepspeed.stages import layer_of, tied_key
+from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.write_optimizer import form_of
 from zckpt.formats.deepspeed.writer import rank_notes
@@ -33,7 +32,6 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import as_filed
-from zckpt.torchfile import plain
 
 
 @dataclass(slots=True)
@@ -223,20 +221,17 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
             found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
         )
-    same = checkpoint.topology.pp == pipeline.stages and _has_same_layers(origin, pipeline, checkpoint.topology.tp)
+    uses: dict[str, Shape] = {}
+    for number, key in enumerate(pipeline.tied):
+        uses |= {key: (*uses.get(key, ()), number)} if key is not None else {}
+    dealt, firsts = Stages(pipeline.bounds, uses), origin.ranks[:: checkpoint.topology.tp]
+    same = len(firsts) == pipeline.stages and all(
+        stage in dealt.of(name)
+        for stage, files in enumerate(firsts)
+        for shapes in files.models[0].param_shapes or ()
+        for name in shapes
+    )  # each stage of the source has trained parameters of the engine's layers of that stage alone
     return as_filed(checkpoint), options if same else pipeline.options(options)
-
-
-def _has_same_layers(origin: Origin, pipeline: Pipeline, tp: int) -> bool:
-    """Tell whether each stage of the source has trained parameters of the engine's layers of that stage alone."""
-    for stage, (low, high) in enumerate(pairwise(pipeline.bounds)):
-        for shapes in origin.ranks[stage * tp].models[0].param_shapes or ():
-            for name in shapes:
-                key = tied_key(name)
-                layers = (layer_of(name),) if key is None else [n for n, its in enumerate(pipeline.tied) if its == key]
-                if not any(low <= layer < high for layer in layers):
-                    return False
-    return True
 
 
 def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:
@@ -368,11 +363,6 @@ def _check(served: Served) -> None:
             raise _other_model("would be cut otherwise than the engine's state is",
                                expected=f"partitions of {listed([str(n) for n in theirs])}",
                                found=listed([str(n) for n in ours]))  # fmt: skip
-
-
-def scheduler_of(served: Served) -> object:
-    """Return what the model file holds of a scheduler; None where it has none."""
-    return plain(served.target.ranks[served.training.mp_rank].model.content.get("lr_scheduler"))
 
 
 @dataclass(frozen=True, slots=True)
