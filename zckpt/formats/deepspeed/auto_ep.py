@@ -18,6 +18,7 @@ AutoEP's experts of a checkpoint of another format: one tensor for all of a laye
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -201,6 +202,35 @@ def from_files(
                 raise LayoutError(f"experts of {name} are of different shapes")
             found[name] = concat([reshape(slot, (1, *slot.shape)) for slot in held], 0)
     return rest, found
+
+
+def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
+    """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
+
+    Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
+    """
+    found: dict[str, str] = {}
+    listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
+
+    def is_copy(name: str, first: str) -> bool:
+        """Tell whether two tensors have one shape, one type and, in a sample, the same values."""
+        from zckpt.compare.weights import rounds_to
+
+        one, other = model.module[name], model.module.get(first)
+        if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            return False
+        return rounds_to(*(slot_of(WEIGHT, tensor, model.path) for tensor in (other, one)))
+
+    for layer in auto_layers(model):
+        module = layer.prefix.removesuffix(".experts")
+        for name in model.module:
+            rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
+            first = f"{module}.router.gate.{rest[1]}" if rest else ""
+            if not name.startswith(f"{module}.") or name == first:
+                continue
+            if (name not in listed and first in listed) if parameterwise else is_copy(name, first):
+                found[name] = first
+    return found
 
 
 def layers_for(

@@ -12,23 +12,18 @@ Source: DeepSpeed 0.19.8, `_save_moe_checkpoint`, `checkpoint/autoep_zero3_metad
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, auto_layers, check_shapes
-from zckpt.formats.deepspeed.per_parameter import Cut, cut_parameters
+from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes
+from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY, Cut, cut_parameters
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT
 from zckpt.state.views import concat
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
-
-GROUPS_KEY = "ds_zero_partition_groups"
 
 _EXPERTS = "autoep_expert"
 
@@ -74,35 +69,6 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
             for key in parts[0].slots[name]
             if all(key in one.slots[name] for one in parts)
         }
-    return found
-
-
-def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
-    """Return second names of routers, under which a model finds what AutoEP has put in their place, and the first.
-
-    Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
-    """
-    found: dict[str, str] = {}
-    listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
-
-    def is_copy(name: str, first: str) -> bool:
-        """Tell whether two tensors have one shape, one type and, in a sample, the same values."""
-        from zckpt.compare.weights import rounds_to
-
-        one, other = model.module[name], model.module.get(first)
-        if other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-            return False
-        return rounds_to(*(slot_of(WEIGHT, tensor, model.path) for tensor in (other, one)))
-
-    for layer in auto_layers(model):
-        module = layer.prefix.removesuffix(".experts")
-        for name in model.module:
-            rest = re.fullmatch(r"\w+\.gate\.(weight|bias)", name.removeprefix(f"{module}."))
-            first = f"{module}.router.gate.{rest[1]}" if rest else ""
-            if not name.startswith(f"{module}.") or name == first:
-                continue
-            if (name not in listed and first in listed) if parameterwise else is_copy(name, first):
-                found[name] = first
     return found
 
 

@@ -61,8 +61,10 @@ class Kept:
             found = moments_of(one, what, path)
             for name, moment in found.items():
                 moments.setdefault(name, []).append(moment)
-            if isinstance(one.value, FromFile) and (one.key not in values or not _has_scales(values[one.key])):
-                values[one.key] = one.value
+            if isinstance(one.value, FromFile):
+                known = values.setdefault(one.key, one.value)
+                if isinstance(known.node, dict) and not any(str(key).startswith("absmax") for key in known.node):
+                    values[one.key] = one.value  # of which the pieces tell more
         return cls(values, moments)
 
     def put(self, made: Mapping[str, Mapping[str, Tensor | NewStorage]], numel: int) -> dict[object, object]:
@@ -91,10 +93,6 @@ class Kept:
                 if nested:
                     found[key] = replace(value, node=nested)
         return found
-
-
-def _has_scales(value: FromFile) -> bool:
-    return not isinstance(value.node, dict) or any(str(key).startswith("absmax") for key in value.node)
 
 
 def _tensor(new: Tensor | NewStorage, like: object) -> Tensor:
@@ -167,18 +165,15 @@ class Form:
                 numel, block = moment.numel, self.blocks.get(name)
                 like = next((one for one in held if one.scale is not None), held[0])
                 made[name] = {CODES: moment}
-                if block is not None and _are_codes(moment, like, block):
+                contents = _contents(moment)
+                # The program has codes of a share: bitsandbytes of what was some, or is padding alone.
+                of_codes = not contents or any(isinstance(one.slot, Computed) for one in contents)
+                if like.cls and block is not None:
+                    of_codes = numel >= SMALLEST_NUMEL and numel % block == 0
+                if block is not None and of_codes:
                     made[name] = {kind: _made_anew(moment, like, block, kind) for kind in (CODES, SCALE)}
         found = self.kept.put(made, numel)
         return {key: found.get(key, value) for key, value in tensors.items() if key not in made or key in found} | found
-
-
-def _are_codes(moment: Tensor, like: Moment, block: int) -> bool:
-    """Tell whether the program has codes of a share: bitsandbytes of what was some, or is padding alone."""
-    if like.cls:
-        return moment.numel >= SMALLEST_NUMEL and moment.numel % block == 0
-    contents = _contents(moment)
-    return not contents or any(isinstance(one.slot, Computed) for one in contents)
 
 
 def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorage:
@@ -188,12 +183,13 @@ def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorag
     rule = by_torchao if like.cls else by_bitsandbytes
     contents, at = [], 0
     for content in _together(moment, block * max(TOGETHER_NUMEL // block, 1)):
-        portions = []
-        for slot, start, numel in content:
-            if slot is not None and not isinstance(slot, Computed):
-                slot = Computed(slot.name, "float32", slot.shape, (), function=Floats(slot))  # noqa: PLW2901
-            portions.append(Portion(numel, start, slot))
-        function = Requantised(tuple(portions), block, like.qmap, kind == SCALE, rule, like.per_code == 2)
+        portions = tuple(
+            Portion(numel, start, slot)
+            if slot is None or isinstance(slot, Computed)
+            else Portion(numel, start, Computed(slot.name, "float32", slot.shape, (), function=Floats(slot)))
+            for slot, start, numel in content
+        )
+        function = Requantised(portions, block, like.qmap, kind == SCALE, rule, like.per_code == 2)
         slot = Computed(like.key, dtype, (function.step,), (), function=function)
         contents.append(SlotContent(at // function.unit, slot, f"{like.key}, quantised anew"))
         at += function.numel

@@ -1,28 +1,31 @@
 """ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat, padded buffer for each param group, cut over the ranks.
 
-`param_shapes` gives the order of the buffer. What else a file says of it - paddings, slice mappings, the sizes
-of its tensors - is held against that, and a disagreement is an error, with one exception: under
-`round_robin_gradients` without `parameter_alignment`, DeepSpeed computes the mappings as if nothing had been
-reordered, so that they are wrong there.
+`param_shapes` gives the order of the buffer; where a file has none, it follows from the slice mappings. What else a
+file says of it - paddings, slice mappings, the sizes of its tensors - is held against that, and a disagreement is an
+error, with one exception: under `round_robin_gradients` without `parameter_alignment`, DeepSpeed computes the mappings
+as if nothing had been reordered, so that they are wrong there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
-from zckpt.formats.deepspeed.values import quantised_keys
-from zckpt.formats.torch_files.tensors import span_of, unresolved
-from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
+from zckpt.formats.deepspeed.auto_ep import check_shapes
+from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
+from zckpt.formats.deepspeed.experts import experts_per_rank, global_name, is_expert
+from zckpt.formats.deepspeed.groups import optimizer_order
+from zckpt.formats.deepspeed.rank_state import Rank
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
+from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
+from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Shape, Slot
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
+from zckpt.state.views import concat
 from zckpt.torchfile import Tensor
-
-Slots = dict[str, dict[str, Slot]]
-"""Slots by parameter name, then by slot name."""
 
 ZERO_WITHOUT_GRADIENTS = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
@@ -52,57 +55,6 @@ class FlatGroup:
     shapes: Shapes
     pads: Sequence[int] | None
     mappings_hold: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`.
-
-    `others` are the keys of tensors that are something else.
-    """
-
-    member: OptimizerShard
-    group: int
-    low: int
-    high: int
-    others: frozenset[str] = frozenset()
-
-
-def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
-    """Return the optimizer's keys that have a value for each element, by group; others have one for a whole group.
-
-    An optimizer may keep a key in full in some groups, and factored in others; all ranks of a group have it alike.
-
-    Raises
-    ------
-    LayoutError
-        A key has a value for each element on some ranks of a group, and not on others.
-    """
-    votes: dict[str, dict[int, dict[bool, Case]]] = {}
-    groups: dict[int, set[str]] = {}
-    for case in cases:
-        groups.setdefault(case.group, set())
-        for key, tensor in case.member.tensors[case.group].items():
-            if key in case.others:
-                continue
-            fits = len(tensor.shape) == 1 and case.low <= tensor.numel <= case.high
-            found = votes.setdefault(key, {}).setdefault(case.group, {})
-            if case.high > 1 or not fits:  # one element of one element says nothing
-                found.setdefault(fits, case)
-    for key, by_group in votes.items():
-        elsewhere = {fits for found in by_group.values() for fits in found}
-        for group, found in by_group.items():
-            if len(found) == 2 or (not found and len(elsewhere) == 2):
-                odd = next(case for one in by_group.values() for fits, case in one.items() if not fits)
-                raise LayoutError(
-                    f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
-                    path=odd.member.path,
-                    expected=f"{odd.high} elements, as elsewhere",
-                    found=odd.member.tensors[odd.group][key].shape,
-                )
-            if False not in (found or elsewhere):
-                groups[group].add(key)
-    return groups
 
 
 class Partitions:
@@ -205,23 +157,10 @@ class Partitions:
         slots: Slots = {name: {} for name in self.names}
         for key in (MASTER, *sorted(keys & {key for member in self.members for key in member.tensors[self.index]})):
             held, dtype = self._checked(key)
-            files = cut_files(held, [member.path for member in self.members])
-            spelled = self._spelled_out(held) if files is None else {}
+            line = Line(held, [member.path for member in self.members])
             for name, shape, start in zip(self.names, self.group.shapes.values(), self.starts, strict=False):
-                one_by_one = tuple(spelled.get(name, ()))
-                spans = CutSpans(files, shape, start, self.partition) if files is not None else one_by_one
-                slots[name][key] = Slot(key, dtype, shape, spans)
+                slots[name][key] = Slot(key, dtype, shape, line.spans(shape, start, self.partition))
         return slots, paddings, padded
-
-    def _spelled_out(self, tensors: Sequence[Tensor]) -> dict[str, list[Span]]:
-        """Return the spans of each parameter, one by one."""
-        spans: dict[str, list[Span]] = {name: [] for name in self.names}
-        for member, tensor, shares in zip(self.members, tensors, self.shares, strict=True):
-            for one in shares:
-                name = self.names[one.index]
-                extent = Extent.flat(self.group.shapes[name], one.start, one.numel)
-                spans[name].append(span_of(tensor, member.path, extent, first=one.position))
-        return spans
 
     def _check_records(self, position: int) -> None:
         """Hold what a rank's file records of its padding and its shares against those that it is assigned."""
@@ -342,17 +281,160 @@ class Partitions:
                     yield PaddingSpan(key, self.members[position].path, low, high - low)
 
 
-def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | None:
-    """Return the tensors of all ranks as the files of one line; None where they are not all stored alike.
+def flat_groups(
+    model: ModelShard, members: Sequence[OptimizerShard], known: Mapping[str, Shape], spread: Spread[OptimizerShard]
+) -> list[FlatGroup]:
+    """Return the groups as their flat buffers hold them.
+
+    Parameters
+    ----------
+    members : sequence of OptimizerShard
+        All data-parallel ranks, in order.
+    known : mapping of str to tuple
+        Shapes of weights found elsewhere, for files without `param_shapes`.
+    spread : Spread
+        The ranks over which experts are spread.
 
     Raises
     ------
-    UnsupportedError
-        The bytes of a tensor alone do not give its values.
+    LayoutError
+        The groups do not follow from what the files hold.
     """
-    if any(unresolved(tensor, path) for tensor, path in zip(tensors, paths, strict=True)):
-        return None
-    if len({(t.dtype, t.byteorder) for t in tensors}) != 1 or not all(t.is_contiguous for t in tensors):
-        return None
-    offsets = tuple(tensor.offset for tensor in tensors)
-    return CutFiles(tuple(paths), offsets, tensors[0].dtype, tensors[0].byteorder)
+    reordered = model.zero_option("round_robin_gradients") and not model.zero_option("parameter_alignment")
+    first, shapes = members[0], model.param_shapes
+    if shapes is None and reordered:
+        raise UnsupportedError("no param_shapes, and slice mappings are wrong under round_robin_gradients")
+    if shapes is None:
+        shapes = []
+        for index in range(len(first.masters)):
+            named = [name for member in members for name in (member.mappings[index] if member.mappings else ())]
+            numels = mapped_numels(sharing(members, spread, index, named)[0], index)
+            for name, numel in numels.items():
+                if name not in known or math.prod(known[name]) != numel:
+                    raise LayoutError(
+                        f"the shape of {name} is not known",
+                        path=first.path,
+                        expected=f"a weight of {numel} elements",
+                        found=known.get(name),
+                    )
+            shapes.append({name: known[name] for name in numels})
+    elif len(shapes) == 1 < len(first.masters):
+        shapes = _split(shapes[0], members)
+    if len(shapes) != len(first.masters):
+        raise LayoutError(
+            "param_shapes and the optimizer have different numbers of groups",
+            expected=len(first.masters),
+            found=len(shapes),
+        )
+    pads = first.alignment_paddings
+    for index, group in enumerate(shapes):
+        if pads is not None and (index >= len(pads) or len(pads[index]) != len(group)):
+            raise LayoutError(
+                f"group {index}: param_alignment_paddings do not fit param_shapes",
+                path=first.path,
+                expected=f"{len(group)} paddings",
+            )
+    return [FlatGroup(index, group, pads[index] if pads else None, not reordered) for index, group in enumerate(shapes)]
+
+
+def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
+    """Cut one dict of all shapes (files before 2021) where the partitions of the groups say; the one way or none."""
+    totals, world = list(accumulate(map(math.prod, shapes.values()), initial=0)), len(members)
+
+    def fits(begin: int, end: int, largest: int) -> bool:
+        total = totals[end] - totals[begin]
+        partition = flat_partition_numel(total, world)
+        return largest in (partition, min(partition, total))
+
+    ways: list[Shape] = [(0,)]
+    for group in range(len(members[0].masters)):
+        most = max(member.masters[group].numel for member in members)
+        ways = [(*way, end) for way in ways for end in range(way[-1], len(totals)) if fits(way[-1], end, most)]
+    ways = [way for way in ways if way[-1] == len(shapes)]
+    if len(ways) != 1:
+        raise LayoutError(
+            "one param_shapes for several groups, which nothing tells apart",
+            expected="one way to cut it",
+            found=f"{len(ways)} ways",
+        )
+    items = list(shapes.items())
+    return [dict(items[begin:end]) for begin, end in pairwise(ways[0])]
+
+
+class FlatRank(Rank):
+    """A rank of ZeRO-1, ZeRO-2 or BF16_Optimizer."""
+
+    def read(self, spread: Spread[OptimizerShard]) -> None:
+        """Read the optimizer's files."""
+        state, model, members = self.state, self.model, self.members
+        held = model.module | {name: tensor for name, (_, tensor) in self.weights.items()}
+        groups = flat_groups(model, members, {name: tensor.shape for name, tensor in held.items()}, spread)
+        if model.uses_zenflow:
+            from zckpt.formats.deepspeed.zenflow import are_transposed, flipped
+
+            state.transposed = are_transposed(held, [group.shapes for group in groups])
+            if state.transposed:
+                groups = [replace(group, shapes=flipped(group.shapes)) for group in groups]
+        cuts = [
+            [Partitions(group, ranks) for ranks in sharing(members, spread, group.index, list(group.shapes))]
+            for group in groups
+        ]
+        momenta = self._whole_momenta([cut for of_group in cuts for cut in of_group])
+        keys = element_slots(case for of_group in cuts for cut in of_group for case in cut.cases())
+        per_rank = experts_per_rank(name for group in groups for name in group.shapes)
+        paths = {member.path for member in members}
+        read: dict[int, set[str]] = {}
+        for group, of_group in zip(groups, cuts, strict=True):
+            ep = len(of_group)
+            check_shapes(group.shapes, self.auto, ep)
+            state.degrees.append(ep if any(map(is_expert, group.shapes)) else None)
+            state.expert_parallel = max(state.expert_parallel, ep)
+            names: dict[str, None] = {}
+            of_auto: dict[str, list[dict[str, Slot]]] = {}
+            for expert_rank, cut in enumerate(of_group):
+                per_element = keys[group.index].difference(*cut.aside)
+                slots, padding, padding_spans = cut.cut(per_element)
+                whole, copies = momenta.get(id(cut), ({}, []))
+                read[group.index] = per_element | {slot.name for slot in whole.values()}
+                state.duplicates += copies if members[0] in spread.members[:1] else []
+                for name, slot in whole.items():
+                    slots[name][slot.name] = slot
+                # Of experts that are spread over all tensor-parallel ranks, each says what its own files have.
+                own = zip(cut.members, padding, strict=True)
+                state.padding += [one for member, one in own if member.path in paths]
+                state.padding_spans.append([one for one in padding_spans if one.path in paths])
+                renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
+                for name, shape in group.shapes.items():
+                    if name in self.auto:
+                        of_auto.setdefault(name, []).append(slots[name])
+                    else:
+                        self._claim(renamed[name], shape, slots[name], group.index)
+                order = optimizer_order(list(group.shapes), model, members[0].partition_count[group.index])
+                names |= dict.fromkeys(renamed[name] for name in order)
+            for name, parts in of_auto.items():
+                slots_of_all = {
+                    key: concat([one[key] for one in parts], 0) for key in parts[0] if all(key in one for one in parts)
+                }
+                self._claim(name, slots_of_all[MASTER].shape, slots_of_all, group.index)
+            self.add_group(group.index, [group.index], list(names))
+        self.add_values({index: index for index in read}, read)
+
+    def _whole_momenta(self, cuts: Sequence[Partitions]) -> dict[int, tuple[dict[str, Slot], list[Duplicate]]]:
+        """Return Muon's momenta of whole matrices and their copies, for groups that have such; see `muon`."""
+        found = {}
+        for cut in cuts:
+            first = cut.members[0]
+            hyperparameters = first.groups[cut.index] if cut.index < len(first.groups) else {}
+            if hyperparameters.get("use_muon") is True:
+                from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
+
+                config, partition = self.model.config, first.bf16_optimizer
+                if keeps_whole_matrices(hyperparameters, config, partition=partition) and is_whole(cut):
+                    cut.aside = [keys | {MOMENTUM} for keys in cut.aside]
+                    found[id(cut)] = whole_slots(cut)
+        return found
+
+    def _claim(self, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
+        if name in self.trained:
+            raise LayoutError(f"{name} is in two param groups", found=f"groups {self.trained[name][2]} and {group}")
+        self.trained[name] = (shape, slots, group)

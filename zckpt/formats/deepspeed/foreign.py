@@ -89,7 +89,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         The source.
     stage : {1, 2, 3}
     """
-    found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint)).notes
+    _, found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
     without_master: list[str] = []
     for index, group in enumerate(checkpoint.param_groups):
         members = [checkpoint.parameters[name] for name in group.parameters]
@@ -242,7 +242,7 @@ def _dtype(checkpoint: Checkpoint) -> str:
 
 def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
     """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer."""
-    content = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint)).keys
+    content, _ = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
         content = {**content, "clip_grad": clipping}
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""

@@ -22,19 +22,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from zckpt.errors import UnsupportedError, about
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage_bounds import Layer
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter, Shape
 from zckpt.state.names import is_number
 from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
-
-ARGUMENTS = "args"
 
 JOINED = "ds_sequence_parallel_fpdt"
 """The argument that came with queries, keys and values of a rank end to end (#441)."""
@@ -86,30 +83,6 @@ def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | Non
     return node if isinstance(node, dict) and "num_attention_heads" in node and "hidden_size" in node else None
 
 
-def completed(
-    model: ModelShard, info: Mapping[str, object] | None, stages: Iterable[RankState], *, sliced: bool
-) -> Mapping[str, object] | None:
-    """Return the rules for slices, completed by what is known of these models; as they are for other models.
-
-    Parameters
-    ----------
-    info : mapping or None
-        `universal_checkpoint_info`.
-    stages : iterable of RankState
-        Of each stage the state of one tensor-parallel rank.
-    sliced : bool
-        Whether there are several of these.
-
-    Raises
-    ------
-    UnsupportedError
-        There are slices, and how queries, keys and values lie in them is not known.
-    """
-    shapes = {name: parameter.shape for state in stages for name, parameter in state.parameters.items()}
-    with about(model.path):
-        return known_rules(model.content, info, shapes, model.path, sliced=sliced)
-
-
 def known_rules(
     content: Mapping[str, object],
     info: Mapping[str, object] | None,
@@ -118,12 +91,28 @@ def known_rules(
     *,
     sliced: bool = False,
 ) -> Mapping[str, object] | None:
-    """Return what `completed` does, for what a model file holds, or what is kept of it, and shapes by name."""
+    """Return the rules for slices, completed by what is known of these models; as they are for other models.
+
+    Parameters
+    ----------
+    content : mapping
+        What a model file holds, or what is kept of it.
+    info : mapping or None
+        `universal_checkpoint_info`.
+    shapes : mapping of str to tuple
+        Of the parameters on one tensor-parallel rank of each stage.
+    sliced : bool
+        Whether there are several of these.
+
+    Raises
+    ------
+    UnsupportedError
+        There are slices, and how queries, keys and values lie in them is not known.
+    """
     arguments = arguments_in(content)
     if not is_gpt(shapes) or (arguments is None and info is None):
         return info
-    said = Rules(info or {}, path)
-    free = [name for name in shapes if said.matching(name) is None]
+    free = _without_rule(info, shapes, path)
     every = (*_WHOLE, *_BY_COLUMNS, *_VOCABULARY, _ATTENTION, _GATED, _BY_ROWS)
     if info is None and not all(any(re.match(one, name) for one in every) for name in free):
         return None
@@ -160,7 +149,7 @@ def rules_of_whole(model: ModelShard, parameters: Mapping[str, Parameter]) -> Ma
     found = model.content.get(INFO_KEY)
     info = plain(node_of(found))
     said = info if isinstance(info, dict) else None
-    return completed(model, said, [RankState(0, dict(parameters))], sliced=False)
+    return known_rules(model.content, said, {name: p.shape for name, p in parameters.items()}, model.path)
 
 
 def _listed(value: object) -> list[object]:
@@ -293,18 +282,10 @@ def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
     return put_back(value, inner)
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The layers of a training's PipelineModule, and how it deals them to stages."""
-
-    layers: list[Layer]
-    method: str
-
-
 def layers_told(
     content: Mapping[str, object], names: Sequence[str], first_use: Mapping[str, Sequence[int]]
-) -> Told | None:
-    """Return the layers of a pipeline of these models; None where it is another, or there are no arguments.
+) -> tuple[list[Layer], str] | None:
+    """Return the layers of a pipeline of these models, and how it deals them; None where that is not known.
 
     Parameters
     ----------
@@ -344,4 +325,4 @@ def layers_told(
     if arguments.get("fp16") is True or arguments.get("bf16") is True:
         layers.append(function)
     method = arguments.get("pp_partition_method")
-    return Told(layers, method if isinstance(method, str) else METHOD)
+    return layers, method if isinstance(method, str) else METHOD

@@ -13,7 +13,6 @@ Source: DeepSpeed 0.14.5 to 0.19.8, `_load_global_state`, `_rigid_load_state_dic
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from zckpt.state import Checkpoint
 from zckpt.torchfile import DType, Global, Object, node_of, plain
@@ -36,14 +35,6 @@ _DEFAULTS: Mapping[str, object] = {
 """Of the section `fp16` of DeepSpeed's configuration."""
 
 
-@dataclass(slots=True)
-class Scaling:
-    """The keys of an optimizer file, and what to know of them."""
-
-    keys: dict[str, object] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 def of_stage0(known: Mapping[str, object]) -> dict[str, object] | None:
     """Return the attributes of the loss scaler that metadata of a stage-0 optimizer describe; None where there is none.
 
@@ -55,8 +46,10 @@ def of_stage0(known: Mapping[str, object]) -> dict[str, object] | None:
     return {"dynamic": dynamic, **{key: known[key] for key in _COUNTED[: None if dynamic else 1]}}
 
 
-def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: int, dtype: str) -> Scaling:
-    """Return what the optimizer files of a checkpoint hold of loss scaling.
+def scaling(
+    checkpoint: Checkpoint, config: Mapping[object, object], *, stage: int, dtype: str
+) -> tuple[dict[str, object], list[str]]:
+    """Return what the optimizer files of a checkpoint hold of loss scaling, and what to know of it.
 
     Parameters
     ----------
@@ -66,54 +59,41 @@ def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: i
     dtype : str
         Of most of the model.
     """
-    known, found = checkpoint.optimizer_metadata, Scaling()
+    known, scale = checkpoint.optimizer_metadata, checkpoint.loss_scale
+    keys: dict[str, object] = {}
+    notes: list[str] = []
     if known.get(LOSS_SCALER) is not None:
-        found.keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
+        keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
     elif (values := of_stage0(known)) is not None:
-        found = _of_stage0(values, config)
-    elif checkpoint.loss_scale is not None and checkpoint.loss_scale != 1.0 and stage != 3:
-        found.notes.append(
-            f"the loss scale {checkpoint.loss_scale:g} is left to the training's configuration: how it changes, the "
-            "source does not say"
-        )
-    if stage == 3:
-        _complete(found, checkpoint, config, dtype)
-    return found
-
-
-def _of_stage0(values: Mapping[str, object], config: Mapping[object, object]) -> Scaling:
-    """Return the loss scaler for a stage-0 optimizer."""
-    if not values["dynamic"]:
-        return Scaling({LOSS_SCALER: _static(values["cur_scale"]), DYNAMIC: False},
-                       ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
-    notes = [
-        "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
-        "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
-        "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
-    ]
-    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, notes)
-
-
-def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:
-    """Add what ZeRO-3 does not load without, and say so."""
-    if LOSS_SCALER not in found.keys:
-        scale = checkpoint.loss_scale
+        keys = {LOSS_SCALER: _scaler(values, config), DYNAMIC: values["dynamic"]}
+        notes = [
+            "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
+            "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
+            "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
+        ]
+        if not values["dynamic"]:
+            notes = ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"]
+    elif scale is not None and scale != 1.0 and stage != 3:
+        notes = [
+            f"the loss scale {scale:g} is left to the training's configuration: how it changes, the source does not say"
+        ]
+    if stage != 3:
+        return keys, notes
+    if LOSS_SCALER not in keys:  # without which ZeRO-3 does not load
+        values, what = {"cur_scale": 1.0, "dynamic": False}, "scales by 1"
         if dtype == "float16":
             power = _option(config, "initial_scale_power")
             begun = 2.0 ** int(power) if isinstance(power, int) else 2.0**16
-            values = {"cur_scale": begun if scale is None else scale, "cur_iter": 0, "last_overflow_iter": -1,
-                      "scale_factor": 2.0, "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
-            found.keys[LOSS_SCALER] = _dynamic(values, config)
+            values = {"cur_scale": begun if scale is None else scale, "dynamic": True, "cur_iter": 0,
+                      "last_overflow_iter": -1, "scale_factor": 2.0,
+                      "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
             what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
-            found.notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
-        else:
-            found.keys[LOSS_SCALER] = _static(1.0)
-            found.notes.append("ZeRO-3 loads nothing without a loss scaler, and the source has none: it scales by 1")
-    scaler = found.keys[LOSS_SCALER]
-    node = node_of(scaler)
-    dynamic = node.get("dynamic") if isinstance(node, Object) else False
-    found.keys.setdefault(DYNAMIC, dynamic is True)
-    found.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
+        keys[LOSS_SCALER] = _scaler(values, config)
+        notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
+    node = node_of(keys[LOSS_SCALER])
+    keys.setdefault(DYNAMIC, isinstance(node, Object) and node.get("dynamic") is True)
+    keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
+    return keys, notes
 
 
 def _option(config: Mapping[object, object], name: str) -> object:
@@ -121,15 +101,12 @@ def _option(config: Mapping[object, object], name: str) -> object:
     return section.get(name, _DEFAULTS[name]) if isinstance(section, dict) else _DEFAULTS[name]
 
 
-def _static(scale: object) -> Object:
-    state: dict[object, object] = {"cur_scale": scale, "dynamic": False}
-    return Object(Global(_MODULE, "LossScaler"), how="newobj", state=state, has_state=True)
-
-
-def _dynamic(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
+def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
+    state: dict[object, object] = {"cur_scale": values["cur_scale"], "dynamic": values["dynamic"]}
+    if not values["dynamic"]:
+        return Object(Global(_MODULE, "LossScaler"), how="newobj", state=state, has_state=True)
     hysteresis = _option(config, "hysteresis")
-    state: dict[object, object] = {
-        "cur_scale": values["cur_scale"], "dynamic": True,
+    state |= {
         **{key: values[key] for key in _COUNTED[1:]},
         "min_scale": _option(config, "min_loss_scale"),
         "delayed_shift": hysteresis, "cur_hysteresis": hysteresis,

@@ -12,15 +12,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.flat import Slots, cut_files
+from zckpt.formats.deepspeed.expert_ranks import Spread
+from zckpt.formats.deepspeed.rank_state import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of, element_slots, quantised_keys, weight_in
 from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Shape, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Extent, Padding, PaddingSpan, Shape, Slot
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 from zckpt.torchfile import Tensor
 
 if TYPE_CHECKING:
     from zckpt.state.cuts import Ranges
+
+
+GROUPS_KEY = "ds_zero_partition_groups"
+"""In an optimizer file: which ranks share a sub-group, where not all do, see `auto_ep_shards`."""
 
 
 @dataclass(slots=True)
@@ -53,7 +59,7 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
         The shards of a rank do not add up to its sub-groups.
     """
     for member in members:
-        special = member.content.get("ds_zero_partition_groups") or []
+        special = member.content.get(GROUPS_KEY) or []
         listed = special if isinstance(special, list) else [{"partition_count": 0}]
         counts = {g.get("partition_count") for g in listed if isinstance(g, dict)}
         if counts - {len(members), None}:
@@ -69,30 +75,18 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
         if (sizes := _sizes(member)) != _sizes(members[0]) and _walk(shapes, member, world) != walk:
             raise _mismatch(member, world, shapes, sizes)
     places: dict[int, list[tuple[int, int]]] = {}
-    files: dict[tuple[int, str], tuple[list[Tensor | None], CutFiles | None]] = {}
+    lines: dict[tuple[int, str], Line] = {}
     slots: Slots = {name: {} for name in shapes}
     for name, index, at in walk:
         shape, numel = shapes[name], math.prod(shapes[name])
         places.setdefault(index, []).append((at, numel))
         for key in (MASTER, *sorted(keys[index])):
-            if (index, key) not in files:
+            if (index, key) not in lines:
                 held = [m.masters[index] if key == MASTER else m.tensors[index].get(key) for m in members]
-                present = [tensor for tensor in held if tensor is not None]
-                alike = len(present) == world
-                files[index, key] = held, cut_files(present, [m.path for m in members]) if alike else None
-            held, line = files[index, key]
-            spans: Sequence[Span] = ()
-            if line is not None:
-                spans = CutSpans(line, shape, 0, shard_numel(numel, world), at)
-            else:
-                shares = ((*shard_share(numel, world, rank), member) for rank, member in enumerate(members))
-                spans = tuple(
-                    span_of(tensor, member.path, Extent.flat(shape, start, count), first=at)
-                    for tensor, (start, count, member) in zip(held, shares, strict=True)
-                    if tensor is not None and count
-                )
-            for first in [tensor for tensor in held if tensor is not None][:1]:
-                slots[name][key] = Slot(key, first.dtype, shape, spans)
+                lines[index, key] = Line(held, [member.path for member in members])
+            line = lines[index, key]
+            for tensor in [tensor for tensor in line.tensors if tensor is not None][:1]:
+                slots[name][key] = Slot(key, tensor.dtype, shape, line.spans(shape, 0, shard_numel(numel, world), at))
     paddings = []
     pads = {index: shard_paddings([numel for _, numel in its], world) for index, its in sorted(places.items())}
     for rank, member in enumerate(members):
@@ -257,3 +251,81 @@ def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot
             extent = Extent.flat(shape, start, count)
             spans.append(span_of(tensor, model.path, extent))
     return Slot(WEIGHT, shards[0][1].dtype, shape, tuple(spans))
+
+
+class ShardedRank(Rank):
+    """A rank of ZeRO-3, whose model files have no weights of what is trained, and shards of what is not."""
+
+    parameterwise = True
+
+    def read(self, spread: Spread[OptimizerShard]) -> None:  # noqa: ARG002
+        """Read the optimizer's files."""
+        state, model, members = self.state, self.model, self.members
+        if model.param_shapes is None:
+            raise LayoutError("no param_shapes", advice="the order of the shards is not known")
+        shapes: Shapes = {name: shape for one in model.param_shapes for name, shape in one.items()}
+        if len(shapes) != sum(map(len, model.param_shapes)):
+            raise LayoutError("a parameter is in two param groups")
+        state.transposed = model.uses_zenflow
+        keys = element_slots(
+            Case(member, index, master.numel, master.numel, quantised_keys(member.tensors[index]))
+            for member in members
+            for index, master in enumerate(member.masters)
+        )
+        read = {sub: keys[sub] - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
+        if members[0].content.get(GROUPS_KEY):
+            from zckpt.formats.deepspeed.auto_ep_shards import cut_experts
+
+            cut = cut_experts(self.models, members, read)
+        else:
+            cut = cut_parameters(shapes, members, read)
+        state.expert_parallel, state.padding_spans = cut.degree, [*cut.spans, FrozenPadding(self.models)]
+        subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(members[0].groups)]  # type: ignore[attr-defined]
+        group_of = {sub: index for index, one in enumerate(subs) for sub in one}
+        absent = sorted(sub for sub in group_of if not 0 <= sub < len(members[0].masters))
+        if absent:
+            raise LayoutError(
+                "a param group names a sub-group that is not there",
+                path=members[0].path,
+                expected=f"below {len(members[0].masters)}",
+                found=absent[0],
+            )
+        for name, shape in cut.shapes.items():
+            if cut.sub_groups[name] not in group_of:
+                raise LayoutError(f"sub-group {cut.sub_groups[name]} is in no param group", path=members[0].path)
+            self.trained[name] = (shape, cut.slots[name], group_of[cut.sub_groups[name]])
+        for index, its_subs in enumerate(subs):
+            names = [name for name, (_, _, group) in self.trained.items() if group == index]
+            self.add_group(index, its_subs, names)
+        self.add_values(group_of, {sub: read[sub] for sub in group_of})
+        state.padding = by_group(cut.padding, group_of)
+
+    def weight(self, name: str, shape: Shape, tensor: Tensor, path: str) -> dict[str, Slot]:  # noqa: ARG002
+        """Return nothing: in the file, its tensor is empty."""
+        return {}
+
+    def frozen(self, name: str, tensor: Tensor, path: str) -> Slot | None:
+        """Return the weight of a parameter that is not trained, from the shards in each rank's model file."""
+        if name not in self.model.module:
+            return super().frozen(name, tensor, path)
+        shape = (self.model.frozen_shapes or {}).get(name)
+        if shape is None or 0 in shape:
+            return None if shape is None else Slot(WEIGHT, tensor.dtype, shape, ())
+        slot = frozen_weight(name, shape, self.models)
+        if slot is None or not self.state.transposed:
+            return slot
+        from zckpt.formats.deepspeed.zenflow import transposed_slot
+
+        return transposed_slot(slot)
+
+    def is_beside(self, name: str, tensor: Tensor) -> bool:
+        """Tell whether a tensor is none of a parameter's, which are empty."""
+        return tensor.numel > 0 and name not in (self.model.frozen_shapes or {})
+
+    def note_copies(self) -> None:
+        """Note the copies of buffers that other ranks' files hold."""
+        for model in self.models[1:]:
+            for name, buffer in self.state.buffers.items():
+                if name in model.module:
+                    copy = weight_in(model.module[name], model.path)
+                    self.state.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")

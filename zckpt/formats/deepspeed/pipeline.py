@@ -20,11 +20,10 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import check_stages_alike
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, weights_of
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import ParamGroup, Shape
 from zckpt.torchfile import Digests, Tensor, TorchFile
@@ -172,14 +171,10 @@ def with_shapes(
                 if (shard.mp_rank or 0) == model.mp_rank % tp
                 for key, tensor in weights_of(file).items()
             }
-            shapes: list[Shapes] = []
-            for index in range(len(members[0].masters)):
-                numels: dict[str, int] = {}
-                for member in members:
-                    mapping = (member.mappings or [])[index]
-                    for name, (_, numel) in sorted(mapping.items(), key=lambda item: item[1][0]):
-                        numels[name] = numels.get(name, 0) + numel
-                shapes.append({name: _shape_of(name, numel, weights) for name, numel in numels.items()})
+            shapes = [
+                {name: _shape_of(name, numel, weights) for name, numel in mapped_numels(members, index).items()}
+                for index in range(len(members[0].masters))
+            ]
             model = replace(model, param_shapes=shapes)  # noqa: PLW2901
         found.append(model)
     return found
@@ -290,8 +285,8 @@ def join(stages: Sequence[RankState]) -> RankState:
     ShardError
         Stages have taken other steps.
     """
-    if len(stages) == 1:
-        return stages[0]
+    from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
+
     joined = RankState.gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
     for stage in stages:

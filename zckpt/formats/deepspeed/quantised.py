@@ -9,13 +9,13 @@ partition in a dict, torchao each in a tensor of a class of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from zckpt.engine.computed import Computed
-from zckpt.errors import UnsupportedError, listed
-from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.errors import UnsupportedError, about, listed
+from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import ADAM, NESTED, block_of, pieces_of
 from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
@@ -92,70 +92,58 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
     """
     if not any(map(is_quantised, checkpoint.per_rank)):
         return checkpoint
-    path = checkpoint.source
-    others = [one for one in checkpoint.per_rank if not is_quantised(one)]
-    if others:
-        raise UnsupportedError(
-            "quantised state beside other state of ranks' own",
-            path=path,
-            found=keys_listed(others),
-            advice="resume in the program that saved it, or `zckpt consolidate` the model",
-        )
-    held = _held(checkpoint, path)
-    sliced = [name for name, one in checkpoint.parameters.items() if MASTER in one.slots and not _is_cut(one)]
-    if sliced and not keeps_files:
-        raise of_slices(f"the optimizer's state of {listed(sliced)}", path)
-    origin = origin_of(checkpoint)
-    groups = None if origin is None or len(origin.ranks) > 1 else {value.group for value in checkpoint.per_rank}
-    parameters = {
-        name: one if name in sliced else _with_floats(one, held, path, groups)
-        for name, one in checkpoint.parameters.items()
-    }
-    files = _origin(checkpoint, parameters, held, path) if keeps_files else None
-    return replace(checkpoint, parameters=parameters, per_rank=[], origin=files)
+    with about(checkpoint.source):
+        others = [one for one in checkpoint.per_rank if not is_quantised(one)]
+        if others:
+            raise UnsupportedError(
+                "quantised state beside other state of ranks' own",
+                found=keys_listed(others),
+                advice="resume in the program that saved it, or `zckpt consolidate` the model",
+            )
+        origin, held = origin_of(checkpoint), _held(checkpoint)
+        # A parameter that is one of the ranks' partitions as it is, not put together of slices, is cut.
+        sliced = [
+            name for name, one in checkpoint.parameters.items()
+            if MASTER in (its := one.slots) and (not isinstance(its[MASTER].spans, CutSpans) or its[MASTER].replicas)
+        ]  # fmt: skip
+        if sliced and not keeps_files:
+            raise of_slices(f"the optimizer's state of {listed(sliced)}")
+        several = origin is not None and len(origin.ranks) > 1
+        groups = None if origin is None or several else {value.group for value in checkpoint.per_rank}
+        every = {name: one for name, one in checkpoint.parameters.items() if name not in sliced}
+        parameters = {**checkpoint.parameters, **_with_floats(every, held, groups)}
+        if origin is None or not keeps_files:
+            return replace(checkpoint, parameters=parameters, per_rank=[], origin=None)
+        ranks = []
+        for state in (files.state for files in origin.ranks):
+            of_rank = {value.group for value in state.per_rank}
+            own = _with_floats(state.parameters, held, of_rank) if several else parameters
+            ranks.append(replace(state, parameters=own, per_rank=[]))
+        files = [replace(one, state=state) for one, state in zip(origin.ranks, ranks, strict=True)]
+        return replace(checkpoint, parameters=parameters, per_rank=[], origin=replace(origin, ranks=files))
 
 
-def of_slices(what: str, path: str | None = None) -> UnsupportedError:
+def of_slices(what: str) -> UnsupportedError:
     """Return the error of quantised state that would have to be put together of slices, or sliced."""
     return UnsupportedError(
         f"{what} is quantised in blocks of each tensor-parallel rank's slices",
-        path=path,
         expected="the tensor-parallel size that it has",
         advice="`zckpt reshard --dequantize` at that size writes floats, which are then cut or converted as any others",
     )
 
 
-def _is_cut(parameter: Parameter) -> bool:
-    """Tell whether a parameter is one of the ranks' partitions as it is, not put together of slices."""
-    master = parameter.slots[MASTER]
-    return isinstance(master.spans, CutSpans) and not master.replicas
+def _with_floats(
+    parameters: Mapping[str, Parameter], held: Held, groups: Collection[int] | None
+) -> dict[str, Parameter]:
+    """Return parameters with float slots, where they are in one of some groups, which have quantised state."""
+    found = dict(parameters)
+    for name, one in parameters.items():
+        if one.tied_to is None and MASTER in one.slots and (groups is None or one.group in groups):
+            found[name] = replace(one, slots={**one.slots, **_slots(one, held)})
+    return found
 
 
-def _with_floats(parameter: Parameter, held: Held, path: str, groups: Collection[int] | None) -> Parameter:
-    """Return a parameter with float slots, if it is in one of some groups, which have quantised state."""
-    if parameter.tied_to is not None or MASTER not in parameter.slots:
-        return parameter
-    if groups is not None and parameter.group not in groups:
-        return parameter
-    return replace(parameter, slots={**parameter.slots, **_slots(parameter, held, path)})
-
-
-def _origin(checkpoint: Checkpoint, parameters: dict[str, Parameter], held: Held, path: str) -> Origin | None:
-    """Return the files of a checkpoint with floats in what each model-parallel rank's describe."""
-    origin = origin_of(checkpoint)
-    if origin is None:
-        return None
-    ranks = []
-    for files in origin.ranks:
-        own = parameters
-        if len(origin.ranks) > 1:
-            groups = {value.group for value in files.state.per_rank}
-            own = {name: _with_floats(one, held, path, groups) for name, one in files.state.parameters.items()}
-        ranks.append(replace(files, state=replace(files.state, parameters=own, per_rank=[])))
-    return replace(origin, ranks=ranks)
-
-
-def _held(checkpoint: Checkpoint, path: str) -> Held:
+def _held(checkpoint: Checkpoint) -> Held:
     """Return the moments of each partition of each rank."""
     origin = origin_of(checkpoint)
     members = [] if origin is None else [member for files in origin.ranks for member in files.members]
@@ -164,8 +152,8 @@ def _held(checkpoint: Checkpoint, path: str) -> Held:
     for value in checkpoint.per_rank:
         member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
         if member is None or value.part >= len(member.masters):
-            raise _uncertain(what, path, f"partition {value.part} of rank {value.rank}, of which there is no master")
-        found = moments_of(value, what, path)
+            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, of which there is no master")
+        found = moments_of(value, what, checkpoint.source)
         held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
     return held
 
@@ -183,14 +171,14 @@ def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
     if value.key != NESTED:
         node = value.value.node if isinstance(value.value, FromFile) else None
         if not isinstance(node, MetaTensor):
-            raise _uncertain(what, path, value.key)
+            raise _uncertain(what, value.key)
         partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
         found = torchao.quantised(value.key, partition, path)
         return {value.key: Moment(value.key, found.codes, found.scale, found.qmap, found.block, found.cls)}
     _, pieces = pieces_of(value.value, what, path)
     keys = sorted(ADAM.keys() & pieces.keys())
     if set(pieces) - {f"{kind}{key[-1]}" for kind in ("state", "qmap", "absmax") for key in keys}:
-        raise _uncertain(what, path, ", ".join(pieces))
+        raise _uncertain(what, ", ".join(pieces))
     moments = {}
     for key in keys:
         name = ADAM[key] if len(keys) == len(ADAM) else key  # Lion's and momentum look alike
@@ -201,20 +189,19 @@ def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
     return moments
 
 
-def _uncertain(name: str, path: str, found: object) -> UnsupportedError:
+def _uncertain(name: str, found: object) -> UnsupportedError:
     return UnsupportedError(
         f"it is not certain what the quantised state of {name} is of",
-        path=path,
         expected="codes of moments of each rank's partition, in blocks, as bitsandbytes and torchao have them",
         found=found,
         advice="resume in the program that saved it, or `zckpt consolidate` the model",
     )
 
 
-def _slots(parameter: Parameter, held: Held, path: str) -> dict[str, Slot]:
-    master = parameter.slots.get(MASTER)
-    if master is None or not isinstance(master.spans, CutSpans) or master.shape != parameter.shape:
-        raise _uncertain(parameter.name, path, "no master that is cut as ZeRO cuts")
+def _slots(parameter: Parameter, held: Held) -> dict[str, Slot]:
+    master = parameter.slots[MASTER]
+    if not isinstance(master.spans, CutSpans) or master.shape != parameter.shape:
+        raise _uncertain(parameter.name, "no master that is cut as ZeRO cuts")
     files = master.spans.files
     bases = dict(zip(files.paths, files.offsets, strict=True))
     placed = []
@@ -223,14 +210,14 @@ def _slots(parameter: Parameter, held: Held, path: str) -> dict[str, Slot]:
         placed.append((span, position, held.get((span.path, bases[span.path]), {})))
     names = {frozenset(moments) for _, _, moments in placed}
     if len(names) > 1:
-        raise _uncertain(parameter.name, path, "other moments on other ranks")
+        raise _uncertain(parameter.name, "other moments on other ranks")
     found = sorted(names.pop()) if names else []
     if placed and not found and not parameter.slots.keys() - {MASTER}:
-        raise _uncertain(parameter.name, path, f"none of it in {placed[0][0].path}")
-    return {name: _slot(name, parameter, [(span, at, its[name]) for span, at, its in placed], path) for name in found}
+        raise _uncertain(parameter.name, f"none of it in {placed[0][0].path}")
+    return {name: _slot(name, parameter, [(span, at, its[name]) for span, at, its in placed]) for name in found}
 
 
-def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]], path: str) -> Slot:
+def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]]) -> Slot:
     """Return one moment of a parameter: computed, or where it is in float32, as it lies there."""
     from zckpt.engine.blockwise import InPortions, Portion
 
@@ -240,24 +227,18 @@ def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Mom
         codes, extent = moment.codes, span.extent
         [own] = codes.spans or (None,)
         if own is None or own.strides is not None or len(codes.shape) != 1 or position + extent.numel > moment.numel:
-            raise _uncertain(parameter.name, path, f"{name} of shape {codes.shape}")
+            raise _uncertain(parameter.name, f"{name} of shape {codes.shape}")
         if moment.scale is None:
             offset = own.offset + position * itemsize(codes.dtype)
             spans.append(replace(own, extent=Extent.flat(parameter.shape, extent.start, extent.numel), offset=offset))
         else:
-            scales = _repeated(moment.scale, moment.block)
-            its = codes, scales, moment.qmap, moment.per_code == 2
+            [scale] = moment.scale.spans  # with one for each element of a block, as torch's `expand` gives them
+            shape, step = (math.prod(moment.scale.shape), moment.block), (scale.strides or (1,))[0]
+            scale = replace(scale, extent=Extent.whole(shape), strides=(step, 0))
+            its = codes, replace(moment.scale, shape=shape, spans=(scale,)), moment.qmap, moment.per_code == 2
             portions.append(Portion(extent.start, extent.numel, position, *its))
     if (spans and portions) or len({(one.qmap is None, one.is_packed) for one in portions}) > 1:
-        raise _uncertain(parameter.name, path, "codes on some ranks, others or floats on others")
+        raise _uncertain(parameter.name, "codes on some ranks, others or floats on others")
     if not portions:
         return Slot(name, "float32", parameter.shape, tuple(spans))
     return Computed(name, "float32", parameter.shape, (), function=InPortions(tuple(portions)))
-
-
-def _repeated(scale: Slot, block: int) -> Slot:
-    """Return scales with one for each element of a block, as torch's `expand` gives them."""
-    [own] = scale.spans
-    step = 1 if own.strides is None else own.strides[0]
-    shape = (math.prod(scale.shape), block)
-    return replace(scale, shape=shape, spans=(replace(own, extent=Extent.whole(shape), strides=(step, 0)),))

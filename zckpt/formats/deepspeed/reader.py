@@ -12,6 +12,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
+from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
@@ -24,11 +25,10 @@ from zckpt.formats.deepspeed.directory import (
 )
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, check_empty, is_expert
-from zckpt.formats.deepspeed.gpt_model import completed
 from zckpt.formats.deepspeed.group_order import in_one_order
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights, with_shapes
-from zckpt.formats.deepspeed.rank_state import read_rank
+from zckpt.formats.deepspeed.rank_state import Rank
 from zckpt.formats.deepspeed.ranks import (
     check_models,
     data_parallel_size,
@@ -46,11 +46,11 @@ from zckpt.formats.deepspeed.shards import (
     read_optimizer,
     section,
 )
-from zckpt.formats.deepspeed.tensor_parallel import merge
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
+from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
+    Apart,
     Content,
     apart_between,
     copies_of,
@@ -101,10 +101,15 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     with about(directory.path):
         ranks = list(files.ranks())
     states, tp = [rank.state for rank in ranks], files.tp
-    said = plain(model.content.get(INFO_KEY))
     info: Mapping[str, object] | None = given
-    if given is None:
-        info = completed(model, said if isinstance(said, dict) else None, states[::tp], sliced=tp > 1)
+    if given is None and not model.content.keys().isdisjoint((INFO_KEY, ARGUMENTS)):
+        from zckpt.formats.deepspeed.gpt_model import known_rules
+
+        said = plain(model.content.get(INFO_KEY))
+        shapes = {name: p.shape for state in states[::tp] for name, p in state.parameters.items()}
+        with about(model.path):
+            said = said if isinstance(said, dict) else None
+            info = known_rules(model.content, said, shapes, model.path, sliced=tp > 1)
     known = {} if info is None else {key: info[key] for key in (VOCABULARY_KEYS if tp == 1 else info) if key in info}
     rules = None if info is None else Rules(known, str(tp_rules or model.path))
     attached: list[str] | None = None
@@ -117,7 +122,12 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     with about(model.path):
-        state = join(stages := [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)])
+        stages = states
+        if tp > 1 or rules is not None:
+            from zckpt.formats.deepspeed.tensor_parallel import merge
+
+            stages = [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)]
+        state = join(stages) if len(stages) > 1 else stages[0]
     for name in ("parameters", "buffers", "per_rank", "padding", "padding_spans", "duplicates"):
         setattr(checkpoint, name, getattr(state, name))
     checkpoint.param_groups = state.groups
@@ -158,21 +168,23 @@ class _Files:
                 code=MISSING_FILE,
             )
         self.optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
-        with about(self.models[0].path):
-            check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
+        if self.models[0].content.get(LAYERS_KEY):
+            with about(self.models[0].path):
+                check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
         self.experts, self.layers, self.of_experts = (
             [(shard, read_torchfile(shard.path)) for shard in directory.of(role)]
             for role in (EXPERT, PIPELINE_LAYER, EXPERT_OPTIMIZER)
         )
         self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
         self.members: Sequence[OptimizerShard] = ()
+        if self.optimizers and self.of_experts:
+            check_empty(self.of_experts)
         of_ranks = [(one.shard, one.file) for one in (*self.models, *self.optimizers)]
         self._describe_files([*of_ranks, *self.experts, *self.layers, *self.of_experts])
         for model in self.models:
             if not isinstance(model.content.get("module"), dict) and not self.layers:
                 raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
         if self.optimizers:
-            check_empty(self.of_experts)
             for model in self.models:  # that of a mixture of experts has no configuration before 0.19
                 model.configuration = model.configuration or configuration(self.optimizers[0])
 
@@ -226,7 +238,8 @@ class _Files:
         weights, copies = stage_weights(self.layers, self._firsts(), tp) if self.layers else ({}, [])
         found = [self._of_rank(mp_rank) for mp_rank in self.mp_ranks]
         self.members = next((members for _, members in found if members), ())
-        every, apart = expert_files(self.experts), apart_between([members[0] for _, members in found if members])
+        firsts = [members[0] for _, members in found if members]
+        every, apart = expert_files(self.experts), apart_between(firsts) if len(firsts) > 1 else Apart()
         for number, (mp_rank, (models, members)) in enumerate(zip(self.mp_ranks, found, strict=True)):
             first, lane = number - number % tp, number % tp
             experts = every.of_stage(self.mp_ranks[first : first + tp])
@@ -235,7 +248,7 @@ class _Files:
             of_experts = experts.all() if across else experts.by_lane.get(lane, {})
             outer = {**of_experts, **weights.get(mp_rank, {})}
             with about(models[0].path):
-                state = read_rank(mp_rank, models, members, outer, shared, spread=spread, apart=apart)
+                state = _layout(members)(RankState(mp_rank), models, members, outer, apart).state_of(shared, spread)
             if across:
                 state.lanes, state.whole = spread.lanes, frozenset(filter(is_expert, state.parameters))
                 state.duplicates += experts.copies() if lane == 0 else ()
@@ -255,8 +268,9 @@ class _Files:
                 if self.experts
                 else ShardError(f"no model file of mp_rank {mp_rank}", code=MISSING_FILE)
             )
-        unsaved = is_unsaved(self.models, self.optimizers)
-        if not shards and (unsaved or not any(m.content.get("param_shapes") for m in own)):
+        if not shards and (
+            is_unsaved(self.models, self.optimizers) or not any(m.content.get("param_shapes") for m in own)
+        ):
             return own[:1], []
         members, leftovers = select(self.directory.path, own, shards, mp_rank)
         self.checkpoint.leftovers |= leftovers
@@ -387,6 +401,19 @@ class _Files:
             attach_experts(checkpoint, self.of_experts, model, names)
         elif content is not None and not by_rank:
             attach_optimizer(checkpoint, model, names)
+
+
+def _layout(members: Sequence[OptimizerShard]) -> type[Rank]:
+    """Return what reads a model-parallel rank with these optimizer files."""
+    if not members:
+        return Rank
+    if members[0].stage == 3:
+        from zckpt.formats.deepspeed.per_parameter import ShardedRank
+
+        return ShardedRank
+    from zckpt.formats.deepspeed.flat import FlatRank
+
+    return FlatRank
 
 
 def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str, tuple[Rule, ...]]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zckpt.errors import DamagedFileError, UnsupportedError, about
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import as_listed, filed_names, flattened
@@ -175,6 +175,27 @@ class OptimizerShard(_OfRank):
         return {MASTER: self.masters[index], **{k: t for k, t in self.tensors[index].items() if k in keys}}
 
 
+def mapped_numels(members: Sequence[OptimizerShard], index: int) -> dict[str, int]:
+    """Return how many elements each parameter of a group has, in its order, as the ranks that share it record it.
+
+    Raises
+    ------
+    LayoutError
+        They do not.
+    """
+    numels: dict[str, int] = {}
+    for member in members:
+        if member.mappings is None:
+            raise LayoutError(
+                "neither param_shapes nor param_slice_mappings",
+                path=member.path,
+                advice="the order of the flat buffer is not known",
+            )
+        for name, (_, numel) in sorted(member.mappings[index].items(), key=lambda item: item[1][0]):
+            numels[name] = numels.get(name, 0) + numel
+    return numels
+
+
 def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     """Read model files. Those that say the same share a tree and what is read from it, all but the first.
 
@@ -297,14 +318,15 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
     top = as_mapping(file.root, expected="a dict of optimizer states")
     content = as_mapping(top.get("optimizer_state_dict"), expected="a dict optimizer_state_dict")
     z = {str(key): value for key, value in content.items()}
-    stage = _stage(z)
+    stage = plain(z.get("zero_stage"))
+    if stage is None:
+        stage = 3 if "fp32_flat_groups" in z else 1
+    if stage not in (0, 1, 2, 3):
+        raise UnsupportedError("unknown ZeRO stage", expected="0, 1, 2 or 3", found=repr(stage))
+    stage = max(int(stage), 1)
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     masters: list[Tensor] = _items(z.get(key), key, Tensor, "tensors")
-    base = z.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    states, groups = _base_state(base, shard.path)
-    elastic = stage != 3 and isinstance(base, list)
-    if elastic:
-        groups = _param_groups(z.get("base_optimizer_param_groups", []), shard.path)
+    states, groups, elastic = _base_state(z, stage, shard.path)
     tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], shard.path)
     common = None if stage == 3 else z.get("base_optimizer_state_step")
     for one in scalars if common is not None else ():
@@ -340,15 +362,6 @@ def configuration(shard: OptimizerShard) -> object:
     return shard.file.root.get("ds_config") if isinstance(shard.file.root, dict) else None
 
 
-def _stage(z: Mapping[str, object]) -> int:
-    stage = plain(z["zero_stage"]) if "zero_stage" in z else None
-    if stage is None:
-        stage = 3 if "fp32_flat_groups" in z else 1
-    if stage not in (0, 1, 2, 3):
-        raise UnsupportedError("unknown ZeRO stage", expected="0, 1, 2 or 3", found=repr(stage))
-    return max(int(stage), 1)
-
-
 def _items(node: object, what: str, kind: type = object, of: str = "") -> list[Any]:
     """Return what a list of a file has, all of one kind."""
     if not isinstance(node, (list, tuple)) or not all(isinstance(one, kind) and type(one) is not bool for one in node):
@@ -357,26 +370,25 @@ def _items(node: object, what: str, kind: type = object, of: str = "") -> list[A
     return list(node)
 
 
-def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, object]], list[dict[str, object]]]:
-    """Return state by group index and the param groups, from the rigid or the elastic form."""
-    if isinstance(node, (list, tuple)):
-        return {i: as_mapping(state, expected="a dict of state") for i, state in enumerate(node)}, []
-    content = as_mapping(node, expected="the base optimizer's state")
-    state = as_mapping(content.get("state"), expected="a dict of state")
-    return (
-        {
-            key: as_mapping(one, expected="a dict of state")
-            for key, one in state.items()
-            if type(key) is int or isinstance(one, dict)
-        },
-        _param_groups(content.get("param_groups"), path),
-    )
-
-
-def _param_groups(node: object, path: str) -> list[dict[str, object]]:
-    """Return the param groups; of the elastic form, those that `zckpt strip` keeps next to it."""
-    groups = _items(node, "param_groups")
-    return [with_scalars(as_mapping(group, expected="a param group"), path) for group in groups]
+def _base_state(
+    z: Mapping[str, object], stage: int, path: str
+) -> tuple[dict[object, dict[object, object]], list[dict[str, object]], bool]:
+    """Return state by group index, the param groups, and whether it is the elastic form."""
+    base = z.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    held: dict[object, object]
+    if elastic := stage != 3 and isinstance(base, (list, tuple)):
+        held = dict(enumerate(_items(base, "state")))
+        listed = z.get("base_optimizer_param_groups", [])  # which `zckpt strip` keeps next to it
+    else:
+        content = as_mapping(base, expected="the base optimizer's state")
+        held, listed = as_mapping(content.get("state"), expected="a dict of state"), content.get("param_groups")
+    states = {
+        key: as_mapping(one, expected="a dict of state")
+        for key, one in held.items()
+        if type(key) is int or isinstance(one, dict)
+    }
+    groups = [as_mapping(group, expected="a param group") for group in _items(listed, "param_groups")]
+    return states, [with_scalars(group, path) for group in groups], elastic
 
 
 def _split_states(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.gpt_model import Told, layers_told
+from zckpt.formats.deepspeed.gpt_model import layers_told
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names
@@ -38,6 +39,10 @@ MOST_CASES = 512
 """With more ways in which tied layers could be used than this, a user has to say it."""
 
 SAY_IT = "say how the training deals them: --partition-method, --stage-bounds, --pipeline-layers"
+
+
+Weights = Mapping[int | str, int]
+"""Trained elements of each layer, and of each tied one by its key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +110,8 @@ class _Evidence:
         The layers whose files have a tied layer, by key.
     tied : dict of str to list of int
         The stages that have its state.
-    weights : dict of int to int
-        Trained elements of each layer in the source, and
-    keys : dict of str to int
-        of each tied one.
+    weights : dict of int or str to int
+        Trained elements of each layer in the source, and of each tied one by its key.
     """
 
     stages: int
@@ -117,8 +120,7 @@ class _Evidence:
     filed: set[int] = field(default_factory=set)
     first_use: dict[str, list[int]] = field(default_factory=dict)
     tied: dict[str, list[int]] = field(default_factory=dict)
-    weights: dict[int, int] = field(default_factory=dict)
-    keys: dict[str, int] = field(default_factory=dict)
+    weights: Weights = field(default_factory=dict)
 
     @property
     def least(self) -> int:
@@ -131,30 +133,27 @@ class _Evidence:
         held = all(bounds[stage] <= layer < bounds[stage + 1] for layer, stage in self.stage.items())
         return held and all(stages.of(f"{TIED}{key}.") == its for key, its in self.tied.items())
 
-    def free(self, key: str, layers: int) -> list[list[int]]:
-        """Return, for each stage that has a tied layer and no file of it, the layers that may use it there."""
-        found = []
-        for stage in self.tied[key]:
+    def cases(self, layers: int) -> Iterator[dict[str, Numbers]]:
+        """Yield the ways in which that many layers may use the tied ones.
+
+        Each stage that has a tied layer and no file of it has one layer that uses it.
+        """
+        choices: list[list[int]] = []
+        owners: list[str] = []
+        for key, stage in ((key, stage) for key, its in self.tied.items() for stage in its):
             low = max((layer for layer, its in self.stage.items() if its < stage), default=-1) + 1
             high = min((layer for layer, its in self.stage.items() if its > stage), default=layers)
             if not any(low <= layer < high for layer in self.first_use.get(key, ())):
-                found.append([layer for layer in range(low, high) if layer not in self.filed])
-        return found
-
-    def cases(self, layers: int) -> Iterator[dict[str, Numbers]]:
-        """Yield the ways in which that many layers may use the tied ones."""
-        keys = list(self.tied)
-        choices = [choice for key in keys for choice in self.free(key, layers)]
-        owners = [key for key in keys for _ in self.free(key, layers)]
-        if math.prod(len(choice) for choice in choices) > MOST_CASES:
+                choices.append([layer for layer in range(low, high) if layer not in self.filed])
+                owners.append(key)
+        if math.prod(map(len, choices)) > MOST_CASES:
             raise _unsure("too many layers may use the tied ones")
         for picked in itertools.product(*choices):
             if len(set(picked)) == len(picked):
-                yield {
-                    key: tuple(sorted({*self.first_use.get(key, ()), *(
-                        layer for layer, owner in zip(picked, owners, strict=True) if owner == key)}))
-                    for key in keys
-                }  # fmt: skip
+                uses = {key: set(self.first_use.get(key, ())) for key in self.tied}
+                for key, layer in zip(owners, picked, strict=True):
+                    uses[key].add(layer)
+                yield {key: tuple(sorted(its)) for key, its in uses.items()}
 
 
 def _unsure(found: str) -> UnsupportedError:
@@ -237,15 +236,24 @@ def _check(options: RecutOptions, count: int) -> None:
 def _layers(
     origin: Origin, source: Sequence[RankState], seen: _Evidence, options: RecutOptions
 ) -> tuple[Sequence[Layer] | None, str | None]:
-    """Return the layers and how they are dealt, as options say it or else the program's arguments."""
+    """Return the layers and how they are dealt, as options say it or else the program's arguments.
+
+    Those are Megatron-DeepSpeed's, where the source's stages are those that they give its models.
+    """
     method = options.partition_method
     layers: Sequence[Layer] | None = None
     if options.pipeline_layers is not None:
         layers = parse_layers(options.pipeline_layers)
         _hold_against(layers, seen)
-    elif (told := _told(origin, source, seen)) is not None:
-        layers = told.layers
-        method = told.method if method is None and options.stage_bounds is None else method
+    else:
+        names = [name for state in source for name in state.parameters]
+        told = layers_told(origin.model.content, names, seen.first_use)
+        if told is not None and len(told[0]) >= seen.least:
+            uses = _uses(told[0])
+            was = _by_method(told[1], len(told[0]), uses, told[0], seen.stages, seen.weights)
+            if seen.fits(Stages(was, uses)):
+                layers = told[0]
+                method = told[1] if method is None and options.stage_bounds is None else method
     if method is not None and method.lower().startswith(TYPE) and layers is None:
         raise UsageError(
             "the files do not say of which type a layer is", expected="--pipeline-layers with it", found=method
@@ -253,30 +261,16 @@ def _layers(
     return layers, method
 
 
-def _told(origin: Origin, source: Sequence[RankState], seen: _Evidence) -> Told | None:
-    """Return the layers of Megatron-DeepSpeed's models, where the source's stages are those that it gives them."""
-    names = [name for state in source for name in state.parameters]
-    told = layers_told(origin.model.content, names, seen.first_use)
-    if told is None or len(told.layers) < seen.least:
-        return None
-    uses = _uses(told.layers)
-    was = _by_method(told.method, len(told.layers), uses, told.layers, seen.stages, (seen.weights, seen.keys))
-    return told if seen.fits(Stages(was, uses)) else None
-
-
 def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Evidence:
-    seen = _Evidence(len(source), path)
+    seen = _Evidence(len(source), path, weights=_weights(source))
     for number, state in enumerate(source):
-        names = [name for group in state.groups for name in group.parameters]
-        for name in (*names, *state.buffers):
+        for name in (*(name for group in state.groups for name in group.parameters), *state.buffers):
             key = tied_key(name)
             if key is None:
                 seen.stage[layer_of(name)] = number
             elif number not in seen.tied.setdefault(key, []):
                 seen.tied[key].append(number)
-    seen.weights, seen.keys = _weights(source)
-    tp = max(len(origin.ranks) // len(source), 1)
-    models = [files.models[0] for files in origin.ranks[::tp]]
+    models = [files.models[0] for files in origin.ranks[:: max(len(origin.ranks) // len(source), 1)]]
     if not origin.layers:  # with experts the stages' own files have the weights
         seen.filed.update(seen.stage)
     for shard, file in origin.layers:
@@ -287,39 +281,35 @@ def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Eviden
     return seen
 
 
-def _weights(states: Sequence[RankState]) -> tuple[dict[int, int], dict[str, int]]:
-    """Return the trained elements of each layer, and of each tied one by its key."""
-    layers: dict[int, int] = {}
-    keys: dict[str, int] = {}
+def _weights(states: Sequence[RankState]) -> Weights:
+    found: Counter[int | str] = Counter()
     for number, state in enumerate(states):
         own = [name for group in state.groups for name in group.parameters]
         for name in own:
-            numel, key = state.parameters[name].numel, tied_key(name)
-            if key is None:
-                layers[layer_of(name)] = layers.get(layer_of(name), 0) + numel
-            elif not any(name in g.parameters for before in states[:number] for g in before.groups):
-                keys[key] = keys.get(key, 0) + numel
-    return layers, keys
+            key = tied_key(name)
+            if key is None or not any(name in g.parameters for before in states[:number] for g in before.groups):
+                found[layer_of(name) if key is None else key] += state.parameters[name].numel
+    return found
 
 
 def _hold_against(layers: Sequence[Layer], seen: _Evidence) -> None:
     """Raise where a list of layers is not that of the files."""
     uses = _uses(layers)
-    problem: tuple[str, object] | None = None
+    problems: list[tuple[str, object]] = []
     if len(layers) < seen.least:
-        problem = f"at least {seen.least} layers", len(layers)
+        problems.append((f"at least {seen.least} layers", len(layers)))
     elif not seen.tied.keys() <= uses.keys():
-        problem = f"tied layers {', '.join(sorted(seen.tied))}", ", ".join(sorted(uses)) or "none"
-    for key, numbers in seen.first_use.items():
-        if problem is None and not set(numbers) <= set(uses[key]):
-            problem = f"{key} in layer {min(numbers)}", ", ".join(map(str, uses[key]))
-    tied = {layer for numbers in uses.values() for layer in numbers}
-    wrong = sorted(tied & seen.weights.keys())
-    if problem is None and wrong:
-        problem = f"layer {wrong[0]} with parameters of its own", f"{layers[wrong[0]].kind}={layers[wrong[0]].tied}"
-    if problem is not None:
+        problems.append((f"tied layers {', '.join(sorted(seen.tied))}", ", ".join(sorted(uses)) or "none"))
+    else:
+        for key, numbers in seen.first_use.items():
+            if not set(numbers) <= set(uses.get(key, ())):
+                problems.append((f"{key} in layer {min(numbers)}", ", ".join(map(str, uses.get(key, ())))))
+        for layer in sorted(layer for its in uses.values() for layer in its if layer in seen.weights):
+            own = f"{layers[layer].kind}={layers[layer].tied}"
+            problems.append((f"layer {layer} with parameters of its own", own))
+    if problems:
         raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=seen.path,
-                         expected=problem[0], found=problem[1])  # fmt: skip
+                         expected=problems[0][0], found=problems[0][1])  # fmt: skip
 
 
 def _uses(layers: Sequence[Layer]) -> dict[str, Numbers]:
@@ -338,7 +328,7 @@ def _dealt(
     bounds: Numbers | None,
     method: str | None,
     count: int,
-    after: tuple[dict[int, int], dict[str, int]],
+    after: Weights,
 ) -> Iterator[Stages]:
     """Yield the target's stages if that many layers use the tied ones so: by what is given, or as the source's."""
     if bounds is not None:
@@ -347,7 +337,7 @@ def _dealt(
         yield Stages(bounds, uses)
         return
     for one in (UNIFORM, PARAMETERS) if method is None else (method,):
-        was = Stages(_by_method(one, number, uses, layers, seen.stages, (seen.weights, seen.keys)), uses)
+        was = Stages(_by_method(one, number, uses, layers, seen.stages, seen.weights), uses)
         if seen.fits(was) or (layers is not None and method is not None):
             yield Stages(_by_method(one, number, uses, layers, count, after), uses)
 
@@ -358,14 +348,13 @@ def _by_method(
     uses: Mapping[str, Numbers],
     layers: Sequence[Layer] | None,
     count: int,
-    weights: tuple[dict[int, int], dict[str, int]],
+    weights: Weights,
 ) -> Numbers:
     if method.lower() == UNIFORM:
         return uniform(number, count)
     if method.lower() == PARAMETERS:
-        own, keys = weights
-        tied = {layer: keys.get(key, 0) for key, numbers in uses.items() for layer in numbers}
-        return balanced([own.get(layer, 0) + tied.get(layer, 0) for layer in range(number)], count)
+        tied = {layer: weights.get(key, 0) for key, numbers in uses.items() for layer in numbers}
+        return balanced([weights.get(layer, 0) + tied.get(layer, 0) for layer in range(number)], count)
     return of_type(layers or [], method[len(TYPE) :], count)
 
 
@@ -378,8 +367,8 @@ def _shown(stages: Stages) -> str:
 
 def _check_trained(stages: Stages, seen: _Evidence) -> None:
     """Raise where a stage would have nothing to train: the optimizers of ZeRO and of 16 bits raise there."""
-    trained = {stage for layer in seen.weights for stage in stages.of(f"{layer}.")}
-    trained |= {stage for key in seen.keys for stage in stages.of(f"{TIED}{key}.")}
+    names = [f"{TIED}{layer}." if isinstance(layer, str) else f"{layer}." for layer in seen.weights]
+    trained = {stage for name in names for stage in stages.of(name)}
     empty = sorted(set(range(len(stages.bounds) - 1)) - trained)
     if empty:
         raise UsageError(

@@ -36,8 +36,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.expert_ranks import sharing, spread_of
-from zckpt.formats.deepspeed.flat import Partitions
-from zckpt.formats.deepspeed.groups import flat_groups
+from zckpt.formats.deepspeed.flat import Partitions, flat_groups
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
 from zckpt.formats.deepspeed.shards import OptimizerShard

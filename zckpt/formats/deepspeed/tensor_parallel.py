@@ -26,7 +26,6 @@ from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
 from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.groups import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.quantised import of_slices
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
@@ -185,7 +184,7 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
         return first
     if any(isinstance(slot, Computed) for slot in slots):
         if rule.kind in (AVERAGED, SLICED):
-            raise of_slices(f"{first.name} of {name}")
+            raise _of_slices(f"{first.name} of {name}")
         return first
     if rule.kind == AVERAGED:
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
@@ -200,6 +199,12 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
     return placed(parts) if math.prod(rule.shape) else Slot(first.name, first.dtype, rule.shape, ())
 
 
+def _of_slices(what: str) -> UnsupportedError:
+    from zckpt.formats.deepspeed.quantised import of_slices
+
+    return of_slices(what)
+
+
 def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     """Return what one tensor-parallel rank has of a whole parameter.
 
@@ -211,7 +216,7 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     shape = _with(rule.shape, rule.dim, sum(s.size for s in shares))
     computed = [key for key, slot in parameter.slots.items() if isinstance(slot, Computed)]
     if computed:
-        raise of_slices(f"{computed[0]} of {parameter.name}")
+        raise _of_slices(f"{computed[0]} of {parameter.name}")
 
     def of_rank(slot: Slot) -> Slot:
         present = slot.shape[rule.dim]

@@ -281,6 +281,9 @@ class Rules:
 
 INFO_KEY = "universal_checkpoint_info"
 
+ARGUMENTS = "args"
+"""Under which a model file has a program's arguments."""
+
 REPLICATED_KEY = "tp_replicated_parameter_patterns"
 
 VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")

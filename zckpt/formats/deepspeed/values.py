@@ -21,14 +21,16 @@ sampler's position), that is kept under the file's stem and the key: `zero_pp_ra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.state_dicts import optimizer_rules
-from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import WEIGHT, Duplicate, Scalar, Slot
+from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
+from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Scalar, Shape, Slot, Span
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened, read_at
@@ -155,8 +157,6 @@ def apart_between(firsts: Sequence[OptimizerShard]) -> Apart:
 
     A stage of a pipeline may have fewer groups than the first.
     """
-    if len(firsts) < 2:
-        return Apart()
     count = len(firsts[0].groups)
     groups = [own_hyperparameters([one for one in firsts if index < len(one.groups)], index) for index in range(count)]
     found = set()
@@ -278,6 +278,9 @@ def weight_in(tensor: Tensor, path: str) -> dict[str, Slot]:
     return {WEIGHT: slot_of(WEIGHT, tensor, path)}
 
 
+Slots = dict[str, dict[str, Slot]]
+"""Slots by parameter name, then by slot name."""
+
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 COMPARED_NBYTES = 1 << 20
@@ -356,3 +359,90 @@ def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
             continue
         with opened(one.path) as descriptor:
             yield read_at(descriptor, one.storage.offset, count, path=one.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`.
+
+    `others` are the keys of tensors that are something else.
+    """
+
+    member: OptimizerShard
+    group: int
+    low: int
+    high: int
+    others: frozenset[str] = frozenset()
+
+
+def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
+    """Return the optimizer's keys that have a value for each element, by group; others have one for a whole group.
+
+    An optimizer may keep a key in full in some groups, and factored in others; all ranks of a group have it alike.
+
+    Raises
+    ------
+    LayoutError
+        A key has a value for each element on some ranks of a group, and not on others.
+    """
+    votes: dict[str, dict[int, dict[bool, Case]]] = {}
+    groups: dict[int, set[str]] = {}
+    for case in cases:
+        groups.setdefault(case.group, set())
+        for key, tensor in case.member.tensors[case.group].items():
+            if key in case.others:
+                continue
+            fits = len(tensor.shape) == 1 and case.low <= tensor.numel <= case.high
+            found = votes.setdefault(key, {}).setdefault(case.group, {})
+            if case.high > 1 or not fits:  # one element of one element says nothing
+                found.setdefault(fits, case)
+    for key, by_group in votes.items():
+        elsewhere = {fits for found in by_group.values() for fits in found}
+        for group, found in by_group.items():
+            if len(found) == 2 or (not found and len(elsewhere) == 2):
+                odd = next(case for one in by_group.values() for fits, case in one.items() if not fits)
+                raise LayoutError(
+                    f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
+                    path=odd.member.path,
+                    expected=f"{odd.high} elements, as elsewhere",
+                    found=odd.member.tensors[odd.group][key].shape,
+                )
+            if False not in (found or elsewhere):
+                groups[group].add(key)
+    return groups
+
+
+class Line:
+    """The tensors of one slot in the files of all ranks, each of which has some of a line of elements, see `CutSpans`.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor or None
+        Some ranks may have none.
+
+    Raises
+    ------
+    UnsupportedError
+        The bytes of a tensor alone do not give its values.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], paths: Sequence[str]) -> None:
+        self.tensors, self.paths = tensors, paths
+        held = [(tensor, path) for tensor, path in zip(tensors, paths, strict=True) if tensor is not None]
+        self._files: CutFiles | None = None
+        alike = len(held) == len(tensors) and not any(unresolved(tensor, path) for tensor, path in held)
+        kinds = {(tensor.dtype, tensor.byteorder) for tensor, _ in held}
+        if alike and len(kinds) == 1 and all(tensor.is_contiguous for tensor, _ in held):
+            self._files = CutFiles(tuple(paths), tuple(tensor.offset for tensor, _ in held), *kinds.pop())
+
+    def spans(self, shape: Shape, origin: int, width: int, at: int = 0) -> Sequence[Span]:
+        """Return where a parameter lies: by a rule, or one by one where files are not alike."""
+        if self._files is not None:
+            return CutSpans(self._files, shape, origin, width, at)
+        found: list[Span] = []
+        for rank, (tensor, path) in enumerate(zip(self.tensors, self.paths, strict=True)):
+            low, high = max(origin, rank * width), min(origin + math.prod(shape), (rank + 1) * width)
+            if tensor is not None and low < high:
+                extent = Extent.flat(shape, low - origin, high - low)
+                found.append(span_of(tensor, path, extent, first=low - rank * width + at))
+        return tuple(found)

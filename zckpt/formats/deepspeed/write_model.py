@@ -8,11 +8,11 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import auto_experts, listed_layers
 from zckpt.formats.deepspeed.experts import is_expert, numbers_of_experts
-from zckpt.formats.deepspeed.gpt_model import ARGUMENTS, SHARED, arguments_in, with_degrees
+from zckpt.formats.deepspeed.gpt_model import SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents, stage0_optimizer
 from zckpt.formats.deepspeed.zenflow import transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of

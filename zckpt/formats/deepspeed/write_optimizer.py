@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
-from zckpt.formats.deepspeed.auto_ep_shards import GROUPS_KEY, partition_groups
+from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
+from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view

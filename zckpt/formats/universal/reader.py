@@ -19,8 +19,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, listed
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.auto_ep import common, with_layers
-from zckpt.formats.deepspeed.auto_ep_shards import router_names
+from zckpt.formats.deepspeed.auto_ep import common, router_names, with_layers
 from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
 from zckpt.formats.deepspeed.groups import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, frozen_weight
