@@ -17,9 +17,10 @@ from zckpt.torchfile import TorchFile, read_torchfile
 NAMES = [f"layer.{i}.weight" for i in range(FEWEST_RECORDS)]
 
 
-@pytest.fixture(autouse=True)
-def _from_the_first_file_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", 0)
+@pytest.fixture(autouse=True, params=[0, 1 << 30], ids=["bytes", "pickles"])
+def _held_against(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As bytes from the first file on; and by its pickle and places of records, as small files are."""
+    monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", request.param)
 
 
 def save(path: Path, *, step: int = 3, value: float = 1.0, shape: tuple[int, ...] = (0,), numel: int = 50) -> Path:

@@ -24,7 +24,7 @@ from zckpt.formats.universal import directory as universal_directory
 from zckpt.formats.universal import writer
 from zckpt.formats.universal.directory import find
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
-from zckpt.torchfile import Global, Object
+from zckpt.torchfile import Global, Object, read_torchfile
 
 SAMPLES = FIXTURES / "universal"
 WITH_TRUTH = ["hf_llama_s2_bf16_dp2", "moe_ep1_s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp2"]
@@ -511,3 +511,15 @@ def test_state_of_modules_that_is_no_tensor_is_carried(tmp_path: Path) -> None:
     source = changed("s3_bf16_dp2", tmp_path, lambda content: content["module"].update({"a._extra_state": extra}))
     zckpt.convert(source, tmp_path / "out", to="zckpt")
     assert "module_extra_state" in zckpt.open(tmp_path / "out").metadata
+
+
+def test_files_of_parameters_of_one_shape_share_a_tree(tmp_path: Path) -> None:
+    """So that tens of thousands of them take little; each has its own place and checksums."""
+    found = zckpt.open(written(zckpt.open(FIXTURES / "s2_bf16_dp2"), tmp_path / "u"))
+    files = [one for one in found.files if Path(one.path).parent.parent.name == "zero"]
+    read = [read_torchfile(one.path) for one in files]
+    kinds = {(repr(file.root), str([one[1:3] for one in file.records])) for file in read}
+    assert len({id(one.globals) for one in files}) == len(kinds) < len(files)
+    for one, file in zip(files, read, strict=True):
+        assert repr(one.tree) == repr(file.root)
+        assert list(one.records) == list(file.records)

@@ -3,7 +3,8 @@
 Under ZeRO-3 every rank's model file has every name and shape, and a record for each tensor, all of them empty. Such a
 file costs as much to read as the whole model has names. Where all of a file's bytes are those of another, but for the
 archive's name, which each record's begins with, the checksums and the records' data, it gets the other's tree. Names
-have as many characters: the first file of another length is held against the others record by record.
+have as many characters: the first file of another length is held against the others record by record. Of other files,
+those with the same pickle, and records in the same places, share a tree: ranks' optimizers, parameters of one shape.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class AlikeReader:
 
     def __init__(self) -> None:
         self._patterns: list[Pattern] = []
+        self._known: dict[bytes, TorchFile] = {}
         self._count = 0
         self._data = bytearray()  # of the last file: most have its size
 
@@ -49,7 +51,7 @@ class AlikeReader:
                 return found
             count, start, size = find_directory(source)
             self._count += count
-            file = self._with_records(source, count) or read_source(source)
+            file = self._with_records(source, count) or read_source(source, self._known)
             if count >= FEWEST_RECORDS and self._count >= ENOUGH_RECORDS:
                 from zckpt.formats.alike_patterns import Pattern
 

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from zckpt.formats.alike_records import AlikeRecords
 from zckpt.storage.files import read_into
-from zckpt.torchfile import CENTRAL, LOCAL, FileRange, Record, TorchFile
+from zckpt.torchfile import CENTRAL, LOCAL, FileRange, Record, TorchFile, alike_file
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
@@ -94,7 +93,7 @@ class Pattern:
                 return None
             crcs = self._crcs(data)
             changed = {int(i): int(crcs[i]) for i in np.flatnonzero(crcs != self.crcs)}
-        return self._file(source, name[:-1].decode(), changed)
+        return alike_file(self.file, source, name[:-1].decode(), self.filled, changed)
 
     def match_records(self, source: FileRange, records: Sequence[Record]) -> TorchFile | None:
         """Return a file with this one's tree if it has the same pickle, and the same records in the same places.
@@ -109,13 +108,7 @@ class Pattern:
         for index, part in self.kept.items():
             if index in changed or source.read(own[index].offset, own[index].nbytes) != self.data[part]:
                 return None
-        return self._file(source, archive, changed)
-
-    def _file(self, source: FileRange, archive: str, changed: dict[int, int]) -> TorchFile:
-        file = self.file
-        records = AlikeRecords(file.records, self.filled, len(self.root) - 1, archive, changed)
-        return TorchFile(source.path, source.nbytes, "zip", file.byteorder, file.root, file.storages, file.globals,
-                         file.protocol, records, archive, file.plain)  # fmt: skip
+        return alike_file(self.file, source, archive, self.filled, changed)
 
     def _crcs(self, data: bytearray) -> Numbers:
         """Return the CRC-32s that a directory states."""

@@ -20,7 +20,7 @@ from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import has_checksums, open_range, read_archive, read_torchfile
+from zckpt.torchfile import AlikeRecords, Record, open_range, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
 
@@ -123,16 +123,17 @@ def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
 
 def _archive_sums(file: SourceFile) -> Iterator[Sum]:
     """Yield the checksum of each record of the torch archives in a file, or that it is."""
-    if any(crc for *_, crc in file.stated):
-        yield from (Sum(name, file.path, offset, nbytes, crc) for name, offset, nbytes, crc in file.stated)
-        return
+    for records in [file.records] if file.records else _records(file):
+        filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
+        if any(crc for *_, crc in filled):
+            for name, offset, nbytes, crc in filled:
+                yield Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
+
+
+def _records(file: SourceFile) -> Iterator[Sequence[Record]]:
     for offset, nbytes in file.archives or _whole(file):
         with open_range(file.path, offset, nbytes) as source:
-            records = list(read_archive(source).values())
-        if has_checksums(records):
-            for record in records:
-                always = record.nbytes <= ALWAYS_NBYTES
-                yield Sum(record.name, file.path, record.offset, record.nbytes, record.crc32, always)
+            yield list(read_archive(source).values())
 
 
 def _whole(file: SourceFile) -> list[tuple[int, int]]:

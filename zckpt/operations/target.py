@@ -224,16 +224,16 @@ def write_from(
         refuse_casts(origin, casts, "--dtype keep writes them as they are")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked = Checked()
-    files = names_in(planned.names, target, owned)
     foresight = None
     if how.dry_run:
-        every = [*more, *files, *(target.parent / one.name for one in laid.outside)]
+        every = [*more, *names_in(planned.names, target, owned), *(target.parent / one.name for one in laid.outside)]
         foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
     else:
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else Checks()
         checks.allows_overflow = how.overflow == "allow"
+        beside = [*more, *names_in(planned.names, target, owned)] if owned is None else []
         with using(how.executor):
             checked = write_target(
                 planned,
@@ -244,14 +244,14 @@ def write_from(
                 reporter=how.reporter,
                 checks=checks,
                 proof=proof,
-                journal=how.journal(target, planned, [*more, *files] if owned is None else [], origins),
+                journal=how.journal(target, planned, beside, origins),
                 direct=how.direct,
             )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=tuple(files + [target.parent / one.name for one in laid.outside]),
+        files=(*names_in(planned.names, target, owned), *(target.parent / one.name for one in laid.outside)),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,

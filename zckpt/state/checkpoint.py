@@ -220,12 +220,10 @@ class SourceFile:
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
         What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
-    records : dict of str to int, bytes
-        Size of each record of an archive, by name.
+    records : sequence of (str, int, int, int)
+        Name, byte offset, bytes and CRC-32 of each record of an archive that was read.
     rules : tuple of Rule
         What the adapter knows of the values in the tree.
-    stated : tuple of (str, int, int, int), optional
-        Name, byte offset, bytes and CRC-32 of each record that is not empty, where that is known without reading more.
     header : (int, int), bytes and CRC-32, or None
         What the file has to begin with for its tensors to be where they are said to be, if not all of it was read.
     archive : str
@@ -242,9 +240,8 @@ class SourceFile:
     globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     archives: Sequence[tuple[int, int]] = ()
     tree: object = field(default=None, repr=False, compare=False)
-    records: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    records: Sequence[tuple[str, int, int, int]] = field(default=(), repr=False, compare=False)
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)
-    stated: tuple[tuple[str, int, int, int], ...] = field(default=(), repr=False, compare=False)
     header: tuple[int, int] | None = field(default=None, repr=False, compare=False)
     archive: str = ""
 

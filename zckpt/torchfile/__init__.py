@@ -13,6 +13,7 @@ from zckpt.torchfile.archive import (
     ALIGNMENT,
     CENTRAL,
     LOCAL,
+    AlikeRecords,
     NewRecord,
     Placed,
     Record,
@@ -47,7 +48,7 @@ from zckpt.torchfile.nodes import (
 from zckpt.torchfile.pickle_stream import Writer, in_order
 from zckpt.torchfile.pickle_writer import Pickled, dump
 from zckpt.torchfile.plain import Renderer, brief, plain
-from zckpt.torchfile.reader import read_pickle, read_source, read_torchfile
+from zckpt.torchfile.reader import alike_file, read_pickle, read_source, read_torchfile
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
 from zckpt.torchfile.rebuild_torch import dense
 from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PlainParts, TorchFile, node_of, put_back
@@ -76,6 +77,7 @@ __all__ = [
     "MAX_ELEMENTS",
     "NUMPY",
     "PARTS",
+    "AlikeRecords",
     "Context",
     "DType",
     "DefaultMapping",
@@ -111,6 +113,7 @@ __all__ = [
     "TorchFile",
     "Writer",
     "alike",
+    "alike_file",
     "brief",
     "check_depth",
     "children",

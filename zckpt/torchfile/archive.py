@@ -14,9 +14,10 @@ is not yet known both are patched later. Source: PKWARE APPNOTE 6.3.10, sections
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct, pack
+from typing import NamedTuple, overload
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
@@ -64,8 +65,7 @@ CLOSE = 1 << 13
 """Bytes between local headers below which one read of a window is cheaper than several."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """An entry of the archive.
 
     Parameters
@@ -83,6 +83,57 @@ class Record:
     offset: int
     nbytes: int
     crc32: int
+
+
+class AlikeRecords(Sequence[Record]):
+    """The records of a file that is like another, of which only what differs is kept.
+
+    Parameters
+    ----------
+    records : sequence of Record
+        The other's.
+    filled : sequence of int
+        Which are not empty.
+    skip : int
+        Characters of the archive's name there.
+    archive : str
+    changed : mapping of int to int
+        CRC-32 of those that have another.
+    """
+
+    __slots__ = ("_archive", "_changed", "_filled", "_records", "_skip")
+
+    def __init__(
+        self, records: Sequence[Record], filled: Sequence[int], skip: int, archive: str, changed: dict[int, int]
+    ) -> None:
+        self._records, self._filled, self._skip = records, filled, skip
+        self._archive, self._changed = archive, changed
+
+    def filled(self) -> Iterator[Record]:
+        """Yield those that are not empty, or are said not to be."""
+        return (self[index] for index in sorted({*self._filled, *self._changed}))
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Record, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | tuple[Record, ...]:
+        """Return a record, or some."""
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        one = self._records[index]
+        crc = self._changed.get(index % len(self._records), one.crc32)
+        return Record(self._archive + one.name[self._skip :], one.offset, one.nbytes, crc)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records in the order of the directory."""
+        return (self[index] for index in range(len(self)))
 
 
 def has_checksums(records: Iterable[Record]) -> bool:

@@ -20,13 +20,16 @@ No byte of tensor data is read, and no class of the file is imported.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
 
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, open_range
-from zckpt.torchfile.archive import Record, has_checksums, read_archive
+from zckpt.torchfile.archive import AlikeRecords, Record, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
 from zckpt.torchfile.trees import check_tree
@@ -96,17 +99,20 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
         if source.nbytes == 0:
             raise DamagedFileError("is empty", expected="a pickle")
         with collector_paused():
-            machine, root = run_pickle(source, 0, source.nbytes, "pickle")
+            machine, root = run_pickle(pickle_of(source, 0, source.nbytes, "pickle"), "pickle")
         return PickleFile(source.path, root, machine.names, machine.protocol)
 
 
-def read_source(source: FileRange) -> TorchFile:
-    """Read a torch file that is a range of an open one; errors are those of `read_torchfile`."""
+def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> TorchFile:
+    """Read a torch file that is a range of an open one; errors are those of `read_torchfile`.
+
+    `known`: what was read by the same pickle and the places of records, which shares its tree with what is alike.
+    """
     head = source.read(0, min(source.nbytes, 512))
     with about(source.path):
         with collector_paused():
             if head[:4] in (b"PK\3\4", b"PK\5\6"):
-                return read_zip(source)
+                return read_zip(source, known)
             if is_legacy(source):
                 return read_legacy(source)
         raise what_else(source, head)
@@ -136,22 +142,17 @@ def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownForma
     return UnknownFormatError("is not a torch file", expected=expected, found=found, code=code)
 
 
-def run_pickle(
-    source: FileRange,
-    offset: int,
-    nbytes: int,
-    record: str,
-    *,
-    byteorder: str = "little",
-    table: StorageTable | None = None,
-    expected: int | None = None,
-) -> tuple[Machine, object]:
-    """Run one pickle that fills a range exactly, of this CRC-32 if any; return the machine and the object tree."""
+def pickle_of(source: FileRange, offset: int, nbytes: int, record: str) -> bytes:
+    """Return the bytes of a pickle that fills a range."""
     if nbytes > MAX_PICKLE:
         raise UnsupportedError(f"{record} is too large", expected=f"at most {MAX_PICKLE} bytes", found=nbytes)
-    data = source.read(offset, nbytes)
-    if expected is not None:
-        check_record(data, record, expected)
+    return source.read(offset, nbytes)
+
+
+def run_pickle(
+    data: bytes, record: str, byteorder: str = "little", table: StorageTable | None = None
+) -> tuple[Machine, object]:
+    """Run a pickle; return the machine and the object tree."""
     machine = Machine(data, record=record, byteorder=byteorder, persistent=table)
     root = machine.run()
     if machine.pos != len(data):
@@ -160,8 +161,8 @@ def run_pickle(
     return machine, root
 
 
-def read_zip(source: FileRange) -> TorchFile:
-    """Read a torch file that is a zip archive."""
+def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> TorchFile:
+    """Read a torch file that is a zip archive, or only what tells it from one that is known."""
     records = read_archive(source)
     archive = next(iter(records), "").partition("/")[0]
     pickle = records.get(f"{archive}/data.pkl")
@@ -171,8 +172,20 @@ def read_zip(source: FileRange) -> TorchFile:
             expected=f"a record {f'{archive}/data.pkl'!r:.120}",
             found=f"{len(records)} records",
         )
-    summed = has_checksums(records.values())
     byteorder = read_byteorder(source, records.get(f"{archive}/byteorder"))
+    data = pickle_of(source, pickle.offset - source.base, pickle.nbytes, "data.pkl")
+    if has_checksums(records.values()):
+        check_record(data, "data.pkl", pickle.crc32)
+    digest = b""
+    if known is not None and all(name.startswith(f"{archive}/") for name in records):
+        places = [(name[len(archive) :], one.offset, one.nbytes) for name, one in records.items()]
+        digest = blake2b(repr((byteorder, places)).encode() + data).digest()
+        if digest in known:
+            own = known[digest].records
+            filled = [index for index, one in enumerate(own) if one.nbytes or one.crc32]
+            pairs = enumerate(zip(own, records.values(), strict=True))
+            changed = {index: one.crc32 for index, (other, one) in pairs if one.crc32 != other.crc32}
+            return alike_file(known[digest], source, archive, filled, changed)
     folder = f"{archive}/data/"
 
     def find(key: str, nbytes: int) -> int:
@@ -184,20 +197,12 @@ def read_zip(source: FileRange) -> TorchFile:
         return record.offset
 
     table = StorageTable(find)
-    machine, root = run_pickle(
-        source,
-        pickle.offset - source.base,
-        pickle.nbytes,
-        "data.pkl",
-        byteorder=byteorder,
-        table=table,
-        expected=pickle.crc32 if summed else None,
-    )
+    machine, root = run_pickle(data, "data.pkl", byteorder, table)
     for name, record in records.items():
         key = name.removeprefix(folder)
         if key not in (name, "") and key not in table.storages:
             table.storages[key] = Storage(key, "uint8", record.nbytes, "cpu", record.offset)
-    return TorchFile(
+    found = TorchFile(
         source.path,
         source.nbytes,
         "zip",
@@ -210,6 +215,17 @@ def read_zip(source: FileRange) -> TorchFile:
         archive,
         PlainParts(),
     )
+    if known is not None and digest:
+        known[digest] = found
+    return found
+
+
+def alike_file(
+    file: TorchFile, source: FileRange, archive: str, filled: Sequence[int], changed: dict[int, int]
+) -> TorchFile:
+    """Return a file with the tree of another, whose records have the same places, all but some the same CRC-32."""
+    records = AlikeRecords(file.records, filled, len(file.archive), archive, changed)
+    return replace(file, path=source.path, nbytes=source.nbytes, records=records, archive=archive)
 
 
 def check_record(data: bytes, name: str, expected: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.account.ranges import Coverage, Known, shares
+from zckpt.formats.account.ranges import Coverage, Known, shares, whole
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
@@ -69,15 +69,15 @@ def _account(file: SourceFile, name: str, known: Known, values: Taken, before: d
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
     key = None if file.path in values.paths else known.key
     if key is not None:
-        key = id(file.tree), id(file.records), file.nbytes, file.role, file.rules, key
+        key = id(file.tree), id(file.globals), file.role, file.rules, key  # of a tree that is a number, others have it
         if key in before:
-            items, nbytes = before[key]
-            return [replace(item, file=name) for item in items], dict(nbytes)
+            items, taken = before[key]
+            return [replace(item, file=name) for item in items], whole(taken, file.nbytes)
     account = FileAccount(file, name, known, values)
-    found = account.items(), shares(file.nbytes, known, account.elements, account.ranges)
+    items, taken = account.items(), shares(known, account.elements, account.ranges)
     if key is not None:
-        before[key] = found
-    return found
+        before[key] = items, taken
+    return items, whole(taken, file.nbytes)
 
 
 def shown(path: str, real: str, root: str) -> str:

@@ -219,13 +219,11 @@ def _union(ranges: Ranges, pairs: list[Range], columns: Sequence[cuts.Ranges]) -
     return cuts.merged_ranges(every[:, 0], every[:, 1])
 
 
-def shares(nbytes: int, known: Known, elements: list[Range], taken: Mapping[str, list[Range]]) -> dict[str, int]:
-    """Return how many bytes of a file have each fate; those that no range covers are the format's own: implied.
+def shares(known: Known, elements: list[Range], taken: Mapping[str, list[Range]]) -> dict[str, int]:
+    """Return how many bytes of a file have each fate.
 
     Parameters
     ----------
-    nbytes : int, bytes
-        Size of the file.
     known : Known
     elements : list of (int, int)
         What of it is elements, in any order, overlapping or not.
@@ -245,5 +243,11 @@ def shares(nbytes: int, known: Known, elements: list[Range], taken: Mapping[str,
         if now > before:
             found[fate] = now - before
         before = now
-    found[IMPLIED] = found.get(IMPLIED, 0) + nbytes - before
-    return {fate: count for fate, count in found.items() if count}
+    return found
+
+
+def whole(found: Mapping[str, int], nbytes: int) -> dict[str, int]:
+    """Return how many bytes of a file have each fate: those that no range covers are the format's own, implied."""
+    rest = nbytes - sum(found.values())
+    every = {**found, IMPLIED: found.get(IMPLIED, 0) + rest}
+    return {fate: count for fate, count in every.items() if count}

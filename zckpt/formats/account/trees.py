@@ -173,7 +173,7 @@ class FileAccount:
         return [*sums, *self._lost]
 
     def _records(self) -> None:
-        for name, nbytes in self.file.records.items():
+        for name, _, nbytes, _ in self.file.records:
             inside = name.partition("/")[2]
             if inside in _RECORDS or inside.startswith(_DATA):
                 self._add(RECORD, IMPLIED, "records of the archive", (inside,), nbytes)

@@ -13,7 +13,7 @@ A pickle, of which nothing is executed. Keys are paths joined with dots, and nam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -100,29 +100,30 @@ def read_metadata(directory: Path) -> Metadata:
     with about(path):
         root = _object(file.root, "Metadata")
         entries = _mapping(root.get("state_dict_metadata"), "state_dict_metadata")
-        chunks = Chunks()
+        chunks, keys = Chunks(), list(entries)
         tensors: dict[str, TensorEntry] = {}
         needed: list[str] = []
-        numbers: dict[str, dict[Offsets, int]] = {}
-        for key, entry in entries.items():
+        numbers: dict[str, dict[Offsets, int]] = {}  # of tensors of several chunks
+        for key, entry in _drained(entries):
             if not isinstance(key, str) or not isinstance(entry, Object):
                 raise _unexpected("a tensor or an object by its key", key)
             if entry.qualified.endswith(".BytesStorageMetadata"):
                 needed.append(key)
             else:
                 tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata"), chunks)
-                numbers[key] = firsts = {}
-                for number in tensors[key].numbers:
-                    offsets, _ = chunks.box(number)
-                    if offsets in firsts:
-                        raise LayoutError(f"two chunks of {key} begin at {offsets}")
-                    firsts[offsets] = number
-        places, others = _places(_mapping(root.get("storage_data"), "storage_data"), chunks, numbers)
+                if tensors[key].count > 1:
+                    numbers[key] = firsts = {}
+                    for number in tensors[key].numbers:
+                        offsets, _ = chunks.box(number)
+                        if offsets in firsts:
+                            raise LayoutError(f"two chunks of {key} begin at {offsets}")
+                        firsts[offsets] = number
+        places, others = _places(_mapping(root.get("storage_data"), "storage_data"), chunks, tensors, numbers)
         missing = next((key for key in needed if key not in places), None)
         if missing is not None:
             raise DamagedFileError(f"it does not say where {missing} is")
         objects = {key: places[key] for key in needed}
-        paths, unsaved = _paths(root.get("planner_data"), [str(key) for key in entries])
+        paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None
         return Metadata(path, tensors, objects, chunks, others, paths, unsaved, said, file.globals)
@@ -140,10 +141,18 @@ def _object(node: object, name: str) -> Object:
     return node
 
 
-def _mapping(node: object, name: str) -> Mapping[object, object]:
+def _mapping(node: object, name: str) -> dict[object, object]:
     if not isinstance(node, dict):
         raise _unexpected(f"a dict in {name}", node)
     return node
+
+
+def _drained(entries: dict[object, object]) -> Iterator[tuple[object, object]]:
+    """Yield what a dict has, which then has it no more: of many items, what is made of them takes the tree's memory."""
+    keys = list(entries)[::-1]
+    while keys:
+        key = keys.pop()
+        yield key, entries.pop(key)
 
 
 def _integers(node: object, what: str) -> tuple[int, ...]:
@@ -185,15 +194,18 @@ def _box(key: str, node: object, shape: tuple[int, ...]) -> Box:
 
 
 def _places(
-    storage_data: Mapping[object, object], chunks: Chunks, numbers: Mapping[str, Mapping[Offsets, int]]
+    storage_data: dict[object, object],
+    chunks: Chunks,
+    tensors: Mapping[str, TensorEntry],
+    numbers: Mapping[str, Mapping[Offsets, int]],
 ) -> tuple[dict[str, Place], list[Place]]:
-    """Say where chunks are, of which `numbers` has those of each tensor by first index.
+    """Say where chunks are, of which `numbers` has those of a tensor that has several by first index.
 
     Return where objects are, by key, and where chunks are that are none of these.
     """
     objects: dict[str, Place] = {}
     others: dict[tuple[str, Offsets], Place] = {}
-    for index, info in storage_data.items():
+    for index, info in _drained(storage_data):
         which = _object(index, "MetadataIndex")
         key, offset = which.get("fqn"), which.get("offset")
         if not isinstance(key, str):
@@ -203,7 +215,9 @@ def _places(
             objects[key] = place
             continue
         offsets = _integers(offset, f"offsets of {key}")
-        number = numbers.get(key, {}).get(offsets)
+        number = numbers[key].get(offsets) if key in numbers else None
+        if key in tensors and tensors[key].count == 1 and chunks.box(tensors[key].first)[0] == offsets:
+            number = tensors[key].first
         if number is None:
             others[key, offsets] = place
         else:

@@ -6,12 +6,14 @@ What is true of a checkpoint as a whole, from the files of all its ranks: topolo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain, repeat
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
+from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.directory import (
@@ -20,7 +22,6 @@ from zckpt.formats.deepspeed.directory import (
     MODEL,
     OPTIMIZER,
     PIPELINE_LAYER,
-    Shard,
     TagDirectory,
 )
 from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
@@ -62,7 +63,7 @@ from zckpt.formats.deepspeed.values import (
 from zckpt.formats.torch_files.tensors import carried, describe
 from zckpt.state import Checkpoint, Topology, as_float
 from zckpt.state.inventory import Rule
-from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Object, plain, read_torchfile
 
 EXTRA_STATE_KEY = "module_extra_state"
 """Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
@@ -167,7 +168,8 @@ class _Files:
                 advice="give the directory that holds it with --root",
                 code=MISSING_FILE,
             )
-        self.optimizers = in_one_order([read_optimizer(shard) for shard in directory.of(OPTIMIZER)])
+        reads = chain([read_torchfile], repeat(AlikeReader().read))  # the first has a tree of its own, as of models
+        self.optimizers = in_one_order(list(map(read_optimizer, directory.of(OPTIMIZER), reads)))
         if self.models[0].content.get(LAYERS_KEY):
             with about(self.models[0].path):
                 check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
@@ -180,23 +182,16 @@ class _Files:
         if self.optimizers and self.of_experts:
             check_empty(self.of_experts)
         of_ranks = [(one.shard, one.file) for one in (*self.models, *self.optimizers)]
-        self._describe_files([*of_ranks, *self.experts, *self.layers, *self.of_experts])
+        describing = partial(describe, known={})
+        for shard, file in (*of_ranks, *self.experts, *self.layers, *self.of_experts):
+            rules = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
+            self.checkpoint.files.append(describing(file, shard.role, shard.dp_rank, shard.mp_rank, rules=rules))
         for model in self.models:
             if not isinstance(model.content.get("module"), dict) and not self.layers:
                 raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
         if self.optimizers:
             for model in self.models:  # that of a mixture of experts has no configuration before 0.19
                 model.configuration = model.configuration or configuration(self.optimizers[0])
-
-    def _describe_files(self, files: Sequence[tuple[Shard, TorchFile]]) -> None:
-        """Say what is said of each file, of those that say the same once."""
-        listed = self.checkpoint.files
-        first: dict[tuple[int, str], int] = {}
-        for shard, file in files:
-            rules = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
-            at = first.setdefault((id(file.root), shard.role), len(listed))
-            like = listed[at] if at < len(listed) else None
-            listed.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=rules, like=like))
 
     @cached_property
     def mp_ranks(self) -> list[int]:

@@ -12,7 +12,7 @@ optimizer file  {optimizer_state_dict: Z, ds_config, ds_version}; Z differs by s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -300,7 +300,7 @@ def _shared(node: object) -> dict[str, str] | None:
     return found
 
 
-def read_optimizer(shard: Shard) -> OptimizerShard:
+def read_optimizer(shard: Shard, read: Callable[[str], TorchFile] = read_torchfile) -> OptimizerShard:
     """Read an optimizer file of ZeRO-1, 2 or 3 or of BF16_Optimizer.
 
     Raises
@@ -311,7 +311,7 @@ def read_optimizer(shard: Shard) -> OptimizerShard:
         A stage or form that zckpt does not know.
     """
     with about(shard.path):
-        return _optimizer(shard, read_torchfile(shard.path))
+        return _optimizer(shard, read(shard.path))
 
 
 def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from zckpt.errors import LayoutError
@@ -58,6 +59,7 @@ _CUT = (
 )  # fmt: skip
 
 
+@cache
 def shard_rules(*, first: bool) -> tuple[Rule, ...]:
     """Return the rules of a rank's optimizer file; of the first rank's, hyperparameters are state."""
     groups = (
@@ -304,17 +306,26 @@ def keep_others(
     """
     metadata: dict[str, object] = {}
     rules: dict[str, tuple[Rule, ...]] = {}
+    said: dict[tuple[str, ...], tuple[Rule, ...]] = {}
+    same: dict[tuple[str, int], bool] = {}  # files that are alike share a tree, but not what tensors hold
     for file, content in others:
         copies = []
-        for key in keys:
-            if content.get(key) is None:
-                continue
-            own = FromFile.of(file, content[key])
-            if first[1].get(key) is not None and is_same(FromFile.of(first[0], first[1][key]), own):
-                copies.append(Rule((*where, key, "**"), COPY, f"as in {Path(first[0].path).name}", tensors=True))
+        for key in (key for key in keys if content.get(key) is not None):
+            node = content[key]
+            found = same.get((key, id(node)))
+            if found is None:
+                own = FromFile.of(file, node)
+                found = first[1].get(key) is not None and is_same(FromFile.of(first[0], first[1][key]), own)
+                if not any(True for _ in walk_tensors(node)):
+                    same[key, id(node)] = found
+            if found:
+                copies.append(key)
             else:
-                metadata[f"{Path(file.path).stem}.{key}"] = carried(file, content[key])
-        rules[file.path] = tuple(copies)
+                metadata[f"{Path(file.path).stem}.{key}"] = carried(file, node)
+        if (keyed := tuple(copies)) not in said:
+            about = f"as in {Path(first[0].path).name}"
+            said[keyed] = tuple(Rule((*where, key, "**"), COPY, about, tensors=True) for key in keyed)
+        rules[file.path] = said[keyed]
     return metadata, rules
 
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
-from zckpt.formats.alike_records import AlikeRecords
 from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
@@ -174,25 +173,24 @@ def describe(
     mp_rank: int | None = None,
     *,
     rules: Sequence[Rule] = (),
-    like: SourceFile | None = None,
+    known: dict[int, SourceFile] | None = None,
 ) -> SourceFile:
     """Return a file's size, its share of tensor bytes, the bytes of storages that no tensor uses, and its tree.
 
-    `like` is another file with the same tree and the same records, which need not be gone through again.
+    `known`: what was said of files before, of which one that is alike need not be gone through again.
     """
+    like = None if known is None else known.get(id(file.storages))
     if like is not None:
-        stated = tuple(file.records.filled()) if isinstance(file.records, AlikeRecords) else ()
         return replace(
-            like, path=file.path, nbytes=file.nbytes, archive=file.archive, dp_rank=dp_rank, mp_rank=mp_rank,
-            rules=tuple(rules), stated=stated,
+            like, path=file.path, nbytes=file.nbytes, archive=file.archive, role=role, dp_rank=dp_rank, mp_rank=mp_rank,
+            rules=tuple(rules), records=file.records,
         )  # fmt: skip
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):
         if tensor.numel:
             used.setdefault(tensor.storage.key, []).append(tensor.reach)
     covered = sum(total(merge(ranges)) for ranges in used.values())
-    records = {record.name: record.nbytes for record in file.records}
-    return SourceFile(
+    described = SourceFile(
         file.path,
         file.nbytes,
         role,
@@ -202,10 +200,13 @@ def describe(
         sum(storage.nbytes for storage in file.storages.values()) - covered,
         file.globals,
         tree=file.root,
-        records=records,
+        records=file.records,
         rules=tuple(rules),
         archive=file.archive,
     )
+    if known is not None:
+        known[id(file.storages)] = described
+    return described
 
 
 def carried(file: TorchFile, node: object) -> object:

@@ -30,6 +30,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
+from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
 from zckpt.formats.deepspeed.gpt_model import known_rules
 from zckpt.formats.deepspeed.origin import origin_of
@@ -37,11 +38,11 @@ from zckpt.formats.deepspeed.tp_rules import INFO_KEY, SUB, TWO, Rules
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
-from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
+from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, STATE, Rule
-from zckpt.torchfile import Global, Object, Tensor, TorchFile, node_of, plain, read_torchfile
+from zckpt.torchfile import Global, Object, Tensor, TorchFile, node_of, plain
 
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
@@ -102,8 +103,10 @@ class StoredFolder:
     files: list[SourceFile] = field(default_factory=list)
 
 
-def read_folder(folder: Path) -> StoredFolder:
+def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile]) -> StoredFolder:
     """Read the structure of a folder, and its step.
+
+    Its trees, and what is `known` of its files, are those of others that are alike.
 
     Raises
     ------
@@ -123,7 +126,9 @@ def read_folder(folder: Path) -> StoredFolder:
                           code=MISSING_FILE, parameters=[folder.name])  # fmt: skip
     found = StoredFolder()
     for name in names:
-        _read_file(found, name.removesuffix(SUFFIX), read_torchfile(folder / name))
+        file = reader.read(folder / name)
+        found.files.append(describe(file, "optimizer", rules=_RULES, known=known))
+        _read_file(found, name.removesuffix(SUFFIX), file)
     return found
 
 
@@ -131,7 +136,6 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
     root, path = file.root, file.path
     if stem in (WEIGHT, MASTER):
         raise UnsupportedError(f"a slot named {stem!r}, which means something else", path=path)
-    found.files.append(describe(file, "optimizer", rules=_RULES))
     if stem == STEP_STEM and isinstance(root, (int, float)):
         found.values[stem] = root
         return
@@ -186,6 +190,32 @@ class Folder:
     files: dict[str, object] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
     filled: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Folders:
+    """What is to be known of all folders before they are written: how many files, their stems, what is in none.
+
+    `filled` and `values`: of the folders that have any. Raises UnsupportedError: a name cannot be a file's.
+    """
+
+    count: int = 0
+    trained: set[str] = field(default_factory=set)
+    filled: dict[str, list[str]] = field(default_factory=dict)
+    values: dict[str, dict[str, object]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Folders:
+        """Go through the folders of a checkpoint."""
+        found = cls()
+        for one in folders(checkpoint):
+            names = [parameter_file(one.name, stem) for stem in one.files]
+            found.count += len(names)
+            if checkpoint.parameters[one.name].group is not None:
+                found.trained.update(one.files)
+            found.filled |= {one.name: one.filled} if one.filled else {}
+            found.values |= {one.name: one.values} if one.values else {}
+        return found
 
 
 def folders(checkpoint: Checkpoint) -> Iterator[Folder]:

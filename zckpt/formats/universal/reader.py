@@ -12,12 +12,14 @@ Param groups have their hyperparameters from the optimizer's file, and their nam
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, listed
+from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep import common, router_names, with_layers
 from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
@@ -105,12 +107,13 @@ def read(directory: Path) -> Checkpoint:
     checkpoint.padding_spans = [FrozenPadding(one) for one in models.ranks if models.parameterwise]
     checkpoint.param_groups, shapes = read_groups(content, models, rest.get("groups"), file.path)
     _place_untrained(checkpoint, models, shapes)
-    values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
+    stored = partial(read_folder, reader=AlikeReader(), known={})
+    values = _place_trained(checkpoint, directory / FOLDER, stored, models, shapes, rest, file)
     names = dict.fromkeys([*models.names(), *checkpoint.parameters])
     checkpoint.parameters = {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
     complete_aliases(checkpoint.parameters)
     _note_duplicates(checkpoint, models)
-    _note_folders(checkpoint, directory / FOLDER)
+    _note_folders(checkpoint, directory / FOLDER, stored)
     _note_ranks(checkpoint, models)
     give_state(checkpoint, values)
     _describe(checkpoint, models, content)
@@ -145,6 +148,7 @@ def _place_untrained(checkpoint: Checkpoint, models: ModelFiles, trained: Shapes
 def _place_trained(
     checkpoint: Checkpoint,
     folder: Path,
+    read: Callable[[Path], StoredFolder],
     models: ModelFiles,
     shapes: Shapes,
     rest: Mapping[object, object],
@@ -152,34 +156,39 @@ def _place_trained(
 ) -> dict[str, dict[str, object]]:
     """Place trained parameters with their slots; return the single values of each."""
     values: dict[str, dict[str, object]] = {}
-    held: dict[str, StoredFolder] = {}
+    held: list[Held] = []
+    sets: dict[frozenset[str], frozenset[str]] = {}  # of thousands of parameters a few
     filled, extra = as_mapping(rest.get("made", {}), file.path), as_mapping(rest.get("values", {}), file.path)
     without_master = set(as_names(rest.get("without_master", []), file.path))
     for index, group in enumerate(checkpoint.param_groups):
         for name in group.parameters:
             if "/" in name or "\0" in name or name in ("", ".", ".."):
                 raise DamagedFileError("a parameter's name leads elsewhere", path=file.path, found=repr(name[:80]))
-            stored = held[name] = read_folder(folder / name)
+            stored = read(folder / name)
             checkpoint.files += stored.files
             parameter = _trained(name, stored, models, shapes[name])
             parameter.group = index
             own = {str(k): carried(file, v) for k, v in as_mapping(extra.get(name, {}), file.path).items()}
             own = {**stored.values, **own}
+            if numel := parameter.numel:
+                each = {key for key, one in stored.tensors.items() if 1 < one.tensor.numel == numel}
+                keys = frozenset([*stored.tensors, *own])
+                needed = keys & {*each, STEP_STEM}
+                held.append((index, name, sets.setdefault(keys, keys), sets.setdefault(needed, needed)))
             for key in [*as_names(filled.get(name, []), file.path), *((MASTER,) if name in without_master else ())]:
                 parameter.slots.pop(key, None)
                 own.pop(key, None)
                 _mark_filled(stored, key)
             checkpoint.parameters[name], values[name] = parameter, own
-    _check_complete(checkpoint, folder, held, values)
+    _check_complete(checkpoint, folder, held)
     return values
 
 
-def _check_complete(
-    checkpoint: Checkpoint,
-    folder: Path,
-    held: Mapping[str, StoredFolder],
-    values: Mapping[str, Mapping[str, object]],
-) -> None:
+Held = tuple[int, str, frozenset[str], frozenset[str]]
+"""Of a parameter: its group, its name, the keys of what it has, and those of what has a value for each element."""
+
+
+def _check_complete(checkpoint: Checkpoint, folder: Path, held: Sequence[Held]) -> None:
     """Raise if a parameter has some of the files of another: of one in its group, or in a group of the same form.
 
     DeepSpeed's loaders need the same ones for all of a group; zckpt gives them what is no value for each element apart.
@@ -189,16 +198,8 @@ def _check_complete(
         digests.of({key: value for key, value in group.hyperparameters.items() if key not in OF_A_GROUP})
         for group in checkpoint.param_groups
     ]
-    kept: list[tuple[int, str, frozenset[str], frozenset[str]]] = []
-    for number, group in enumerate(checkpoint.param_groups):
-        for name in group.parameters:
-            tensors, numel = held[name].tensors, checkpoint.parameters[name].numel
-            own = frozenset([*tensors, *held[name].values, *values[name]])
-            each = {key for key, one in tensors.items() if 1 < one.tensor.numel == numel}
-            if numel:
-                kept.append((number, name, own, own & {*each, STEP_STEM}))
-    states = {(number, own): (name, needed) for number, name, own, needed in kept}
-    for number, name, own, _ in kept:
+    states = {(number, own): (name, needed) for number, name, own, needed in held}
+    for number, name, own, _ in held:
         for (its, others), (other, needed) in states.items():
             is_alike = its == number or (forms[its] == forms[number] and own > {MASTER})
             if is_alike and own < others and (lost := sorted(needed - own)):
@@ -254,7 +255,7 @@ def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:
             checkpoint.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
 
 
-def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
+def _note_folders(checkpoint: Checkpoint, folder: Path, read: Callable[[Path], StoredFolder]) -> None:
     """Note the copies of what is not trained, in folders, as float32: of a weight, or of the master that it rounds."""
     for name in [*checkpoint.parameters, *checkpoint.buffers]:
         one = checkpoint.parameters.get(name) or checkpoint.buffers[name]
@@ -263,7 +264,7 @@ def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
         path = folder / name / f"{MASTER_STEM}{SUFFIX}"
         if not path.is_file():
             continue
-        stored = read_folder(folder / name)
+        stored = read(folder / name)
         checkpoint.files += stored.files
         slots, copy = checkpoint.owner(name).slots, stored.tensors[MASTER]
         owner = slots.get(WEIGHT) or slots.get(MASTER)

@@ -40,7 +40,7 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import Folder, Slices, folders, weight
+from zckpt.formats.universal.folders import Folders, Slices, folders, weight
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, Size, alike, node_of, plain
@@ -83,23 +83,23 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[Target
         It has no param groups, state of parameters without names, or names that cannot be files'.
     """
     _refuse(checkpoint)
-    written = list(folders(checkpoint))
-    states = [(parameter_file(one.name, stem), tree) for one in written for stem, tree in one.files.items()]
+    every = Folders.of(checkpoint)
 
     def one_by_one() -> Iterator[TargetFile]:
         yield torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, version, parameterwise=False))
         yield torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, version, parameterwise=True))
-        yield torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, written))
-        for name, tree in states:
-            yield torch_writer.lay_out(name, tree)
+        yield torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, every))
+        for one in folders(checkpoint):
+            for stem, tree in one.files.items():
+                yield torch_writer.lay_out(parameter_file(one.name, stem), tree)
 
-    return Lazily(one_by_one, 3 + len(states))
+    return Lazily(one_by_one, 3 + every.count)
 
 
 def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Say what DeepSpeed's own loader will not take of the files, where that depends on the checkpoint."""
     found = []
-    hindrance, single = zero3_hindrance(checkpoint, list(folders(checkpoint))), single_values(checkpoint)
+    hindrance, single = zero3_hindrance(checkpoint, Folders.of(checkpoint)), single_values(checkpoint)
     if single:
         found.append(
             f"DeepSpeed's universal loader stops at {', '.join(single)}, of which a parameter has one value: it takes "
@@ -241,7 +241,7 @@ def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:
     return shapes
 
 
-def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Sequence[Folder]) -> dict[str, object]:
+def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:
     """Return the content of the file."""
     groups = checkpoint.param_groups
     carried = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in OWN_KEYS}
@@ -257,10 +257,9 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Sequenc
     return tree
 
 
-def zero3_hindrance(checkpoint: Checkpoint, folders: Sequence[Folder]) -> str | None:
+def zero3_hindrance(checkpoint: Checkpoint, folders: Folders) -> str | None:
     """Say why DeepSpeed's ZeRO-3 could not load the state rightly; None if it can."""
-    trained = {name for group in checkpoint.param_groups for name in group.parameters}
-    found = {stem for folder in folders if folder.name in trained for stem in folder.files} - {STEP_STEM}
+    found = folders.trained - {STEP_STEM}
     if found != set(ZERO3_STEMS):
         slots = sorted(found - {MASTER_STEM})
         return f"it loads exp_avg and exp_avg_sq, and the optimizer has {', '.join(slots) or 'no state'}"
@@ -286,7 +285,7 @@ def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str
     return {**{key: value_node(value) for key, value in hyperparameters.items()}, "params": params}
 
 
-def _rest(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
+def _rest(checkpoint: Checkpoint, folders: Folders) -> dict[str, object]:
     """Return what neither the folders nor the rest of DeepSpeed's files can hold."""
     top = set(carried_keys(checkpoint))
     trained = [p for p in checkpoint.parameters.values() if p.group is not None]
@@ -298,6 +297,6 @@ def _rest(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object
         "without_master": [p.name for p in trained if MASTER not in p.slots],
         "groups": [list(group.parameters) for group in checkpoint.param_groups],
         "filled_in": list(filled_in(checkpoint)),
-        "made": {folder.name: folder.filled for folder in folders if folder.filled},
-        "values": {folder.name: folder.values for folder in folders if folder.values},
+        "made": folders.filled,
+        "values": folders.values,
     }
