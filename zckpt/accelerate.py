@@ -100,13 +100,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
                 return str(super().save_state(output_dir, safe_serialization, **named))
         self._check(self._save_model_state_pre_hook, named)
         self.wait_for_save()
-        path = self._numbered() if output_dir is None else Path(output_dir).expanduser()
+        if output_dir is not None:
+            path = Path(output_dir).expanduser()
+        elif (path := self._folder() / f"checkpoint_{self.save_iteration}").exists():
+            raise TargetExistsError("is there already", path=path, advice="set project_configuration.iteration")
         if self.is_main_process:
             remove_leftovers(path.parent, OWNED)
         self._saving = save(
             path,
             **self._what(),
-            extra={ACCELERATE: self._rest()},
+            extra={
+                ACCELERATE: {
+                    "step": self.step,
+                    **{key: [one.state_dict() for one in objects] for key, objects in self._others().items()},
+                }
+            },
             async_=self.async_,
             overwrite=output_dir is not None,
         )
@@ -133,7 +141,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
             return None
         self._check(self._load_model_state_pre_hook, named | (load_kwargs or {}))
         self.wait_for_save()
-        path = self._newest() if input_dir is None else Path(input_dir).expanduser()
+        if input_dir is not None:
+            path = Path(input_dir).expanduser()
+        elif every := self._every():
+            path = every[-1]
+        else:
+            raise SourceError("no state has been saved", path=self._folder())
         restored = load(path, **self._what())
         rest = restored.extra.get(ACCELERATE)
         if not isinstance(rest, Mapping) or not rest.keys() >= _REST:
@@ -141,11 +154,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
                 restored.notes.append("registered objects stay as they are: the checkpoint is another program's")
             return restored
         del restored.extra[ACCELERATE]
-        for what, objects in (
-            ("objects", self._custom_objects),
-            ("loaders", self._stateful()),
-            ("schedulers", self._others()),
-        ):
+        for what, objects in self._others().items():
             states = rest[what]
             if len(states) != len(objects):
                 raise SourceError(
@@ -208,20 +217,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
             "grad_scaler": self.scaler,
         }
 
-    def _others(self) -> list[Any]:
-        """Return the schedulers, if there are several."""
-        return self._schedulers if len(self._schedulers) > 1 else []
-
-    def _stateful(self) -> list[Any]:
-        """Return the loaders that have a state of their own."""
-        return [one for one in self._dataloaders if getattr(one, "use_stateful_dataloader", False)]
-
-    def _rest(self) -> dict[str, Any]:
+    def _others(self) -> dict[str, list[Any]]:
+        """Return what else has a state of its own: several schedulers, loaders, registered objects."""
         return {
-            "step": self.step,
-            "schedulers": [one.state_dict() for one in self._others()],
-            "loaders": [one.state_dict() for one in self._stateful()],
-            "objects": [one.state_dict() for one in self._custom_objects],
+            "schedulers": self._schedulers if len(self._schedulers) > 1 else [],
+            "loaders": [one for one in self._dataloaders if getattr(one, "use_stateful_dataloader", False)],
+            "objects": self._custom_objects,
         }
 
     # --- where, if Accelerate makes the names
@@ -233,23 +234,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
             )
         return Path(self.project_dir, "checkpoints")
 
-    def _numbered(self) -> Path:
-        path = self._folder() / f"checkpoint_{self.save_iteration}"
-        if path.exists():
-            raise TargetExistsError("is there already", path=path, advice="set project_configuration.iteration")
-        return path
-
     def _every(self) -> list[Path]:
         """Return the numbered states, the first first."""
         folder = self._folder()
         found = [path for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)] if folder.is_dir() else []
         return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))
-
-    def _newest(self) -> Path:
-        every = self._every()
-        if not every:
-            raise SourceError("no state has been saved", path=self._folder())
-        return every[-1]
 
     def _prune(self) -> None:
         """Remove the first states beyond the limit, when the last one is there."""

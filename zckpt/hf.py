@@ -30,6 +30,7 @@ import json
 import os
 import re
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,11 @@ def _copy(source: Path, topology: Topology, processes: int) -> Path:
         )
     folder = source.resolve().parent / f"_resharded-{processes}"
     target, made_of = folder / source.name, folder / f"{source.name}.json"
-    identity = json.dumps(_identity(source), indent=1)
-    if target.is_dir() and _text(made_of) == identity:
-        return target
+    found = {name: path.stat() for name, path in files_below(source)}  # which tell it from another of the same name
+    identity = json.dumps({name: [its.st_size, its.st_mtime_ns] for name, its in found.items()}, indent=1)
+    with suppress(SourceError):
+        if target.is_dir() and read_whole(str(made_of), most=MAXIMUM_NBYTES) == identity.encode():
+            return target
     try:
         folder.mkdir(exist_ok=True)
         made_of.unlink(missing_ok=True)
@@ -189,16 +192,3 @@ def _copy(source: Path, topology: Topology, processes: int) -> Path:
     with written_files([made_of], overwrite=True) as [file]:
         file.write_text(identity)
     return target
-
-
-def _identity(source: Path) -> dict[str, list[int]]:
-    """Return what tells a checkpoint from another of the same name: sizes and times of its files."""
-    found = {name: path.stat() for name, path in files_below(source)}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return read_whole(str(path), most=MAXIMUM_NBYTES).decode("utf-8", "replace")
-    except SourceError:
-        return None

@@ -109,15 +109,11 @@ class _Sharded(_Removing):
 
     _saving: Saving | None = None
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether checkpoints are loaded when model and optimizers are there."""
-        return True
+    restore_checkpoint_after_setup = True
+    """Checkpoints are loaded when model and optimizers are there."""
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """Whether Lightning gives optimizers their state."""
-        return False
+    lightning_restore_optimizer = False
+    """Lightning does not give optimizers their state."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing: the model is saved from where it is."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -194,24 +195,24 @@ def _open(path: str | os.PathLike[str], order: Order, tag: str | None, *, strict
     own = [name for group in order for name in group]
     try:
         found = open_checkpoint(path, tag=tag)
-    except (UnsupportedError, LayoutError) as error:
-        if not own:
-            raise
-        try:
-            return open_checkpoint(path, tag=tag, names=own)
-        except ZckptError:
-            raise error from None
+    except (UnsupportedError, LayoutError):
+        if own:
+            with suppress(ZckptError):
+                return open_checkpoint(path, tag=tag, names=own)
+        raise
     if not own or not found.is_numbered:
         return found
     try:
-        return _numbered(found, path, order, tag)
+        return _numbered(found, path, order, own, tag)
     except UsageError:
         if strict:
             raise
         return found
 
 
-def _numbered(found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, tag: str | None) -> OpenedCheckpoint:
+def _numbered(
+    found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, own: Sequence[str], tag: str | None
+) -> OpenedCheckpoint:
     """Return a checkpoint with the optimizer's names for numbers, unless what is known already says otherwise."""
     known_by_values = any(MASTER in one.slots for one in found.parameters.values())
     theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
@@ -226,7 +227,7 @@ def _numbered(found: OpenedCheckpoint, path: str | os.PathLike[str], order: Orde
             advice="make the optimizer of the parameters that were saved",
         )
     try:
-        return open_checkpoint(path, tag=tag, names=[name for group in order for name in group])
+        return open_checkpoint(path, tag=tag, names=own)
     except ZckptError as error:
         if not found.unnamed:
             return found

@@ -2,9 +2,9 @@
 
 It alone knows which rank of a training writes and reads what, and what a program keeps besides model and optimizer.
 
-values        plain data, tensors and arrays as inert nodes, and back, without a pickle
+live          what is trained, as this rank has it; models of which ranks have different parts
+slices        tensor-parallel slices, as parts of whole parameters
 pieces        what this rank writes
-parts         models of which ranks have different parts
 directory     what all ranks, or all RPC workers, write together
 saving        `save`, and saving while training goes on
 loading       `load`

@@ -29,12 +29,12 @@ from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.several import ALONE, Optimizers, Snapshot
-from zckpt.optim.tensors import ModelState, Share, share_of
+from zckpt.optim.tensors import ModelState, share_of
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.storage.durable import written_directory
+from zckpt.training.live import Part
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, optimizer_values, other_values
-from zckpt.training.parts import Part
 from zckpt.training.pieces import Piece, RankState, divide, entries
 
 
@@ -161,11 +161,8 @@ def _save_worker(
         state = Optimizers(local.optimizer, names).snapshot()
         if BESIDE in state.metadata:
             declared(local.optimizer).refuse("a DistributedOptimizer has no place for that")
-        shares: list[tuple[str, str, Share]] = []
-        for parameter, name in names.items():
-            share = share_of(parameter, name)
-            if share is not None:
-                shares.append((name, WEIGHT, share))
+        of_model = ((name, WEIGHT, share_of(parameter, name)) for parameter, name in names.items())
+        shares = [(name, slot, share) for name, slot, share in of_model if share is not None]
         held = divide([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, memoryview(data)) for key, data in stored]
         written = write_rank(Path(directory), rank, count, [*first, *entries(held, None)], identity)

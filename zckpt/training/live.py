@@ -1,13 +1,28 @@
-"""What is trained, as this rank has it."""
+"""What is trained, as this rank has it, and models of which ranks have different parts: stages of a pipeline, meshes.
+
+Whether a save or load is of such a model, all ranks agree first. Names are those of the whole model. What ranks have of
+a name and slot, they tell each other by digests: the same elements are the same thing, which they write together, if
+its bytes are equal. Of what is on a mesh all bytes are compared; of a plain parameter the first `SAMPLE_NBYTES`, which
+tells names that are a part's own from those of the whole model.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 
+import torch
+
+from zckpt.engine.tensors import dtype_name
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.states.several import Given, Optimizers
-from zckpt.optim.tensors import Model, ModelState, is_cut_apart, model_state
-from zckpt.training.slices import Slices
+from zckpt.optim.states import NamedShare
+from zckpt.optim.states.several import Given, Optimizers, Snapshot, merged_groups, one_class
+from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart, model_state
+from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, Slices, digest_of
+from zckpt.version import __version__
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +48,174 @@ class Live:
         """Tell whether this rank knows that ranks have different parts."""
         its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
         return self.optimizers.are_parts or isinstance(self.model, (list, tuple)) or is_cut_apart(its, ranks.world_size)
+
+
+@dataclass(slots=True)
+class Part:
+    """What a rank has of a model and its optimizers; of a model in parts, each rank something else.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Parameters, buffers and param groups, without slots.
+    classes : dict of str to str
+        Of its optimizers.
+    extra : set of str
+        Keys of what its modules keep besides tensors.
+    """
+
+    checkpoint: Checkpoint
+    classes: dict[str, str]
+    extra: set[str]
+
+    @classmethod
+    def of(cls, model: ModelState, optimizers: Snapshot) -> Part:
+        """Return what a rank has; tied parameters come last."""
+        made = Checkpoint("", "zckpt", f"zckpt {__version__}", param_groups=list(optimizers.groups))
+        for name, one in model.tensors.items():
+            section = made.parameters if name in model.parameters else made.buffers
+            section[name] = Parameter(name, tuple(one.shape), dtype_name(one.dtype))
+        for name, owner in model.tied.items():
+            its = made.parameters[owner]
+            made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
+        return cls(made, dict(optimizers.classes), set(model.extra))
+
+    def join(self, others: Sequence[Part]) -> None:
+        """Add the parts of the ranks that follow.
+
+        Raises LayoutError: ranks have tensors of one name that differ in shape or type; UsageError: parts of one
+        optimizer are not alike; UnsupportedError: modules keep something besides tensors that the first rank has not.
+        """
+        whole = self.checkpoint
+        for one in others:
+            self.classes = one_class(self.classes, one.classes)
+        whole.param_groups = merged_groups(one.checkpoint.param_groups for one in (self, *others))
+        apart: set[str] = set()
+        for rank, one in enumerate(others, 1):
+            its = one.checkpoint
+            for section, found in ((whole.parameters, its.parameters), (whole.buffers, its.buffers)):
+                for name, here in found.items():
+                    known = section.setdefault(name, here)
+                    if (known.shape, known.dtype) != (here.shape, here.dtype):
+                        raise LayoutError(
+                            f"{name} is another tensor on rank {rank} than on ranks before it",
+                            expected=(known.shape, known.dtype), found=(here.shape, here.dtype),
+                            advice="give parts whose names are those of the whole model",
+                        )  # fmt: skip
+                    if (known.tied_to is None) != (here.tied_to is None):
+                        apart.add(name)
+            strange = sorted(one.extra - self.extra)
+            if strange:
+                raise UnsupportedError(
+                    f"{strange[0]}: a module of rank {rank} keeps more than tensors, which only the first rank writes",
+                    advice="keep it in buffers",
+                )
+        apart |= whole.parameters.keys() & whole.buffers.keys()
+        if apart:
+            raise LayoutError(
+                f"{min(apart)} is not on all ranks a parameter of its own",
+                advice="tie the same parameters, and register the same buffers, on all ranks",
+            )
+        whole.parameters = dict(sorted(whole.parameters.items(), key=lambda one: one[1].tied_to is not None))
+
+
+# --- saving
+
+
+NOT_THE_SAME = (
+    "names must be those of the whole model; what ranks have alike, replicate: put it into the plan of "
+    "parallelize_module, or in DistributedDataParallel"
+)
+
+
+def settled(
+    ranks: Ranks, shares: Sequence[NamedShare], buffers: Collection[str], advice: str = NOT_THE_SAME
+) -> list[NamedShare]:
+    """Return what this rank has, with the ranks that have the same. All ranks call it together.
+
+    `buffers`: of plain ones that several ranks have, the first one's is written; `advice`: if ranks have other values
+    of the same. Raises LayoutError: ranks have other values of the same name.
+    """
+    keyed = sorted(((_key(*one), one) for one in shares), key=lambda pair: (pair[1][1], pair[1][0]))
+    having: dict[bytes, list[int]] = {}
+    for member, keys in zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True):
+        for key in keys:
+            having.setdefault(key, []).append(member)
+    found: list[NamedShare] = []
+    digests: dict[bytes, bytes] = {}
+    for key, (name, slot, share) in keyed:
+        those = having[key]
+        if share.ranks is None and name in buffers:
+            those = those[:1]
+        elif share.ranks is None:
+            if len(those) > 1 and slot == WEIGHT:
+                digests[key] = digest_of(share, SAMPLE_NBYTES)
+        else:
+            of_mesh = set(share.ranks) & set(ranks.members)
+            if not of_mesh >= set(those):
+                digests[key] = digest_of(share)
+            those = sorted(of_mesh.union(those))
+        found.append((name, slot, replace(share, ranks=tuple(those))))
+    told = ranks.gather_all(digests)
+    for key, (name, slot, _) in keyed:
+        if key in digests and len({one[key] for one in told if key in one}) > 1:
+            raise LayoutError(
+                f"{slot} of {name} has other values on other ranks, which have the same elements of it",
+                advice=advice,
+            )
+    return found
+
+
+def _key(name: str, slot: str, share: Share) -> bytes:
+    extent = share.extent
+    told = (name, slot, share.shape, str(share.tensor.dtype), extent.offsets, extent.sizes, extent.start, extent.numel)
+    return blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest()
+
+
+# --- loading
+
+
+@dataclass(frozen=True, slots=True)
+class Everywhere:
+    """What some rank has; empty where all ranks have the same model.
+
+    Parameters
+    ----------
+    tensors : tuple of str
+        All names of tensors.
+    parameters : frozenset of str
+        Those that optimizers have.
+    optimizers : tuple of str
+        Their names.
+    """
+
+    tensors: tuple[str, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    optimizers: tuple[str, ...] = ()
+
+
+def everywhere_of(live: Live, ranks: Ranks, *, broadcast: bool) -> Everywhere:
+    """Tell the other ranks what is here, if they have different parts. All ranks call it together.
+
+    Raises UsageError: one rank is to read for all, which have different parts.
+    """
+    if not ranks.any(live.is_in_parts(ranks)):
+        return Everywhere()
+    if broadcast:
+        raise UsageError("broadcast is for a model that all ranks have whole, not in parts", advice="leave it out")
+    names = [*live.tensors.tensors, *live.tensors.tied]
+    every = ranks.gather_all((names, list(live.optimizers.parameters()), live.optimizers.called))
+    return Everywhere(
+        tuple(dict.fromkeys(name for one in every for name in one[0])),
+        frozenset(name for one in every for name in one[1]),
+        tuple(dict.fromkeys(name for one in every for name in one[2])),
+    )
+
+
+def spread(tensors: ModelState) -> None:
+    """Give further parts of the model the buffers that one of them has been given."""
+    with torch.no_grad():
+        for name, copy in tensors.copies:
+            source = tensors.tensors[name]
+            if isinstance(source, torch.Tensor):
+                copy.copy_(source)

@@ -30,9 +30,8 @@ from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.training.live import Live
+from zckpt.training.live import Everywhere, Live, everywhere_of, spread
 from zckpt.training.other_state import OtherState, read_other_state
-from zckpt.training.parts import Everywhere, everywhere_of, spread
 from zckpt.training.slices import TpRules, slices_of
 
 if TYPE_CHECKING:

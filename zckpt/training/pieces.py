@@ -13,7 +13,7 @@ from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.optim.tensors import Share
 from zckpt.state import Extent, Slot
 from zckpt.state.partition import even_extents
-from zckpt.training.parts import Part
+from zckpt.training.live import Part
 
 ALIGNMENT = 64
 """Bytes at multiples of which tensors start in staging memory."""

@@ -28,9 +28,8 @@ from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, share_of,
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT
 from zckpt.training.directory import Prepared, of_first, save_workers, write
-from zckpt.training.live import Live
+from zckpt.training.live import NOT_THE_SAME, Live, Part, settled
 from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, random_states
-from zckpt.training.parts import NOT_THE_SAME, Part, settled
 from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.slices import NOT_COPIES, Sliced, TpRules, collected, slices_of
 
