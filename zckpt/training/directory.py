@@ -34,7 +34,7 @@ from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.storage.durable import written_directory
 from zckpt.training.live import Part
-from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, optimizer_values, other_values
+from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
 from zckpt.training.pieces import Piece, RankState, divide, entries
 
 
@@ -181,8 +181,7 @@ def of_first(
     checkpoint.zero_stage, checkpoint.loss_scale, checkpoint.step = state.zero_stage, state.loss_scale, given["step"]
     checkpoint.topology, checkpoint.world_size = Topology(dp=world_size), world_size
     checkpoint.details[SAVED_BY] = SELF
-    checkpoint.metadata = other_values(given, model, values)
-    checkpoint.optimizer_metadata = optimizer_values(state.metadata, values)
+    checkpoint.metadata, checkpoint.optimizer_metadata = other_values(given, model, state.metadata, values)
     return part, storage_entries(checkpoint, values)
 
 

@@ -34,8 +34,10 @@ IN_MEMORY = ""
 """The path of what is in no file yet."""
 
 
-def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
-    """Return metadata, as nodes.
+def other_values(
+    given: Mapping[str, Any], model: ModelState, of_optimizers: Mapping[str, Any], values: Values
+) -> tuple[dict[str, object], dict[str, object]]:
+    """Return metadata, and what optimizers keep besides their state, as nodes.
 
     `given`: with `scheduler`, `grad_scaler` and `extra`. Raises UnsupportedError: something that only a pickle could
     hold.
@@ -48,13 +50,9 @@ def other_values(given: Mapping[str, Any], model: ModelState, values: Values) ->
         found[EXTRA] = values.node(dict(given["extra"]), "extra")
     if model.extra:
         found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
-    return {key: FromFile(value, IN_MEMORY) for key, value in found.items()}
-
-
-def optimizer_values(metadata: Mapping[str, Any], values: Values) -> dict[str, object]:
-    """Return what optimizers keep besides their state, as nodes. Raises UnsupportedError as `other_values` does."""
-    trees = {key: values.node(metadata[key], key) for key in (BESIDE, OPTIMIZERS) if key in metadata}
-    return {**metadata, **{key: FromFile(node, IN_MEMORY) for key, node in trees.items()}}
+    trees = {key: values.node(of_optimizers[key], key) for key in (BESIDE, OPTIMIZERS) if key in of_optimizers}
+    in_memory = [{key: FromFile(node, IN_MEMORY) for key, node in nodes.items()} for nodes in (found, trees)]
+    return in_memory[0], {**of_optimizers, **in_memory[1]}
 
 
 @dataclass(slots=True)
@@ -133,8 +131,23 @@ def read_other_state(
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)
     found.modules = _mapping(values, EXTRA_STATE, checkpoint)
-    if rank is not None and RANDOM in values:
-        _random(found, values[RANDOM], rank, checkpoint)
+    states = values.get(RANDOM)
+    if rank is None or RANDOM not in values:
+        return found
+    count = len(states) if isinstance(states, list) else 0
+    if not isinstance(states, list) or rank >= count or not states[rank]:
+        found.notes.append(f"no random states of rank {rank}: {count} ranks have saved theirs")
+        return found
+    try:
+        set_random_states(states[rank], here=False)
+    except Exception as error:  # whatever generators say of states that are none
+        raise DamagedFileError(
+            f"unusable random states of rank {rank}",
+            path=checkpoint.source,
+            found=f"{type(error).__name__}: {error}",
+            advice="load with random_states=False",
+        ) from error
+    found.random = states[rank]
     return found
 
 
@@ -154,24 +167,6 @@ def _mapping(values: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> dic
     if not isinstance(found, Mapping):
         raise DamagedFileError(f"unreadable {key}", path=checkpoint.source, expected="a dict", found=type(found))
     return dict(found)
-
-
-def _random(found: OtherState, states: object, rank: int, checkpoint: Checkpoint) -> None:
-    """Find the random states of a rank."""
-    count = len(states) if isinstance(states, list) else 0
-    if not isinstance(states, list) or rank >= count or not states[rank]:
-        found.notes.append(f"no random states of rank {rank}: {count} ranks have saved theirs")
-        return
-    try:
-        set_random_states(states[rank], here=False)
-    except Exception as error:  # whatever generators say of states that are none
-        raise DamagedFileError(
-            f"unusable random states of rank {rank}",
-            path=checkpoint.source,
-            found=f"{type(error).__name__}: {error}",
-            advice="load with random_states=False",
-        ) from error
-    found.random = states[rank]
 
 
 def random_states() -> dict[str, Any]:
