@@ -106,7 +106,7 @@ SILENCE = 120.0
 GRACE = 20.0
 """Seconds that the ranks have to end, or to find out that one of them is gone."""
 
-PRELOADED = [__name__, "torch._dynamo", "zckpt.training", "zckpt.optim"]
+PRELOADED = [__name__, "torch._dynamo", "zckpt.training.checkpointer", "zckpt.optim.zero"]
 """Imported once, not by each rank: torch, and what it imports when an optimizer is made."""
 
 

@@ -70,7 +70,9 @@ if TYPE_CHECKING:
     from zckpt.operations.target import Written
     from zckpt.operations.verify import Finding, Verification, verify
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
-    from zckpt.training import Checkpointer, Restored, Saving, load, save
+    from zckpt.training.checkpointer import Checkpointer
+    from zckpt.training.loading import Restored, load
+    from zckpt.training.saving import Saving, save
 
 
 _HOMES = {
@@ -92,7 +94,9 @@ _HOMES = {
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.strip": ("Stripped", "strip"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
-    "zckpt.training": ("Checkpointer", "Restored", "Saving", "load", "save"),
+    "zckpt.training.checkpointer": ("Checkpointer",),
+    "zckpt.training.loading": ("Restored", "load"),
+    "zckpt.training.saving": ("Saving", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
 }  # fmt: skip
 """The module of each name that is loaded when it is first used."""

@@ -48,7 +48,8 @@ except ModuleNotFoundError as error:
 from zckpt.deepspeed import any_world_size, durable_saves
 from zckpt.formats.native.files import OWNED
 from zckpt.storage.leftovers import remove_leftovers
-from zckpt.training import Restored, Saving, load, save
+from zckpt.training.loading import Restored, load
+from zckpt.training.saving import Saving, save
 
 __all__ = ["Accelerator"]
 

@@ -50,7 +50,7 @@ from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology
 from zckpt.storage.durable import written_files
 from zckpt.storage.files import read_whole
-from zckpt.training import Checkpointer
+from zckpt.training.checkpointer import Checkpointer
 
 __all__ = ["any_world_size", "callback", "prepare_resume"]
 

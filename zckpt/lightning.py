@@ -31,7 +31,8 @@ from zckpt.deepspeed import any_world_size, durable_saves
 from zckpt.formats.native.files import OWNED
 from zckpt.operations.places import place_of
 from zckpt.storage.leftovers import remove_leftovers
-from zckpt.training import Saving, load, save
+from zckpt.training.loading import load
+from zckpt.training.saving import Saving, save
 
 __all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"]
 

@@ -70,7 +70,7 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "zckpt.operations.reshard",
     "zckpt.optim.states.zero",
     "zckpt.optim.states.zero_redundancy",
-    "zckpt.training",
+    "zckpt.training.checkpointer",
     *BUILT_IN.values(),
 )
 gc.disable()  # nothing of what is imported is garbage

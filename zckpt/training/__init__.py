@@ -20,9 +20,3 @@ from __future__ import annotations
 from zckpt.errors import require_torch
 
 require_torch("training")
-
-from zckpt.training.checkpointer import Checkpointer
-from zckpt.training.loading import Restored, load
-from zckpt.training.saving import Saving, save
-
-__all__ = ["Checkpointer", "Restored", "Saving", "load", "save"]

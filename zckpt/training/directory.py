@@ -10,22 +10,20 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.compare.digests import FILE_NAME, Entries, bytes_of
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
 from zckpt.errors import UnsupportedError
-from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, rank_name
+from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, rank_name
 from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
-from zckpt.formats.native.reader import headers_shared, read
+from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.remainder import BESIDE
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
-from zckpt.optim import DistributedOptimizer
-from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.several import ALONE, Optimizers, Snapshot
@@ -36,6 +34,9 @@ from zckpt.storage.durable import written_directory
 from zckpt.training.live import Part
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
 from zckpt.training.pieces import Piece, RankState, divide, entries
+
+if TYPE_CHECKING:
+    from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 
 
 @dataclass(frozen=True, slots=True)

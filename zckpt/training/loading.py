@@ -20,7 +20,7 @@ from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.low_bit import refuse_casts
-from zckpt.formats.native.reader import headers_shared
+from zckpt.formats.native.files import headers_shared
 from zckpt.naming import Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.options import Renaming, only, shares

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,15 +28,15 @@ from zckpt.formats.deepspeed.tensor_parallel import cut
 from zckpt.formats.deepspeed.tp_rules import Rules, check_rules, read_rules
 from zckpt.formats.deepspeed.tp_shares import SLICED, Rule
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim import ZeroOptimizer
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states import NamedShare
 from zckpt.optim.states.several import Given, named
 from zckpt.optim.tensors import ModelState, Share, world_rank
-from zckpt.optim.zero.files import refuse_parts
-from zckpt.optim.zero.stepping import model_rank
 from zckpt.state import WEIGHT, Extent, Parameter
 from zckpt.state.boxes import Box, boxes_of, row_major
+
+if TYPE_CHECKING:
+    from zckpt.optim import ZeroOptimizer
 
 TpRules = str | os.PathLike[str] | Mapping[str, Any] | None
 """What `save` and `load` take as `tp_rules`."""
@@ -197,6 +197,11 @@ def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
     several optimizers.
     """
     every = list(named(optimizer).values())
+    if given is None and not any(getattr(one, "is_model_parallel", False) for one in every):
+        return None
+    from zckpt.optim.zero.files import refuse_parts
+    from zckpt.optim.zero.optimizer import ZeroOptimizer
+
     of_zero = [one for one in every if isinstance(one, ZeroOptimizer)]
     cut_apart = [one for one in of_zero if one.is_model_parallel]
 
@@ -223,8 +228,6 @@ def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
             )
         return None
 
-    if given is None and not cut_apart:
-        return None
     return ranks.do(found)  # a file may be missing on one rank
 
 
@@ -236,6 +239,8 @@ def _slices_of(rules: Rules, every: Sequence[Optimizer], only: ZeroOptimizer, wo
             "experts of a model in tensor-parallel slices are not saved or loaded by name",
             advice='give format="deepspeed" to save, and load_state_dict() what is in this rank\'s file',
         )
+    from zckpt.optim.zero.stepping import model_rank
+
     rank, degree = model_rank(only.model_parallel)
     if only.world_size * degree != world_size:
         raise UsageError(

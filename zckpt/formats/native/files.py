@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from zckpt.errors import SourceError
@@ -71,3 +74,22 @@ def _head(path: Path) -> bytes:
         return read_head(str(path), HEAD_NBYTES)
     except SourceError:
         return b""
+
+
+SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
+
+
+@contextmanager
+def headers_shared(rank: int, world_size: int) -> Iterator[None]:
+    """Let ranks that open a directory together look at some of its files each; if one refuses, all must.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        Of those who open it.
+    """
+    token = SHARE.set((rank, world_size))
+    try:
+        yield
+    finally:
+        SHARE.reset(token)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.native.document import FORMAT, Members, read_document, wrong
-from zckpt.formats.native.files import DOCUMENT_NAME, rank_name
+from zckpt.formats.native.files import DOCUMENT_NAME, SHARE, headers_shared, rank_name
 from zckpt.formats.native.layouts import Cut, Headers, Layouts, Offsets, Order, Pieces, Table, order_of
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
@@ -40,24 +39,6 @@ NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage",
 
 
 SECTIONS = ("parameters", "buffers", "unnamed")
-
-_SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
-
-
-@contextmanager
-def headers_shared(rank: int, world_size: int) -> Iterator[None]:
-    """Let ranks that open a directory together look at some of its files each; if one refuses, all must.
-
-    Parameters
-    ----------
-    rank, world_size : int
-        Of those who open it.
-    """
-    token = _SHARE.set((rank, world_size))
-    try:
-        yield
-    finally:
-        _SHARE.reset(token)
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -243,7 +224,7 @@ class Reading:
         order = order_of(self.listed, self.identity, self.cuts, is_as_written=self.document.has("crc32"))
         if not order.is_proven:
             return None
-        rank, world_size = share = _SHARE.get() or (0, 1)
+        rank, world_size = share = SHARE.get() or (0, 1)
         for one in self.listed[rank::world_size]:
             path = self.path / one.name
             if not is_as_listed(path, one):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,15 @@ from torch.optim import Optimizer
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.remainder import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.distributed import DistributedOptimizer
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
 from zckpt.optim.states import NamedShare, OptimizerState, Restoring, Source, state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.state import ParamGroup
 from zckpt.torchfile import FromFile, node_of
+
+if TYPE_CHECKING:
+    from zckpt.optim.distributed import DistributedOptimizer
 
 Given = Optimizer | list[Optimizer] | tuple[Optimizer, ...] | Mapping[str, Optimizer] | None
 """What `save` and `load` take as `optimizer`."""
