@@ -51,8 +51,10 @@ def other_values(
     if model.extra:
         found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
     trees = {key: values.node(of_optimizers[key], key) for key in (BESIDE, OPTIMIZERS) if key in of_optimizers}
-    in_memory = [{key: FromFile(node, IN_MEMORY) for key, node in nodes.items()} for nodes in (found, trees)]
-    return in_memory[0], {**of_optimizers, **in_memory[1]}
+    return (
+        {key: FromFile(node, IN_MEMORY) for key, node in found.items()},
+        {**of_optimizers, **{key: FromFile(node, IN_MEMORY) for key, node in trees.items()}},
+    )
 
 
 @dataclass(slots=True)
