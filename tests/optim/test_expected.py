@@ -233,3 +233,25 @@ def on_ranks(rank: int, world_size: int, folder: Path) -> None:
 def test_ranks_refuse_it_together(tmp_path: Path) -> None:
     saved(tmp_path / "c", torch.optim.SGD, momentum=0.9)
     run(on_ranks, 2, tmp_path)
+
+
+def test_state_lies_in_memory_as_its_parameter_for_a_fused_step(tmp_path: Path) -> None:
+    def begun() -> tuple[nn.Conv2d, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model, torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 192).view(1, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = begun()
+    step(model, optimizer)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    again, its = begun()
+    zckpt.load(tmp_path / "c", model=again, optimizer=its)
+    assert its.state[again.weight]["exp_avg"].stride() == again.weight.stride() != (27, 9, 3, 1)
+    step(model, optimizer)
+    step(again, its)
+    assert torch.equal(model.weight, again.weight)

@@ -22,9 +22,18 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from zckpt.errors import ZckptError
-from zckpt.optim.param_groups import Group, as_groups, check_shapes, matched, selected, sync, with_names
+from zckpt.optim.param_groups import (
+    Group,
+    as_groups,
+    check_shapes,
+    local_dict,
+    matched,
+    numbered,
+    selected,
+    sync,
+    with_names,
+)
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
-from zckpt.optim.tensors import copied_like
 
 State = dict[int, dict[str, Any]]
 Worker = Any
@@ -138,12 +147,7 @@ class DistributedOptimizer(Optimizer):
         state: State = {}
         for theirs in self.call(LocalOptimizer.state):
             state.update(theirs)
-        groups, first = [], 0
-        for group in self.param_groups:
-            numbers = list(range(first, first + len(group["params"])))
-            groups.append({**group, "params": numbers})
-            first += len(numbers)
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        return {"state": dict(sorted(state.items())), "param_groups": numbered(self.param_groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the whole state; each worker gets that of its own parameters.
@@ -155,15 +159,12 @@ class DistributedOptimizer(Optimizer):
         """
         numbers = {number: at for at, number in enumerate(matched(state_dict, self.param_groups, by_name=False))}
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
-        held = [self._numbers(one.owner()) for one in self.remote_optimizers]
-        shares = [{n: state[n] for n in mine if n in state} for mine in held]
+        held = [self._groups_of(one.owner()) for one in self.remote_optimizers]
+        shares = [{n: state[n] for group in its for n in group["numbers"] if n in state} for its in held]
         hyperparameters = [hyperparameters_of(group) for group in state_dict["param_groups"]]
         for function in (LocalOptimizer.check, LocalOptimizer.load):
             self.call_each(function, [(share, hyperparameters) for share in shares])
         sync(hyperparameters, self.param_groups)
-
-    def _numbers(self, worker: Worker) -> list[int]:
-        return [number for group in self._groups_of(worker) for number in group["numbers"]]
 
 
 class LocalOptimizer:
@@ -179,8 +180,8 @@ class LocalOptimizer:
         for group in groups:
             group["params"] = [parameter.local_value() for parameter in group["params"]]
         self.optimizer = optimizer_class(groups, *args, **kwargs)
-        self.waiting: dict[int, dict[str, Any]] = {}
-        """State that has been read, until all workers have read theirs; by number."""
+        self.waiting: Any = None
+        """State that has been read, until all workers have read theirs."""
 
     def names(self) -> list[str]:
         """Return the names of this worker's parameters, in the order of `by_number`."""
@@ -230,10 +231,8 @@ class LocalOptimizer:
                 if parameter in self.optimizer.state
             }
 
-    def check(self, state: State, hyperparameters: list[Group]) -> None:
+    def check(self, state: State, hyperparameters: list[Group]) -> None:  # noqa: ARG002  # as `load`
         """Raise ValueError unless state fits this worker's parameters."""
-        if len(hyperparameters) != len(self.numbers):
-            raise ValueError(f"{len(hyperparameters)} param groups for an optimizer that has {len(self.numbers)}")
         parameters = self.by_number()
         for number, values in state.items():
             check_shapes(number, values, parameters[number])
@@ -241,21 +240,10 @@ class LocalOptimizer:
     def load(self, state: State, hyperparameters: list[Group]) -> None:
         """Load state by number, laid out in memory as its parameter is; what is not there is cleared."""
         with self.lock:
-            saved = self.optimizer.state_dict()["param_groups"]
-            local = {
-                position: {
-                    key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else value
-                    for key, value in state[number].items()
-                }
-                for position, (number, parameter) in enumerate(self.by_number().items())
-                if number in state
-            }
-            self.optimizer.load_state_dict(
-                {
-                    "state": local,
-                    "param_groups": [{**its, **new} for its, new in zip(saved, hyperparameters, strict=True)],
-                }
-            )
+            own = self.optimizer.param_groups
+            saved = [{**hyperparameters_of(its), **new} for its, new in zip(own, hyperparameters, strict=True)]
+            numbers = {parameter: number for number, parameter in self.by_number().items()}
+            self.optimizer.load_state_dict(local_dict({"state": state, "param_groups": saved}, numbers, own))
 
 
 def _make(optimizer_class: Callable[..., Optimizer], groups: list[Group], args: Sequence[Any], kwargs: Group) -> Any:

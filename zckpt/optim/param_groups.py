@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.tensors import own_names
+from zckpt.optim.tensors import copied_like, own_names
 from zckpt.state import ParamGroup, number_of
 
 SHOWN = 4
@@ -79,7 +79,10 @@ def read_groups(params: object) -> list[Group]:
     groups = [read_group(one) for one in as_groups(params, "tensors")]
     if len({"param_names" in group for group in groups}) > 1:
         raise ValueError("either all param groups have names for their parameters or none has")
-    _check_types([tensor for group in groups for tensor in group["params"]])
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    types = {torch.typename(tensor) for tensor in tensors}
+    if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):  # no model is like that
+        raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")
     return groups
 
 
@@ -136,13 +139,6 @@ def read_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if dist.get_rank(found) < 0:
         raise ValueError("this process is not in the process group")
     return found
-
-
-def _check_types(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse several element types where nothing is trained: no model is like that, as torch's class says too."""
-    types = {torch.typename(tensor) for tensor in tensors}
-    if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):
-        raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")
 
 
 def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
@@ -202,6 +198,30 @@ def _matched(index: int, saved: object, group: Group, *, by_name: bool) -> list[
     return [numbers[name] for name in ours]
 
 
+def local_dict(
+    state_dict: Mapping[str, Any], numbers: Mapping[torch.Tensor, int], groups: Sequence[Group]
+) -> dict[str, Any]:
+    """Return what a rank's local optimizer loads; nothing of it is the given dict's.
+
+    `numbers`: what it calls each parameter; `groups`: the local optimizer's.
+    """
+    local: dict[int, dict[str, object]] = {}
+    made: list[Group] = []
+    at = 0
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for position, parameter in enumerate(group["params"], at):
+            values = state_dict["state"].get(numbers[parameter])
+            if values:
+                local[position] = {
+                    key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else copied(value)
+                    for key, value in values.items()
+                }
+        names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
+        made.append({**hyperparameters(saved), **names, "params": list(range(at, at + len(group["params"])))})
+        at += len(group["params"])
+    return {"state": local, "param_groups": made}
+
+
 # --- names
 
 Names = list[list[str]]
@@ -229,16 +249,6 @@ def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.T
     """Return the name of each parameter of param groups."""
     pairs = zip(groups, names, strict=True)
     return {parameter: name for group, its in pairs for parameter, name in zip(group["params"], its, strict=True)}
-
-
-def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
-    """Return the names that a DistributedOptimizer was given: those that its workers know.
-
-    Raises UsageError: it was given none.
-    """
-    if not all("param_names" in group for group in groups):
-        raise UsageError("the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs")
-    return [list(group["param_names"]) for group in groups]
 
 
 def group_hyperparameters(

@@ -5,7 +5,6 @@ A fused optimizer needs state to lie in memory as its parameter does, or steps i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -161,13 +160,9 @@ def model_state(model: Model) -> ModelState:
     """
     if isinstance(model, (list, tuple)):
         return _of_parts(parts_of(model))
-    [*given] = parts_of(model)
-    if not given:
-        return ModelState()
-    [model] = given
-    if is_flat(model):
-        return _of_flat(model)
-    return _model_state(bare(model))
+    for one in parts_of(model):
+        return _of_flat(one) if is_flat(one) else _model_state(bare(one))
+    return ModelState()
 
 
 def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
@@ -293,21 +288,9 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
         return None
     offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
     extent = Extent(offsets, sizes, 0, local.numel())
-    return Share(tuple(tensor.shape), extent, local, _replicas(tensor))
-
-
-def _replicas(tensor: DTensor) -> tuple[int, ...]:
-    """Return the ranks whose coordinates differ from this one's only where the tensor is replicated."""
-    if not any(placement.is_replicate() for placement in tensor.placements):
-        return (world_rank(),)
-    mesh = tensor.device_mesh
-    own = list(mesh.get_coordinate() or ())
-    along = [
-        range(mesh.size(dim)) if placement.is_replicate() else (own[dim],)
-        for dim, placement in enumerate(tensor.placements)
-    ]
-    every = mesh.mesh
-    return tuple(sorted(int(every[coordinate].item()) for coordinate in itertools.product(*along)))
+    same = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)  # along what is replicated
+    ranks = tensor.device_mesh.mesh[tuple(slice(None) if one.is_replicate() else at for at, one in same)]
+    return Share(tuple(tensor.shape), extent, local, tuple(sorted(ranks.flatten().tolist())))
 
 
 def world_rank() -> int:
@@ -338,6 +321,11 @@ def shaped(elements: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if is_dense(like):
         return elements.as_strided(like.shape, like.stride(), elements.storage_offset())
     return elements.view(like.shape)
+
+
+def room_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor with room for as many elements as another has, of its shape, lying as that does."""
+    return shaped(torch.empty(tensor.numel(), dtype=dtype, device=tensor.device), tensor)
 
 
 def copied_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

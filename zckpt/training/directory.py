@@ -25,8 +25,9 @@ from zckpt.formats.remainder import BESIDE
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
+from zckpt.optim.states import Snapshot
 from zckpt.optim.states.beside import declared
-from zckpt.optim.states.several import ALONE, Optimizers, Snapshot
+from zckpt.optim.states.several import ALONE, Optimizers
 from zckpt.optim.tensors import ModelState, share_of
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology

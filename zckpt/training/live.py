@@ -17,8 +17,8 @@ import torch
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.states import NamedShare
-from zckpt.optim.states.several import Given, Optimizers, Snapshot, merged_groups, one_class
+from zckpt.optim.states import NamedShare, Snapshot
+from zckpt.optim.states.several import Given, Optimizers, merged_groups, one_class
 from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart, model_state
 from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, Slices, digest_of

@@ -20,38 +20,51 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib import import_module
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
+from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.remainder import BESIDE
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members, check_named
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
 from zckpt.optim.ranks import Place
-from zckpt.optim.states.values import as_stored, like
+from zckpt.optim.states.expected import check_keys
+from zckpt.optim.states.values import as_stored, as_torch, like, read_numbers
 from zckpt.optim.tensors import Share
-from zckpt.state import Parameter, ParamGroup
+from zckpt.state import Extent, Parameter, ParamGroup, Slot, number_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
 
 
 @dataclass(slots=True)
-class Values:
-    """State that is no tensor of elements.
+class Snapshot:
+    """What this rank has of one optimizer, or of all, at one moment; tensors are theirs, not copies.
 
-    `parameters` are this rank's, by parameter and key; `metadata` is what the optimizer keeps besides its state, such
-    as a loss scaler.
+    Parameters
+    ----------
+    values : dict
+        State that is no tensor of elements, by parameter and key.
+    metadata : dict
+        What is kept besides state, such as a loss scaler.
+    classes : dict of str to str
+        The class of each optimizer.
+    zero_stage, loss_scale : optional
+        Where all have the same.
     """
 
-    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    shares: list[NamedShare] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
     zero_stage: int | None = None
     loss_scale: float | None = None
 
@@ -85,8 +98,6 @@ class Source:
         Whether all parameters must be there.
     elsewhere : frozenset of str
         Parameters of its groups that are not this optimizer's, but another part's or rank's.
-    is_sliced : bool
-        Whether parameters are the slices that this rank has.
     """
 
     checkpoint: OpenedCheckpoint
@@ -97,7 +108,6 @@ class Source:
     listed: Sequence[str] | None = None
     strict: bool = True
     elsewhere: frozenset[str] = frozenset()
-    is_sliced: bool = False
 
 
 class OptimizerState(ABC):
@@ -106,15 +116,13 @@ class OptimizerState(ABC):
     `state_of` makes one of an optimizer on each rank that saves or loads. Nothing is copied: tensors are the
     optimizer's own.
 
-    To save, every rank calls `groups`, `shares` and `values`, in this order and together with the others, since an
-    optimizer may have to ask other ranks. To load, every rank calls `names`, opens the checkpoint, and calls `restore`
+    To save, every rank calls `snapshot` together with the others, since an optimizer may have to ask other ranks, which
+    calls `groups`. To load, every rank calls `names`, opens the checkpoint, and calls `restore`
     for a Restoring, which says what follows. Where the optimizer's parameters live on RPC workers (`is_remote`), only
-    their caller does all this, and each worker has an OptimizerState of its own parameters, with shares and values.
+    their caller does all this, and each worker has an OptimizerState of its own parameters.
 
     Parameters
     ----------
-    process_group : ProcessGroup or None
-        The optimizer's ranks; None: those of whoever saves or loads.
     is_remote : bool
         Whether parameters live on RPC workers.
     writes : str or None
@@ -127,7 +135,10 @@ class OptimizerState(ABC):
     """
 
     optimizer: Any
-    process_group: dist.ProcessGroup | None = None
+    restoring: type[Restoring]
+    called: Mapping[torch.Tensor, str] = {}
+    """The names of the parameters that are here."""
+
     is_remote = False
     writes: str | None = None
     renamed: Callable[[str], str] | None = None
@@ -152,21 +163,15 @@ class OptimizerState(ABC):
         """
         return stored_groups(self.optimizer, self.names())
 
-    def slots(self, name: str) -> Mapping[str, Share]:  # noqa: ARG002  # workers have theirs
-        """Return what this rank has of each slot of a parameter."""
-        return {}
+    def snapshot(self) -> Snapshot:
+        """Return what this rank has. All ranks call it together; what several have comes in the same order on them."""
+        return Snapshot(self.groups())
 
-    def shares(self) -> Iterator[NamedShare]:
-        """Yield every parameter's slots; those that several ranks have, in the same order on all of them."""
-        for name, _ in self.members():
-            for slot, share in self.slots(name).items():
-                yield name, slot, share
+    @property
+    def keeps_beside(self) -> bool:
+        """Whether the optimizer may keep more than state by parameter and key."""
+        return False
 
-    def values(self) -> Values:
-        """Return the state that is no tensor of elements."""
-        return Values()
-
-    @abstractmethod
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint; nothing is read or changed yet.
 
@@ -177,6 +182,7 @@ class OptimizerState(ABC):
         UnsupportedError
             State that the optimizer has no way to keep.
         """
+        return self.restoring(source, self)
 
     def write(self, target: Target) -> None:
         """Write another program's format; errors are those of `zckpt.optim.files.save`."""
@@ -187,7 +193,6 @@ class OptimizerState(ABC):
         )
 
 
-@dataclass(slots=True)
 class Restoring(ABC):
     """A checkpoint's state on its way into one optimizer. Every rank calls the methods, in this order.
 
@@ -196,30 +201,25 @@ class Restoring(ABC):
     take    the optimizer gets them, on this rank
     share   ranks send each other what follows from it, when all have taken theirs
 
-    `names` are those of all parameters, `reads` is what will be read, and `notes` say what the checkpoint has not.
+    `groups` are the param groups that the optimizer will have, `reads` is what will be read, and `notes` say what the
+    checkpoint has not.
     """
 
-    source: Source
-    optimizer: Optimizer
-    names: Mapping[torch.Tensor, str]
-    reads: list[TensorRead] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if BESIDE in self.source.metadata and not self.takes_beside:
+    def __init__(self, source: Source, live: OptimizerState) -> None:
+        self.source, self.live, self.optimizer = source, live, live.optimizer
+        self.names = live.called
+        self.groups: list[Group] = []
+        self.reads: list[TensorRead] = []
+        self.notes: list[str] = []
+        if BESIDE in source.metadata and not live.keeps_beside:
             self.leave_out(
                 UsageError(
                     f"{type(self.optimizer).__name__} has no place for what was saved besides an optimizer's state",
-                    path=self.source.path,
+                    path=source.path,
                     advice="give the optimizer that was saved, or strict=False",
                 )
             )
         self.prepare()
-
-    @property
-    def takes_beside(self) -> bool:
-        """Whether the optimizer may keep more than state by parameter and key."""
-        return False
 
     def leave_out(self, error: UsageError) -> None:
         """Raise why something is not loaded, or note it where less than everything was asked for."""
@@ -276,7 +276,7 @@ class Restoring(ABC):
         """Return the names of the parameters that the optimizer has nothing of."""
         return {name for parameter, name in self.names.items() if not is_trained(parameter)}
 
-    def hyperparameters(self, names: Names, current: Sequence[Group]) -> list[Group]:
+    def hyperparameters(self, names: Names) -> list[Group]:
         """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
 
         Raises UsageError: the checkpoint has other param groups.
@@ -293,8 +293,54 @@ class Restoring(ABC):
             return [{} for _ in names]
         return [
             {key: like(value, ours.get(key)) for key, value in its.items()}
-            for its, ours in zip(found, current, strict=True)
+            for its, ours in zip(found, self.optimizer.param_groups, strict=True)
         ]
+
+    def flat_state(
+        self,
+        holder: Optimizer,
+        group: Group,
+        owners: Mapping[str, Parameter | None],
+        parts: Sequence[tuple[int, Extent, int]],
+        of: torch.Tensor,
+        advice: str | None = None,
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return room for the state of a flat tensor with elements of many parameters, and names of those without.
+
+        A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no
+        slot is one value for all. `holder` is the optimizer that will have it, under the settings of `group`; `parts`
+        say which extent of which parameter begins at which element. Raises UsageError: it cannot be one's.
+        """
+        checkpoint, path, every = self.source.checkpoint, self.source.path, list(owners.values())
+        held = [{} if one is None else parameter_values(checkpoint, one) for one in every]
+        read_numbers(held, every)
+        for name, values in zip(owners, held, strict=True):
+            check_keys(holder, group, name, of.dim(), values, path=path)
+        state: dict[str, Any] = {}
+        for key in dict.fromkeys(key for values in held for key in values):
+            found = [values[key] for values in held if key in values]
+            slots = [one for one in found if isinstance(one, Slot)]
+            kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
+            if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
+                raise UsageError(
+                    f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
+                    path=path,
+                    found=", ".join(sorted({str(one) for one in kinds})),
+                    advice=advice,
+                )
+            if not slots:
+                with about(path):
+                    state[key] = as_torch(found[0])
+                continue
+            dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
+            state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
+            for number, extent, start in parts:
+                slot, owner = held[number].get(key), every[number]
+                if owner is not None and isinstance(slot, Slot):
+                    if slot.shape != owner.shape:
+                        raise UsageError(f"{key} of {owner.name} is not one value for each element", path=path)
+                    self.reads.append(TensorRead(slot, extent, state[key].view(-1)[start : start + extent.numel]))
+        return state, [name for name, values in zip(owners, held, strict=True) if not values]
 
 
 def is_trained(parameter: torch.Tensor) -> bool:

@@ -138,7 +138,7 @@ def rehearse(
     optimizer: Optimizer,
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     settings: Sequence[Group],
-    called: Sequence[str],
+    called: Mapping[torch.Tensor, str],
     path: str,
     beside: Beside,
 ) -> None:
@@ -152,8 +152,8 @@ def rehearse(
         By parameter, with tensors.
     settings : sequence of dict
         Each param group's hyperparameters.
-    called : sequence of str
-        What `state` is of, for a message.
+    called : mapping
+        Names of parameters, for a message.
     beside : Beside
         What else is in the state dict.
     """
@@ -183,7 +183,8 @@ def rehearse(
     except Exception as error:
         keys = list(dict.fromkeys(key for its in given.values() for key in its))
         why = f"its load_state_dict raises {type(error).__name__}: {error}"
-        raise _another(optimizer, (*called, "its parameters")[0], keys, path, expected=why) from error
+        name = next((called[one] for one in state if one in called), "its parameters")
+        raise _another(optimizer, name, keys, path, expected=why) from error
 
 
 def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

@@ -9,8 +9,8 @@ first groups are one group, and so on, on all ranks. Those that are given by nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from zckpt.formats.remainder import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
-from zckpt.optim.states import NamedShare, OptimizerState, Restoring, Source, state_class, state_of, unwrapped
+from zckpt.optim.states import OptimizerState, Restoring, Snapshot, Source, state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.state import ParamGroup
 from zckpt.torchfile import FromFile, node_of
@@ -37,31 +37,6 @@ NONE = Members()
 
 ALONE = ""
 """Stands for the name of one optimizer that is given without any."""
-
-
-@dataclass(slots=True)
-class Snapshot:
-    """What this rank has of all optimizers at one moment; tensors are theirs, not copies.
-
-    Parameters
-    ----------
-    values : dict
-        State that is no tensor of elements, by parameter and key.
-    metadata : dict
-        What the optimizers keep besides their state.
-    classes : dict of str to str
-        The class of each optimizer.
-    zero_stage, loss_scale : optional
-        Where all have the same.
-    """
-
-    groups: list[ParamGroup] = field(default_factory=list)
-    shares: list[NamedShare] = field(default_factory=list)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    classes: dict[str, str] = field(default_factory=dict)
-    zero_stage: int | None = None
-    loss_scale: float | None = None
 
 
 class Optimizers:
@@ -93,11 +68,14 @@ class Optimizers:
     ) -> None:  # fmt: skip
         self.states = {name: state_of(one, known, members) for name, one in named(given).items()}
         self.is_sliced = is_sliced
+        self.is_one = in_parts and isinstance(given, (list, tuple)) and bool(given)
         for state in self.states.values():
             state.is_sliced = is_sliced
-        self.is_one = in_parts and isinstance(given, (list, tuple)) and bool(given)
-        if in_parts:
-            _check_of_parts(self.states)
+            if in_parts and type(state) is not ByParameter:  # it divides its state among ranks itself
+                raise UnsupportedError(
+                    f"{type(state.optimizer).__name__} of a model in parts",
+                    advice="use one of torch.optim, or fully_shard",
+                )
         self.notes: list[str] = []
         """What `restore` has not found."""
         _check_disjoint(self.states)
@@ -124,27 +102,23 @@ class Optimizers:
 
     def snapshot(self) -> Snapshot:
         """Return what this rank has of all. All ranks call it together."""
-        found = Snapshot()
-        stages, scales = set(), set()
-        by_part = []
-        for name, state in self._called():
-            groups = state.groups()
-            for group in groups:
+        found, every = Snapshot(), []
+        for key, state in self.states.items():
+            name, its = ALONE if self.is_one else key, state.snapshot()
+            every.append(its)
+            for group in its.groups:
                 group.optimizer = name or None
-            by_part.append(groups)
-            found.shares += state.shares()
-            values = state.values()
-            found.values |= values.parameters
+            found.shares += its.shares
+            found.values |= its.values
             found.classes |= one_class(found.classes, {name: type(state.optimizer).__name__})
             if len(self.states) == 1:
-                found.metadata = values.metadata
-            elif values.metadata:
-                found.metadata.setdefault(OPTIMIZERS, {})[name] = values.metadata
-            stages.add(values.zero_stage)
-            scales.add(values.loss_scale)
-        found.groups = merged_groups(by_part)
-        found.zero_stage = stages.pop() if len(stages) == 1 else None
-        found.loss_scale = scales.pop() if len(scales) == 1 else None
+                found.metadata = its.metadata
+            elif its.metadata:
+                found.metadata.setdefault(OPTIMIZERS, {})[name] = its.metadata
+        found.groups = merged_groups(its.groups for its in every)
+        for same in ("zero_stage", "loss_scale"):
+            said = {getattr(its, same) for its in every}
+            setattr(found, same, said.pop() if len(said) == 1 else None)
         return found
 
     def restore(
@@ -168,19 +142,14 @@ class Optimizers:
         for name, (groups, metadata) in self._each(checkpoint, path, called, strict=strict).items():
             its = self.states[name]
             elsewhere = frozenset(everywhere).difference(*its.names())
-            source = Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere, self.is_sliced)
+            source = Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere)
             found.append(its.restore(source))
         return found
 
-    def _called(self) -> Iterator[tuple[str, OptimizerState]]:
-        """Yield the optimizers, those that are parts of one without a name."""
-        for name, state in self.states.items():
-            yield ALONE if self.is_one else name, state
-
     @property
     def called(self) -> list[str]:
-        """The names of the optimizers."""
-        return list(dict.fromkeys(name for name, _ in self._called()))
+        """The names of the optimizers, those that are parts of one without a name."""
+        return [ALONE] if self.is_one else list(self.states)
 
     def _each(
         self, checkpoint: OpenedCheckpoint, path: str, called: Sequence[str], *, strict: bool
@@ -189,62 +158,51 @@ class Optimizers:
         if not self.states:
             return {}
         ours = list(dict.fromkeys([*self.called, *called]))
-        theirs: dict[str | None, list[ParamGroup]] = {}
+        theirs: dict[str, list[ParamGroup]] = {}
         for group in checkpoint.param_groups:
-            theirs.setdefault(group.optimizer, []).append(group)
+            theirs.setdefault(group.optimizer or ALONE, []).append(group)
         metadata = _metadata(checkpoint)
         if len(ours) == 1 and len(theirs) <= 1:
-            [its] = ours
-            kept = metadata.get(its, checkpoint.optimizer_metadata)
+            kept = metadata.get(ours[0], checkpoint.optimizer_metadata)
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
-        if self.is_one:
-            self._check_names([name or ALONE for name in theirs], ours, path)
         origin = checkpoint.details.get("origin")
         had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
-        if theirs.keys() <= {None} and not had_one:
-            return {name: (groups, checkpoint.optimizer_metadata) for name, groups in self._in_turn(checkpoint, path)}
-        if strict:
-            self._check_names([name or ALONE for name in theirs], ours, path)
-        found = {name or ALONE: groups for name, groups in theirs.items() if (name or ALONE) in self.states}
+        in_turn = theirs.keys() <= {ALONE} and not had_one
+        if self.is_one or (strict and not in_turn):
+            _check_names(list(theirs), ours, path)
+        if in_turn:  # the checkpoint does not say of which optimizer each group is
+            counts = {name: len(state.names()) for name, state in self.states.items()}
+            if sum(counts.values()) != len(checkpoint.param_groups):
+                raise UsageError(
+                    "other param groups than the optimizers'",
+                    path=path,
+                    expected=", ".join(f"{count} of {name}" for name, count in counts.items()),
+                    found=len(checkpoint.param_groups),
+                )
+            groups = iter(checkpoint.param_groups)
+            each = {name: [next(groups) for _ in range(count)] for name, count in counts.items()}
+            return {name: (its, checkpoint.optimizer_metadata) for name, its in each.items()}
         self.notes += [
-            f"no state of {f'the optimizer {name}' if name else 'the optimizer'}: the checkpoint has "
-            f"{_listed([name or ALONE for name in theirs])}"
+            f"no state of {f'the optimizer {name}' if name else 'the optimizer'}: the checkpoint has {_listed(theirs)}"
             for name in self.states
-            if name not in found
+            if name not in theirs
         ]
-        return {name: (groups, metadata.get(name, {})) for name, groups in found.items()}
+        return {name: (theirs[name], metadata.get(name, {})) for name in self.states if name in theirs}
 
-    def _in_turn(self, checkpoint: OpenedCheckpoint, path: str) -> list[tuple[str, list[ParamGroup]]]:
-        """Return the param groups of a checkpoint that does not say of which optimizer each is: they are in order."""
-        counts = {name: len(state.names()) for name, state in self.states.items()}
-        if sum(counts.values()) != len(checkpoint.param_groups):
-            raise UsageError(
-                "other param groups than the optimizers'",
-                path=path,
-                expected=", ".join(f"{count} of {name}" for name, count in counts.items()),
-                found=len(checkpoint.param_groups),
-            )
-        groups = iter(checkpoint.param_groups)
-        return [(name, [next(groups) for _ in range(count)]) for name, count in counts.items()]
 
-    def _check_names(self, theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
-        if len(ours) != len(theirs):
-            raise UsageError(
-                f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
-                f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given",
-                path=path,
-                expected=_listed(theirs),
-                found=_listed(ours),
-                advice="give as many as were saved, or strict=False",
-            )
-        if sorted(ours) != sorted(theirs):
-            raise UsageError(
-                "the checkpoint has optimizers of other names",
-                path=path,
-                expected=_listed(theirs),
-                found=_listed(ours),
-                advice="give a mapping with the names that were saved, or a list if they are numbers",
-            )
+def _check_names(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
+    """Refuse other optimizers than a checkpoint has."""
+    if sorted(ours) == sorted(theirs):
+        return
+    what = "the checkpoint has optimizers of other names"
+    advice = "give a mapping with the names that were saved, or a list if they are numbers"
+    if len(ours) != len(theirs):
+        what = (
+            f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
+            f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given"
+        )
+        advice = "give as many as were saved, or strict=False"
+    raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
 
 
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
@@ -275,8 +233,8 @@ def _check_alike(before: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> No
             expected=len(before), found=len(ours), advice=advice,
         )  # fmt: skip
     for index, (group, one) in enumerate(zip(before, ours, strict=True)):
-        keys = group.hyperparameters.keys() | one.hyperparameters.keys()
-        other = sorted(key for key in keys if group.hyperparameters.get(key) != one.hyperparameters.get(key))
+        one_hyper, its = one.hyperparameters, group.hyperparameters
+        other = sorted(key for key in its.keys() | one_hyper.keys() if its.get(key) != one_hyper.get(key))
         if other or group.state != one.state:
             raise UsageError(
                 f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
@@ -294,15 +252,6 @@ def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, st
                 advice="give optimizers by name: those of one name are parts of one, on all ranks",
             )
     return {**found, **more}
-
-
-def _check_of_parts(states: Mapping[str, OptimizerState]) -> None:
-    """Refuse optimizers that divide their state among ranks themselves."""
-    for state in states.values():
-        if type(state) is not ByParameter:
-            raise UnsupportedError(
-                f"{type(state.optimizer).__name__} of a model in parts", advice="use one of torch.optim, or fully_shard"
-            )
 
 
 def named(given: Given) -> dict[str, Optimizer]:
@@ -379,5 +328,5 @@ def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
     }
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(name or "one without a name" for name in names)

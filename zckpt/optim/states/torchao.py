@@ -11,8 +11,7 @@ Source: torchao 0.18, `optim/adam.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +22,7 @@ from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.torch_files.tensors import TORCHAO
 from zckpt.formats.torch_files.torchao import CLASSES, PACKED, Quantised, is_quantised, quantised, slots_of
-from zckpt.optim.states import Restoring, Source, Values
+from zckpt.optim.states import Snapshot
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, Slot
@@ -38,51 +37,6 @@ SIGNED = "exp_avg"
 """The slot whose values have signs, for which maps are others."""
 
 ADVICE = "dequantize=True takes the floats that they stand for, of which torchao makes blocks anew"
-
-
-class TorchaoState(ByParameter):
-    """The state of one of torchao's optimizers."""
-
-    def _shares_of(self, key: str, value: torch.Tensor, name: str) -> dict[str, Share]:
-        cut = self._cut(key, name)
-        return super()._shares_of(key, value, name) if cut is None else _pieces(key, cut, self._parameters[name], value)
-
-    def values(self) -> Values:
-        """Return the state that is no tensor of elements, and what quantised slots are."""
-        found = ByParameter.values(self)
-        for parameter, state in self._state().items():
-            name = self._called[parameter]
-            for key, value in state.items():
-                cut = self._cut(key, name) if isinstance(value, torch.Tensor) and value.dim() else None
-                if cut is not None:
-                    found.parameters.setdefault(name, {})[key] = cut.description()
-        return found
-
-    def restore(self, source: Source) -> Restoring:
-        """Find out what the optimizer needs of a checkpoint."""
-        return TorchaoRestoring(source, self.optimizer, self._called, is_here=self._is_here, local=self._local())
-
-    def _cut(self, key: str, name: str) -> _Cut | None:
-        """Return how a slot is cut into blocks; None: it is floats on all ranks."""
-        parameter = self._parameters[name]
-        optimizer: Any = self.optimizer
-        own = _local(self._state()[parameter][key])
-        here = _is_codes(own)
-        block = own.block_size if here else optimizer.block_size
-        ranges = ranges_of(parameter)
-        if ranges is None or not any(_is_quantised(numel, block) for _, numel in ranges):
-            if here:
-                raise _not_cut(f"{key} of {name}", block)
-            return None
-        share = None if here else share_of(parameter, name)
-        if share is not None and _is_quantised(share.extent.numel, block):
-            return None  # as who has loaded floats has them, on all ranks
-        numel = parameter.numel()
-        if any(start % block for start, count in ranges if _is_quantised(count, block)):
-            raise _not_cut(f"{key} of {name}", block)
-        floats = [(start, count) for start, count in ranges if count and not _is_quantised(count, block)]
-        blank = own if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
-        return _Cut(type(blank).__name__, block, numel, tuple(_joined(floats)), getattr(blank, "qmap", None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +59,6 @@ class _Cut:
     numel: int
     floats: tuple[Range, ...]
     qmap: torch.Tensor | None
-
-    def description(self) -> dict[str, Any]:
-        """Return what a checkpoint says of it."""
-        return {TORCHAO: self.cls, "block": self.block, "floats": [list(one) for one in self.floats]}
 
 
 def _pieces(key: str, cut: _Cut, parameter: torch.Tensor, value: torch.Tensor) -> dict[str, Share]:
@@ -189,20 +139,6 @@ def _flat(share: Share) -> Range:
     return rows * math.prod(share.shape[1:]) + share.extent.start, share.extent.numel
 
 
-def _joined(ranges: Iterable[Range]) -> Iterator[Range]:
-    """Yield ranges, those that follow each other as one."""
-    before: Range | None = None
-    for start, numel in ranges:
-        if before is not None and sum(before) == start:
-            before = before[0], before[1] + numel
-            continue
-        if before is not None:
-            yield before
-        before = start, numel
-    if before is not None:
-        yield before
-
-
 def _not_cut(what: str, block: int) -> UnsupportedError:
     return UnsupportedError(
         f"{what} is quantised in blocks that are not those of the whole parameter",
@@ -223,29 +159,27 @@ class _Anew:
     floats: torch.Tensor
 
 
-@dataclass(slots=True)
 class TorchaoRestoring(ByParameterRestoring):
     """A checkpoint's state on its way into one of torchao's optimizers."""
 
-    anew: list[_Anew] = field(default_factory=list)
-    rounded: list[str] = field(default_factory=list)
-
     def prepare(self) -> None:
         """Make room for the state."""
-        ByParameterRestoring.prepare(self)
+        self.anew: list[_Anew] = []
+        self.rounded: list[str] = []
+        super().prepare()
         if self.rounded:
             self.notes.append(f"rounded into blocks, which the checkpoint has as floats: {listed(self.rounded)}")
 
     def values(self, owner: Parameter) -> dict[str, object]:
         """Return what the checkpoint has of a parameter, without the pieces of quantised slots."""
-        found = ByParameterRestoring.values(self, owner)
+        found = super().values(owner)
         pieces = {piece for key in owner.state for piece in slots_of(key, owner)}
         return {key: value for key, value in found.items() if key not in pieces}
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         is_codes = is_quantised(value)
         if not is_codes and (not isinstance(value, Slot) or not value.shape or value.shape != owner.shape):
-            return ByParameterRestoring._value(self, key, value, parameter, owner)
+            return super()._value(key, value, parameter, owner)
         its = quantised(key, owner, self.source.path) if is_codes else None
         floats: Any = value if its is None else its.as_floats(key)
         optimizer: Any = self.optimizer
@@ -298,7 +232,7 @@ class TorchaoRestoring(ByParameterRestoring):
 
     def read(self) -> None:
         """Read state, and let torchao quantise what was floats."""
-        ByParameterRestoring.read(self)
+        super().read()
         optimizer: Any = self.optimizer
         for one in self.anew:
             size = one.state.block_size
@@ -310,3 +244,47 @@ class TorchaoRestoring(ByParameterRestoring):
             one.state.codes.view(-1)[first:last].copy_(made.codes.view(-1))
             one.state.scale[one.block : one.block + count].copy_(made.scale)
         self.anew.clear()
+
+
+class TorchaoState(ByParameter):
+    """The state of one of torchao's optimizers."""
+
+    restoring = TorchaoRestoring
+
+    def _shares(
+        self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot
+    ) -> dict[str, Share]:
+        cut = self._cut(key, name, parameter)
+        if cut is None:
+            return super()._shares(name, parameter, key, value, found)
+        floats = [list(one) for one in cut.floats]
+        found.values.setdefault(name, {})[key] = {TORCHAO: cut.cls, "block": cut.block, "floats": floats}
+        return _pieces(key, cut, parameter, value)
+
+    def _cut(self, key: str, name: str, parameter: torch.Tensor) -> _Cut | None:
+        """Return how a slot is cut into blocks; None: it is floats on all ranks."""
+        optimizer: Any = self.optimizer
+        own = _local(self._state()[parameter][key])
+        here = _is_codes(own)
+        block = own.block_size if here else optimizer.block_size
+        ranges = ranges_of(parameter)
+        if ranges is None or not any(_is_quantised(numel, block) for _, numel in ranges):
+            if here:
+                raise _not_cut(f"{key} of {name}", block)
+            return None
+        share = None if here else share_of(parameter, name)
+        if share is not None and _is_quantised(share.extent.numel, block):
+            return None  # as who has loaded floats has them, on all ranks
+        numel = parameter.numel()
+        if any(start % block for start, count in ranges if _is_quantised(count, block)):
+            raise _not_cut(f"{key} of {name}", block)
+        floats: list[Range] = []
+        for start, count in ranges:
+            if _is_quantised(count, block) or not count:
+                continue
+            if floats and sum(floats[-1]) == start:
+                floats[-1] = floats[-1][0], floats[-1][1] + count
+            else:
+                floats.append((start, count))
+        blank = own if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
+        return _Cut(type(blank).__name__, block, numel, tuple(floats), getattr(blank, "qmap", None))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.state import Extent, Parameter, Scalar, Slot, number_of
+from zckpt.state import Extent, Parameter, Scalar, Slot
 
 
 def like(value: object, current: object) -> Any:
@@ -77,41 +76,3 @@ def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:
     tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
     read_tensors(TensorRead(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
     return [Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)]
-
-
-def flat_state(
-    every: Sequence[Mapping[str, object]],
-    owners: Sequence[Parameter | None],
-    parts: Sequence[tuple[int, Extent, int]],
-    room: Callable[[torch.dtype], torch.Tensor],
-    advice: str | None = None,
-) -> tuple[dict[str, Any], list[TensorRead]]:
-    """Return the state of a flat tensor that has elements of many parameters, given theirs, and what is to be read.
-
-    A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no slot is
-    one value for all. `parts` say which extent of which parameter begins at which element, and `room` makes zeros.
-    Raises UsageError: it cannot be one's.
-    """
-    state: dict[str, Any] = {}
-    reads: list[TensorRead] = []
-    for key in dict.fromkeys(key for values in every for key in values):
-        found = [values[key] for values in every if key in values]
-        slots = [one for one in found if isinstance(one, Slot)]
-        kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
-        if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
-            raise UsageError(
-                f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
-                found=", ".join(sorted({str(one) for one in kinds})),
-                advice=advice,
-            )
-        if not slots:
-            state[key] = as_torch(found[0])
-            continue
-        into = state[key] = room(reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots)))
-        for number, extent, start in parts:
-            slot, owner = every[number].get(key), owners[number]
-            if owner is not None and isinstance(slot, Slot):
-                if slot.shape != owner.shape:
-                    raise UsageError(f"{key} of {owner.name} is not one value for each element")
-                reads.append(TensorRead(slot, extent, into.view(-1)[start : start + extent.numel]))
-    return state, reads

@@ -8,13 +8,12 @@ metadata.pt                  what these do not say: the order of names, and whic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zckpt.compare.logical import parameter_values
 from zckpt.engine.checking import Checks, Seen, Sum, watched_by, watching
 from zckpt.errors import UsageError
 from zckpt.formats.remainder import VERSION
@@ -22,17 +21,14 @@ from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
-from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names, sync
+from zckpt.optim.param_groups import Names, group_hyperparameters, sync
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import OptimizerState, Restoring, Source, Target
+from zckpt.optim.states import OptimizerState, Restoring, Snapshot, Source, Target
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
-from zckpt.optim.states.expected import check_keys
-from zckpt.optim.states.values import as_torch
-from zckpt.optim.tensors import Share, bare, world_rank
+from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.state import Slot
 from zckpt.storage.durable import written_directory
 from zckpt.version import __version__
 
@@ -42,15 +38,20 @@ class PerRank(ByParameter):
 
     optimizer: ZeroRedundancyOptimizer
 
-    def _local(self) -> torch.optim.Optimizer:
+    @property
+    def local(self) -> torch.optim.Optimizer:
+        """The optimizer that steps this rank's parameters."""
         return self.optimizer.optim
 
-    def _is_here(self, parameter: torch.Tensor) -> bool:
+    def is_here(self, parameter: torch.Tensor) -> bool:
+        """Tell whether this rank has the state of a parameter."""
         return self.optimizer._param_to_rank[parameter] == self.optimizer.rank
 
-    def slots(self, name: str) -> dict[str, Share]:
-        """Return each slot of a parameter, if it is this rank's: no other has it."""
-        return {key: replace(share, ranks=(world_rank(),)) for key, share in super().slots(name).items()}
+    def snapshot(self) -> Snapshot:
+        """Return what this rank has, and no other."""
+        found = super().snapshot()
+        found.shares = [(name, key, replace(one, ranks=(world_rank(),))) for name, key, one in found.shares]
+        return found
 
 
 class ZeroRedundancyState(PerRank):
@@ -67,24 +68,22 @@ class ZeroRedundancyState(PerRank):
         with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
             write(_local_state(optimizer.optim), partial / rank_name(optimizer.rank))
             if optimizer.rank == 0:
-                tensors, about = _model(self._parameters, target.model)
+                tensors, about = _model(dict(self.members()), target.model)
                 write(tensors, partial / MODEL_NAME)
                 write(_metadata(target, about, optimizer.world_size, names), partial / METADATA_NAME)
-
-
-class TorchState(PerRank):
-    """The state of torch's class, which keeps what it had of a parameter that a state dict says nothing of."""
-
-    def restore(self, source: Source) -> Restoring:
-        """Find out what the optimizer needs of a checkpoint."""
-        return _TorchRestoring(source, self.optimizer, self._called, is_here=self._is_here, local=self._local())
 
 
 class _TorchRestoring(ByParameterRestoring):
     def take(self) -> None:
         """Give the optimizer what was read, and nothing else."""
-        self.local.state.clear()
+        self.live.local.state.clear()
         super().take()
+
+
+class TorchState(PerRank):
+    """The state of torch's class, which keeps what it had of a parameter that a state dict says nothing of."""
+
+    restoring = _TorchRestoring
 
 
 # --- the directory
@@ -133,23 +132,47 @@ def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 # --- RPC workers
 
 
+class WorkersRestoring(Restoring):
+    """A checkpoint's state on its way into the workers of an optimizer."""
+
+    def prepare(self) -> None:
+        """Compare the param groups with the checkpoint's."""
+        source = self.source
+        self.groups = group_hyperparameters(source.checkpoint, source.param_groups, self.live.names(), source.path)
+
+    def read(self) -> None:
+        """Let each worker read the state of its parameters into memory of its own."""
+        checks, source = watched_by(), self.source
+        given = source.path, self.live.names(), source.tag, source.listed, checks.find is not None
+        for parts in self.optimizer.call(_read, *given):
+            for one, seen in parts:
+                checks.take_over(one, seen)
+
+    def take(self) -> None:
+        """Let each worker take what it has read, and take the hyperparameters here."""
+        self.optimizer.call(_take)
+        sync(self.groups, self.optimizer.param_groups)
+
+
 class WorkersState(OptimizerState):
     """The state of a DistributedOptimizer, whose workers have it all."""
 
     is_remote = True
     writes = "zero-redundancy"
+    restoring = WorkersRestoring
 
     def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
         del known  # of tensors of this process
         self.optimizer = optimizer
 
     def names(self) -> Names:
-        """Return the names that the optimizer was given, which its workers know."""
-        return remote_names(self.optimizer.param_groups)
-
-    def restore(self, source: Source) -> Restoring:
-        """Find out what the optimizer needs of a checkpoint."""
-        return WorkersRestoring(source, self.optimizer, {})
+        """Return the names that it was given, which its workers know. Raises UsageError: it was given none."""
+        groups = self.optimizer.param_groups
+        if not all("param_names" in group for group in groups):
+            raise UsageError(
+                "the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs"
+            )
+        return [list(group["param_names"]) for group in groups]
 
     def write(self, target: Target) -> None:
         """Let each worker write its files of a directory; the caller calls it."""
@@ -178,74 +201,24 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[
     return local.numbers
 
 
-@dataclass(slots=True)
-class WorkersRestoring(Restoring):
-    """A checkpoint's state on its way into the workers of an optimizer."""
-
-    optimizer: DistributedOptimizer
-    order: Names = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-
-    def prepare(self) -> None:
-        """Compare the param groups with the checkpoint's."""
-        source = self.source
-        self.order = remote_names(self.optimizer.param_groups)
-        self.groups = group_hyperparameters(source.checkpoint, source.param_groups, self.order, source.path)
-
-    def read(self) -> None:
-        """Let each worker read the state of its parameters into memory of its own."""
-        checks = watched_by()
-        given = self.source.path, self.order, self.groups, self.source.tag, self.source.listed, checks.find is not None
-        for parts in self.optimizer.call(_read, *given):
-            for one, seen in parts:
-                checks.take_over(one, seen)
-
-    def take(self) -> None:
-        """Let each worker take what it has read, and take the hyperparameters here."""
-        self.optimizer.call(_take, self.groups)
-        for group, its in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.update(its)
-
-
 def _read(
-    local: LocalOptimizer,
-    path: str,
-    order: Names,
-    groups: list[Group],
-    tag: str | None,
-    listed: Sequence[str] | None,
-    verify: bool,
+    local: LocalOptimizer, path: str, order: Names, tag: str | None, listed: Sequence[str] | None, verify: bool
 ) -> list[tuple[Sum, list[Seen]]]:
     """Read the state of a worker's parameters, which `_take` takes when all have read theirs; return what was seen."""
     checkpoint = open_for(path, (), order, tag=tag, names=listed)
     checks = Checks()
     checks.find = checksums_by_path([checkpoint]) if verify else None
-    settings = {
-        name: {**ours, **its}
-        for names, ours, its in zip(order, local.optimizer.param_groups, groups, strict=True)
-        for name in names
-    }
-    state: dict[int, dict[str, Any]] = {}
-    for (number, parameter), name in zip(local.by_number().items(), local.names(), strict=True):
-        if name not in checkpoint.parameters:
-            raise UsageError(f"the checkpoint has no parameter {name}", path=path)
-        owner = checkpoint.owner(name)
-        if owner.shape != tuple(parameter.shape):
-            raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=owner.shape)
-        found = parameter_values(checkpoint, owner)
-        check_keys(local.optimizer, settings[name], name, parameter.dim(), found, path=path)
-        with watching(checks):
-            values = {
-                key: checkpoint.read(owner.name, key) if isinstance(value, Slot) else as_torch(value)
-                for key, value in found.items()
-            }
-        if values:
-            state[number] = values
+    state = ByParameter(local.optimizer, {})
+    elsewhere = frozenset(name for names in order for name in names).difference(*state.names())
+    local.waiting = state.restore(Source(checkpoint, path, checkpoint.param_groups, {}, elsewhere=elsewhere))
+    local.waiting.check()
+    with watching(checks):
+        local.waiting.read()
     checks.refuse()
-    local.waiting = state
     return checks.hand_over()
 
 
-def _take(local: LocalOptimizer, groups: list[Group]) -> None:
-    waiting, local.waiting = local.waiting, {}
-    local.load(waiting, groups)
+def _take(local: LocalOptimizer) -> None:
+    with local.lock:
+        local.waiting.take()
+        local.waiting = None

@@ -15,7 +15,7 @@ D-Adaptation: all tensors together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -193,6 +193,23 @@ def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.Process
             here.copy_(wire.view(here.dtype).view(here.shape))
 
 
+class Member(NamedTuple):
+    """A parameter that is trained: which one of a group, in the order of its buffer."""
+
+    group: FlatGroup
+    position: int
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The parameter itself."""
+        return self.group.parameters[self.position]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return self.group.numels[self.position]
+
+
 class FlatOptimizer(ShardedOptimizer):
     """Param groups of the model's parameters, and a local optimizer of this rank's partition of each.
 
@@ -226,7 +243,9 @@ class FlatOptimizer(ShardedOptimizer):
     ) -> None:
         self._refuse_per_tensor(optimizer_class)
         self.groups: list[FlatGroup] = []
-        self._place: dict[torch.Tensor, tuple[FlatGroup, int]] = {}
+        self._place: dict[torch.Tensor, Member] = {}
+        """Where the parameters are that are trained, in the optimizer's order, not that of the buffers."""
+
         self._names: dict[str, torch.Tensor] | None = None
         super().__init__(params, optimizer_class, process_group, defaults)
         self._make_local(list(map(_local_group, self.param_groups, self.groups)))
@@ -275,7 +294,8 @@ class FlatOptimizer(ShardedOptimizer):
         self.groups.append(flat)
         if self.broadcast_weights:
             broadcast_first([p for p in group["params"] if p not in new], process_group)
-        self._place |= {parameter: (flat, position) for position, parameter in enumerate(flat.parameters)}
+        for position in sorted(range(len(trained)), key=flat.numbers.__getitem__):
+            self._place[flat.parameters[position]] = Member(flat, position)
         if self._is_made:
             self.optim.add_param_group(_local_group(group, flat))
             param_groups.sync(self.optim.param_groups, self.param_groups)
@@ -293,7 +313,7 @@ class FlatOptimizer(ShardedOptimizer):
             self._names = found
         return dict(self._names)
 
-    def find(self, name: str) -> tuple[FlatGroup, int]:
+    def find(self, name: str) -> Member:
         """Return the group of a parameter and its position there. Raises ValueError for a strange or frozen name."""
         parameter = (self._names or self.names()).get(name)
         if parameter is None:

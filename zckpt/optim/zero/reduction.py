@@ -22,25 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Member:
-    """A parameter whose gradient is reduced: which one of a group, in the order of its buffer."""
-
-    group: FlatGroup
-    position: int
-
-    @property
-    def parameter(self) -> torch.Tensor:
-        """The parameter itself."""
-        return self.group.parameters[self.position]
-
-    @property
-    def numel(self) -> int:
-        """Its elements."""
-        return self.group.numels[self.position]
+from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,12 +163,7 @@ class Reducer:
 
     def forget(self) -> None:
         """Forget the order of gradients: param groups have changed."""
-        self.members = [  # in the optimizer's order, not that of the buffers
-            Member(group, position)
-            for group in self.groups
-            for position in sorted(range(len(group.parameters)), key=group.numbers.__getitem__)
-        ]
-        self._member = {member.parameter: member for member in self.members}
+        self.members = list(self.optimizer._place.values())
         self._buckets: list[Bucket] | None = None
         self._times: dict[torch.Tensor, int] = {}
         self._late: set[torch.Tensor] = set()
@@ -277,7 +254,7 @@ class Reducer:
 
     def bucket_of(self, parameters: Iterable[torch.Tensor]) -> Bucket:
         """Return a bucket of these parameters."""
-        return self._bucket([self._member[parameter] for parameter in parameters])
+        return self._bucket([self.optimizer._place[parameter] for parameter in parameters])
 
     def _bucket(self, members: list[Member]) -> Bucket:
         by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type

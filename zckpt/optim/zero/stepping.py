@@ -253,30 +253,23 @@ class DynamicLossScaler:
             An overflow at the least scale, where that is an error.
         """
         if overflow:
-            self._fall()
+            if self.delayed_shift > 1 and self.cur_hysteresis > 1:
+                self.cur_hysteresis -= 1
+            elif self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
+                raise FloatingPointError(
+                    f"gradients overflow at the least loss scale of {self.min_scale}: the training has diverged"
+                )
+            else:
+                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
             self.last_overflow_iter = self.cur_iter
         else:
-            self._rise()
-        self.cur_iter += 1
-
-    def _fall(self) -> None:
-        if self.delayed_shift > 1 and self.cur_hysteresis > 1:
-            self.cur_hysteresis -= 1
-        elif self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
-            raise FloatingPointError(
-                f"gradients overflow at the least loss scale of {self.min_scale}: the training has diverged"
-            )
-        else:
-            self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
-
-    def _rise(self) -> None:
-        if self.consecutive_hysteresis:
-            self.cur_hysteresis = self.delayed_shift
-        steps_since = self.cur_iter - self.last_overflow_iter - 1
-        if steps_since > 0 and steps_since % self.scale_window == 0:
-            if not self.consecutive_hysteresis:
+            steps_since = self.cur_iter - self.last_overflow_iter - 1
+            rises = steps_since > 0 and steps_since % self.scale_window == 0
+            if self.consecutive_hysteresis or rises:
                 self.cur_hysteresis = self.delayed_shift
-            self.cur_scale *= self.scale_factor
+            if rises:
+                self.cur_scale *= self.scale_factor
+        self.cur_iter += 1
 
 
 Scaler = LossScaler | DynamicLossScaler

@@ -451,7 +451,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
                     "it before the first iteration, or save with sharded_state_dict()"
                 )
             self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
-        self.optim.load_state_dict(state_dicts.local_dict(given, numbers, self.optim.param_groups))
+        self.optim.load_state_dict(param_groups.local_dict(given, numbers, self.optim.param_groups))
         param_groups.sync(self.optim.param_groups, self.param_groups)
         self._consolidated = None
         for hook in self._optimizer_load_state_dict_post_hooks.values():

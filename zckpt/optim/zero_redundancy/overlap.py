@@ -56,7 +56,7 @@ def hook_with_zero_step(
     ValueError
         The optimizer was not made for it.
     """
-    return _stepping(_Steps(hook, ddp, zero, shard_buckets, from_first_iteration), interleaved=False)
+    return _Steps(hook, ddp, zero, shard_buckets, from_first_iteration, interleaved=False).as_hook()
 
 
 def hook_with_zero_step_interleaved(
@@ -72,67 +72,67 @@ def hook_with_zero_step_interleaved(
     Parameters and errors are those of `hook_with_zero_step`. To be preferred where reducing is fast compared to
     backward.
     """
-    return _stepping(_Steps(hook, ddp, zero, shard_buckets, from_first_iteration), interleaved=True)
-
-
-def _stepping(steps: _Steps, *, interleaved: bool) -> Hook:
-    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
-        future = steps.reduce(state, bucket)
-        if steps.ready and interleaved:
-            steps.step_before(bucket.index())
-        if steps.ready and bucket.is_last():
-            steps.finish()
-        return future
-
-    return hook_with_step
+    return _Steps(hook, ddp, zero, shard_buckets, from_first_iteration, interleaved=True).as_hook()
 
 
 class _Steps:
     """The buckets of one iteration, and what has been done with them."""
 
     def __init__(
-        self, hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard: bool, first: bool
+        self,
+        hook: Hook,
+        ddp: DistributedDataParallel,
+        zero: ZeroRedundancyOptimizer,
+        shard: bool,
+        first: bool,
+        *,
+        interleaved: bool,
     ) -> None:
         if not zero._overlap_with_ddp:
             raise ValueError("the optimizer was not made with overlap_with_ddp=True, which this hook needs")
-        self.hook, self.zero, self.first = hook, zero, first
+        self.hook, self.zero, self.first, self.interleaved = hook, zero, first, interleaved
         self.ddp = weakref.ref(ddp)
         self.iterations = 0
         self.waiting: dict[int, tuple[GradBucket, Future[torch.Tensor]]] = {}
         zero._overlap_info.shard_buckets = shard
 
-    @property
-    def ready(self) -> bool:
-        """Whether buckets belong to ranks."""
-        return self.zero._overlap_info.status == OverlapStatus.INITIALIZED
+    def as_hook(self) -> Hook:
+        """Return what DDP calls with each bucket."""
 
-    def reduce(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Begin to reduce a bucket; before that, or after the last one, do what the preparation asks for."""
-        info, index = self.zero._overlap_info, bucket.index()
-        if index == 0:
-            self._begin()
+        def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
+            return self.take(state, bucket)
+
+        return hook_with_step
+
+    def take(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Begin to reduce a bucket, and step what can be; or do what the preparation asks for."""
+        info, index, is_last = self.zero._overlap_info, bucket.index(), bucket.is_last()
+        if index == 0:  # whether or not the iteration before was gone through to its end
+            self.waiting.clear()
+            info.wait_for_broadcasts()
+            if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
+                self.zero._init_zero_for_overlap()
         future = self.hook(state, bucket)
         self.waiting[index] = (bucket, future)
-        if self.ready:
+        if info.status == OverlapStatus.INITIALIZED:
             if [*map(id, bucket.parameters())] != [*map(id, info.params_per_bucket[index])]:
                 raise RuntimeError(f"DDP has changed bucket {index} after its parameters were assigned to ranks")
-        elif self._is_settled():
+            for earlier in sorted(self.waiting):  # reductions began earlier
+                if is_last or (self.interleaved and earlier < index):
+                    self._step(earlier)
+            if is_last:
+                self.zero._end_step()
+                info.wait_for_broadcasts()
+                info.clear_per_iter_info()
+            return future
+        if self._is_settled():
             info.params_per_bucket[index:] = [bucket.parameters()]
-            if bucket.is_last():
+            if is_last:
                 info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
-        if bucket.is_last():
-            self.iterations += 1
-            if self.first and not self.ready:
-                self._step_all()
+        self.iterations += is_last
+        if is_last and self.first:
+            self._step_all()
         return future
-
-    def _begin(self) -> None:
-        """Begin an iteration, whether or not the one before was gone through to its end."""
-        info = self.zero._overlap_info
-        self.waiting.clear()
-        info.wait_for_broadcasts()
-        if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
-            self.zero._init_zero_for_overlap()
 
     def _is_settled(self) -> bool:
         """Tell whether DDP will keep the buckets it has; with unused parameters to find, it never changes them."""
@@ -154,20 +154,6 @@ class _Steps:
         self.zero._step_gradients(gradients)
         self.zero._end_step()
         self.zero._sync_params()
-
-    def step_before(self, index: int) -> None:
-        """Step the buckets before this one, whose reductions began earlier."""
-        for earlier in sorted(self.waiting):
-            if earlier < index:
-                self._step(earlier)
-
-    def finish(self) -> None:
-        """Step the buckets that are left, and wait until all parameters have arrived."""
-        for index in sorted(self.waiting):
-            self._step(index)
-        self.zero._end_step()
-        self.zero._overlap_info.wait_for_broadcasts()
-        self.zero._overlap_info.clear_per_iter_info()
 
     def _step(self, index: int) -> None:
         """Step this rank's share of a bucket and begin to exchange all shares."""

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.errors import UnsupportedError
-from zckpt.optim.param_groups import SHOWN, Group, check_shapes, copied, hyperparameters, matched
+from zckpt.optim.param_groups import SHOWN, Group, check_shapes, hyperparameters, matched
 from zckpt.optim.param_groups import numbered as numbered_groups
-from zckpt.optim.tensors import copied_like
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
@@ -78,30 +78,6 @@ def saved_ranks(
     if len(found) != len(numbers) or any(one not in range(world_size) for one in found.values()):
         raise ValueError(f"the {PARTITION!r} of the state dict has parameters or ranks that are not there")
     return found
-
-
-def local_dict(
-    state_dict: Mapping[str, Any], numbers: Mapping[torch.Tensor, int], groups: Sequence[Group]
-) -> dict[str, Any]:
-    """Return what a rank's local optimizer loads; nothing of it is the given dict's.
-
-    `numbers`: what it calls each parameter; `groups`: the local optimizer's.
-    """
-    local: dict[int, dict[str, object]] = {}
-    made: list[Group] = []
-    at = 0
-    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
-        for position, parameter in enumerate(group["params"], at):
-            values = state_dict["state"].get(numbers[parameter])
-            if values:
-                local[position] = {
-                    key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else copied(value)
-                    for key, value in values.items()
-                }
-        names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
-        made.append({**hyperparameters(saved), **names, "params": list(range(at, at + len(group["params"])))})
-        at += len(group["params"])
-    return {"state": local, "param_groups": made}
 
 
 # --- for torch.distributed.checkpoint
@@ -163,34 +139,15 @@ def room(
             continue
         if inner[0] != GROUPS and inner[1] not in mine:
             continue
-        _put(found, inner, _blank(metadata.state_dict_metadata[key], mine.get(inner[1])))
+        about, parameter = metadata.state_dict_metadata[key], mine.get(inner[1])
+        value = None
+        if isinstance(about, TensorStorageMetadata):
+            device = parameter.device if parameter is not None and len(about.size) else "cpu"
+            value = torch.empty(about.size, dtype=about.properties.dtype, device=device)
+        set_element(found, inner, value)
     if not found[GROUPS]:
         raise ValueError(f"the checkpoint has no optimizer with param groups at {'.'.join(within) or 'its root'}")
     return found
-
-
-def _blank(about: object, parameter: torch.Tensor | None) -> object:
-    """Return what a value is read into."""
-    if not isinstance(about, TensorStorageMetadata):
-        return None
-    device = parameter.device if parameter is not None and len(about.size) else "cpu"
-    return torch.empty(about.size, dtype=about.properties.dtype, device=device)
-
-
-def _put(tree: dict[str, Any], path: Sequence[str | int], value: object) -> None:
-    """Put a value into a tree of dicts and lists; a number in a path is an index of a list."""
-    node: Any = tree
-    for key, following in zip(path, [*path[1:], None], strict=True):
-        if isinstance(node, list):
-            node.extend([None] * (int(key) + 1 - len(node)))
-            before = node[int(key)]
-        else:
-            before = node.get(key)
-        if following is None:
-            node[key] = value
-        elif before is None:
-            node[key] = before = [] if isinstance(following, int) else {}
-        node = before
 
 
 def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterable[int]) -> dict[str, Any]:
@@ -218,12 +175,7 @@ def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterab
     return {
         STATE: {number_of[label]: values for label, values in state_dict[STATE].items()},
         GROUPS: [
-            {**_plain(group), "params": [number_of[str(label)] for label in one]}
+            {**hyperparameters(group), "params": [number_of[str(label)] for label in one]}
             for group, one in zip(state_dict[GROUPS], saved, strict=True)
         ],
     }
-
-
-def _plain(group: Mapping[str, Any]) -> Group:
-    """Return a group without names: its labels have found the parameters already."""
-    return {key: value for key, value in group.items() if key != "param_names"}
