@@ -34,6 +34,7 @@ from zckpt.optim.param_groups import (
     with_names,
 )
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
+from zckpt.optim.tensors import with_gradients
 
 State = dict[int, dict[str, Any]]
 Worker = Any
@@ -200,15 +201,8 @@ class LocalOptimizer:
         gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self.lock:
             sync(hyperparameters, self.optimizer.param_groups)
-            parameters = list(self.by_number().values())
-            before = [parameter.grad for parameter in parameters]
-            try:
-                for parameter in parameters:
-                    parameter.grad = gradients.get(parameter)
+            with with_gradients({parameter: gradients.get(parameter) for parameter in self.by_number().values()}):
                 self.optimizer.step()
-            finally:
-                for parameter, gradient in zip(parameters, before, strict=True):
-                    parameter.grad = gradient
             return [hyperparameters_of(group) for group in self.optimizer.param_groups]
 
     def hyperparameters(self) -> tuple[Group, list[Group]]:

@@ -150,7 +150,10 @@ def _members(wrapper: FullyShardedDataParallel, into: FlatModel) -> Iterator[tup
     for index, (its, shape, info) in enumerate(
         zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
     ):
-        start, count, first = _range(info)
+        start, count, first = 0, 0, 0  # in this rank's share, how many there, and the first of them
+        if info.in_shard:
+            start, count = int(info.offset_in_shard), max(int(info.numel_in_shard), 0)
+            first = int(info.intra_param_start_idx)
         extent = Extent((0,) * len(shape), tuple(shape), first, count) if count or not shape.numel() else None
         parameter = flat if stepped is None else stepped[index]
         offset = start if stepped is None else 0
@@ -161,13 +164,6 @@ def _members(wrapper: FullyShardedDataParallel, into: FlatModel) -> Iterator[tup
     yield from firsts.items()
     for tied in flat._shared_param_infos:
         yield (id(tied.module), tied.param_name), firsts[id(tied.prim_module), tied.prim_param_name]
-
-
-def _range(info: Any) -> tuple[int, int, int]:  # torch's class is private
-    """Return where a parameter begins in a rank's share, how many elements it has there, and the first of them."""
-    if not info.in_shard:
-        return 0, 0, 0
-    return int(info.offset_in_shard), max(int(info.numel_in_shard), 0), int(info.intra_param_start_idx)
 
 
 def _local(wrapper: FullyShardedDataParallel) -> torch.Tensor:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.tensors import copied_like, own_names
+from zckpt.optim.tensors import copied_like
 from zckpt.state import ParamGroup, number_of
+from zckpt.state.names import bare_names
 
 SHOWN = 4
 """How many names a message lists."""
@@ -167,9 +168,24 @@ def matched(state_dict: Mapping[str, Any], groups: Sequence[Group], *, by_name: 
         raise ValueError("not the state dict of an optimizer: it has no 'state' and 'param_groups'")  # noqa: TRY004
     if len(saved) != len(groups):
         raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
-    numbers = []
+    numbers: list[Any] = []
     for index, (its, mine) in enumerate(zip(saved, groups, strict=True)):
-        numbers += _matched(index, its, mine, by_name=by_name)
+        listed = its.get("params") if isinstance(its, Mapping) else None
+        if not isinstance(its, Mapping) or not isinstance(listed, (list, tuple)):
+            raise ValueError(f"param group {index} of the state dict has no list 'params'")  # noqa: TRY004
+        if len(listed) != len(mine["params"]):
+            raise ValueError(
+                f"param group {index} has {len(listed)} parameters in the state dict and {len(mine['params'])} here"
+            )
+        theirs, ours = its.get("param_names"), mine.get("param_names")
+        if not by_name or not theirs or not ours or list(theirs) == list(ours):
+            numbers += listed
+            continue
+        if sorted(theirs) != sorted(ours):
+            only = sorted(set(theirs) ^ set(ours)) or sorted(theirs)
+            raise ValueError(f"param group {index} has other parameters in the state dict: {', '.join(only[:SHOWN])}")
+        called = dict(zip(theirs, listed, strict=True))
+        numbers += [called[name] for name in ours]
     known = set(numbers)
     if len(known) != len(numbers):
         raise ValueError("the state dict has a parameter in its param groups twice")
@@ -177,25 +193,6 @@ def matched(state_dict: Mapping[str, Any], groups: Sequence[Group], *, by_name: 
         if number not in known:
             raise ValueError(f"the state dict has state of parameter {number!r}, which is in none of its param groups")
     return numbers
-
-
-def _matched(index: int, saved: object, group: Group, *, by_name: bool) -> list[Any]:
-    """Return what a saved group calls each of a group's parameters."""
-    listed = saved.get("params") if isinstance(saved, Mapping) else None
-    if not isinstance(saved, Mapping) or not isinstance(listed, (list, tuple)):
-        raise ValueError(f"param group {index} of the state dict has no list 'params'")  # noqa: TRY004
-    if len(listed) != len(group["params"]):
-        raise ValueError(
-            f"param group {index} has {len(listed)} parameters in the state dict and {len(group['params'])} here"
-        )
-    theirs, ours = saved.get("param_names"), group.get("param_names")
-    if not by_name or not theirs or not ours or list(theirs) == list(ours):
-        return list(listed)
-    if sorted(theirs) != sorted(ours):
-        only = sorted(set(theirs) ^ set(ours)) or sorted(theirs)
-        raise ValueError(f"param group {index} has other parameters in the state dict: {', '.join(only[:SHOWN])}")
-    numbers = dict(zip(theirs, listed, strict=True))
-    return [numbers[name] for name in ours]
 
 
 def local_dict(
@@ -233,7 +230,11 @@ def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor
 
     `known` are the names of the model's parameters. Raises UsageError: some have neither.
     """
-    own = own_names(groups)
+    own: dict[torch.Tensor, str] = {}
+    for group in groups:
+        own |= zip(group["params"], map(str, group.get("param_names") or ()), strict=False)
+    bare = bare_names(own.values())  # without what wrappers put there
+    own = {parameter: bare[name] for parameter, name in own.items()}
     for group in groups:
         for parameter in group["params"]:
             if parameter not in known and parameter not in own:

@@ -71,7 +71,12 @@ class Ranks:
         if self.rank < 0:
             raise ValueError("this rank is not in the process group")
         self.members = dist.get_process_group_ranks(group)
-        self.group = _control(group, purpose)
+        self.group = group
+        if purpose or "gloo" not in dist.get_backend(group):  # one of its own, that is made once
+            made = _CONTROL.setdefault(group, {})
+            if purpose not in made:
+                made[purpose] = dist.new_group(self.members, backend="gloo", use_local_synchronization=True)
+            self.group = made[purpose]
 
     def gather(self, mine: T) -> list[T]:
         """Return what each rank has to say, on the first rank; an empty list on the others."""
@@ -157,7 +162,12 @@ class Ranks:
         try:
             made = step()
         except Exception as failure:  # noqa: BLE001  # all ranks learn of it
-            error = _with_consequence(failure, spoiled)
+            error: Exception = failure
+            if isinstance(error, ZckptError) and spoiled is not None:
+                error.advice = spoiled if error.advice is None else f"{error.advice}; {spoiled}"
+            elif spoiled is not None:
+                error = SourceError(f"{type(failure).__name__}: {failure}", advice=spoiled)
+                error.__cause__ = failure
             self._exchange(error)
             raise error  # noqa: B904  # which has its cause
         self.agree()
@@ -201,29 +211,6 @@ def answering() -> Iterator[None]:
     except RuntimeError as error:
         found = str(error).partition("\n")[0]
         raise WorkerError("another rank is gone, or does not answer", found=found) from error
-
-
-def _with_consequence(error: Exception, spoiled: str | None) -> Exception:
-    """Return an error that also says what has become of things."""
-    if spoiled is None:
-        return error
-    if isinstance(error, ZckptError):
-        error.advice = spoiled if error.advice is None else f"{error.advice}; {spoiled}"
-        return error
-    said = SourceError(f"{type(error).__name__}: {error}", advice=spoiled)
-    said.__cause__ = error
-    return said
-
-
-def _control(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Return a gloo group of the same ranks: this one, or one that is made once."""
-    if not purpose and "gloo" in dist.get_backend(group):
-        return group
-    made = _CONTROL.setdefault(group, {})
-    if purpose not in made:
-        ranks = dist.get_process_group_ranks(group)
-        made[purpose] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return made[purpose]  # type: ignore[no-any-return]
 
 
 def _packed(error: BaseException | None) -> Failure | None:
@@ -292,14 +279,17 @@ def written_together(
             stack.callback(found.close)
             return found
 
-        shared, error = ranks.do(opened), None
+        shared = ranks.do(opened)
+        error: Exception | None = None
         try:
             ranks.of_first(lambda: shared.begin(overwrite=overwrite, owned=owned))
             shared.join(Path(ranks.from_first(str(shared.path))))
             try:
                 yield shared.path
             except Exception as failure:  # noqa: BLE001  # all ranks learn of it
-                error = _target_error(failure, path)
+                error = failure
+                if isinstance(failure, OSError) and not isinstance(failure, ZckptError):
+                    error = TargetError("cannot be written", path=path, found=failure.strerror or str(failure))
             ranks.agree(error)
             every = ranks.gather(shared.sent())
             ranks.of_first(lambda: shared.commit(every))
@@ -320,10 +310,3 @@ def read_together(partial: Path, ranks: Ranks) -> Iterator[Path]:
     shared.in_memory = ranks.from_first(shared.in_memory)
     with ExitStack() as stack:
         yield ranks.do(lambda: stack.enter_context(shared.readable()))
-
-
-def _target_error(failure: Exception, path: Place) -> Exception:
-    """Return a failure of the operating system as one of the target."""
-    if isinstance(failure, OSError) and not isinstance(failure, ZckptError):
-        return TargetError("cannot be written", path=path, found=failure.strerror or str(failure))
-    return failure

@@ -83,17 +83,13 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # --- what cannot be
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
+    def __deepcopy__(self, _: object) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} is bound to its process group and to its parameters' memory and cannot be copied "
             f"or pickled: make a new one of the copied parameters and give it this one's state_dict()"
         )
+
+    __reduce_ex__ = __deepcopy__
 
 
 class _StepHook(JoinHook):

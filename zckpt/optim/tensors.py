@@ -5,7 +5,8 @@ A fused optimizer needs state to lie in memory as its parameter does, or steps i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -82,17 +83,6 @@ def bare(model: torch.nn.Module) -> Bare:
 def _renamed(found: Mapping[str, T]) -> dict[str, T]:
     names = bare_names(found, front=False)
     return {names[key]: value for key, value in found.items()}
-
-
-def own_names(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, str]:
-    """Return the names that an optimizer was given with its parameters, without what wrappers put there."""
-    found = {
-        parameter: str(name)
-        for group in groups
-        for parameter, name in zip(group["params"], group.get("param_names") or (), strict=False)
-    }
-    names = bare_names(found.values())
-    return {parameter: names[name] for parameter, name in found.items()}
 
 
 class Stateful(Protocol):
@@ -333,6 +323,19 @@ def copied_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if value.shape != like.shape or value.stride() == like.stride():
         return value.detach().clone()
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value.detach())
+
+
+@contextmanager
+def with_gradients(gradients: Mapping[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
+    """Let parameters have these gradients for a while."""
+    before = [(parameter, parameter.grad) for parameter in gradients]
+    try:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 Future = torch.futures.Future

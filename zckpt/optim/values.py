@@ -80,28 +80,23 @@ class Values:
         for kind, rule in _LEAVES.items():
             if isinstance(value, kind):
                 return rule(value)
-        return self._container(value, where)
-
-    def _container(self, value: Value, where: str) -> object:
         if id(value) in self._open or len(self._open) > MAX_DEPTH:
             raise UnsupportedError(f"{where:.200} contains itself, or is nested too deep")
         self._open.add(id(value))
-        found = self._content(value, where)
+        cls: Any = type(value)
+        found: Any
+        if isinstance(value, dict) and cls in (dict, OrderedDict, defaultdict):
+            found = {} if cls is not OrderedDict else OrderedMapping()
+            found.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
+        elif cls in (list, tuple, set, frozenset):
+            found = cls(self.node(one, f"{where}[{index}]") for index, one in enumerate(value))
+        else:
+            raise UnsupportedError(
+                f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle could hold",
+                advice="save what it consists of: its state_dict(), or its numbers and names",
+            )
         self._open.remove(id(value))
         return found
-
-    def _content(self, value: Value, where: str) -> object:
-        kind = type(value)
-        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
-            found: dict[Any, object] = {} if kind is not OrderedDict else OrderedMapping()
-            found.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
-            return found
-        if kind in (list, tuple, set, frozenset):
-            return kind(self.node(one, f"{where}[{index}]") for index, one in enumerate(value))
-        raise UnsupportedError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which only a pickle could hold",
-            advice="save what it consists of: its state_dict(), or its numbers and names",
-        )
 
     def tensor(self, value: torch.Tensor, where: str) -> Tensor:
         """Return a tensor as a node.

@@ -11,6 +11,7 @@ Source: torchao 0.18, `optim/adam.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -39,37 +40,18 @@ SIGNED = "exp_avg"
 ADVICE = "dequantize=True takes the floats that they stand for, of which torchao makes blocks anew"
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How a slot of a parameter is cut into blocks, on all ranks.
+def _pieces(key: str, parameter: torch.Tensor, local: Any, blank: Any, floats: Sequence[Range]) -> dict[str, Share]:
+    """Return what this rank has of the pieces of a quantised slot, of which some ranges are floats.
 
-    Parameters
-    ----------
-    cls : str
-        Of its tensors.
-    block, numel : int, elements
-        Of a block, and of the parameter.
-    floats : tuple of Range
-        That are not quantised.
-    qmap : Tensor or None
+    `local` is what it has of the slot, and `blank` is made of blocks as those are that any rank has.
     """
-
-    cls: str
-    block: int
-    numel: int
-    floats: tuple[Range, ...]
-    qmap: torch.Tensor | None
-
-
-def _pieces(key: str, cut: _Cut, parameter: torch.Tensor, value: torch.Tensor) -> dict[str, Share]:
-    """Return what this rank has of the pieces of a quantised slot."""
-    local: Any = _local(value)
-    share = share_of(parameter, key)
+    share, qmap = share_of(parameter, key), getattr(blank, "qmap", None)
+    block, whole = blank.block_size, parameter.numel()
     found: dict[str, Share] = {}
-    if cut.qmap is not None:
-        whole = Extent.whole(tuple(cut.qmap.shape))
+    if qmap is not None:
+        extent = Extent.whole(tuple(qmap.shape))
         first = int(parameter.device_mesh.mesh.flatten()[0]) if isinstance(parameter, DTensor) else None
-        found[f"{key}.qmap"] = Share(whole.sizes, whole, cut.qmap, None if first is None else (first,))
+        found[f"{key}.qmap"] = Share(extent.sizes, extent, qmap, None if first is None else (first,))
     if share is None:
         return found
     start, numel = _flat(share)
@@ -79,19 +61,19 @@ def _pieces(key: str, cut: _Cut, parameter: torch.Tensor, value: torch.Tensor) -
     def added(piece: str, shape: int, low: int, high: int, tensor: torch.Tensor) -> None:
         found[f"{key}.{piece}"] = Share((shape,), Extent.flat((shape,), low, high - low), tensor, ranks)
 
-    if cut.cls == PACKED:
+    if type(blank).__name__ == PACKED:
         low, high = -(-start // 2), -(-end // 2)
         codes = local.codes if here else torch.zeros(high - low, dtype=torch.uint8)
-        added("codes", -(-cut.numel // 2), low, high, codes)
+        added("codes", -(-whole // 2), low, high, codes)
     else:
-        dtype = torch.float8_e4m3fn if cut.qmap is None else torch.uint8
+        dtype = torch.float8_e4m3fn if qmap is None else torch.uint8
         codes = local.codes if here else torch.zeros(local.shape, dtype=dtype)
         found[f"{key}.codes"] = Share(share.shape, share.extent, codes, ranks)
-    low, high = -(-start // cut.block), -(-end // cut.block)
-    added("scale", -(-cut.numel // cut.block), low, high, local.scale if here else torch.zeros(high - low))
-    if cut.floats:
-        count = sum(numel for _, numel in cut.floats)
-        at = sum(max(min(first + many, start) - first, 0) for first, many in cut.floats)
+    low, high = -(-start // block), -(-end // block)
+    added("scale", -(-whole // block), low, high, local.scale if here else torch.zeros(high - low))
+    if floats:
+        count = sum(numel for _, numel in floats)
+        at = sum(max(min(first + many, start) - first, 0) for first, many in floats)
         elements = torch.empty(0, dtype=parameter.dtype) if here else local
         added("floats", count, at, at + elements.numel(), elements)
     return found
@@ -254,37 +236,27 @@ class TorchaoState(ByParameter):
     def _shares(
         self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot
     ) -> dict[str, Share]:
-        cut = self._cut(key, name, parameter)
-        if cut is None:
-            return super()._shares(name, parameter, key, value, found)
-        floats = [list(one) for one in cut.floats]
-        found.values.setdefault(name, {})[key] = {TORCHAO: cut.cls, "block": cut.block, "floats": floats}
-        return _pieces(key, cut, parameter, value)
-
-    def _cut(self, key: str, name: str, parameter: torch.Tensor) -> _Cut | None:
-        """Return how a slot is cut into blocks; None: it is floats on all ranks."""
         optimizer: Any = self.optimizer
-        own = _local(self._state()[parameter][key])
-        here = _is_codes(own)
-        block = own.block_size if here else optimizer.block_size
-        ranges = ranges_of(parameter)
-        if ranges is None or not any(_is_quantised(numel, block) for _, numel in ranges):
-            if here:
-                raise _not_cut(f"{key} of {name}", block)
-            return None
-        share = None if here else share_of(parameter, name)
-        if share is not None and _is_quantised(share.extent.numel, block):
-            return None  # as who has loaded floats has them, on all ranks
-        numel = parameter.numel()
-        if any(start % block for start, count in ranges if _is_quantised(count, block)):
+        local, ranges, share = _local(value), ranges_of(parameter), share_of(parameter, name)
+        here = _is_codes(local)
+        block = local.block_size if here else optimizer.block_size
+        starts = [start for start, count in ranges or () if _is_quantised(count, block)]
+        if here and not starts:
+            raise _not_cut(f"{key} of {name}", block)
+        has_floats = not here and share is not None and _is_quantised(share.extent.numel, block)
+        if not starts or has_floats:  # who has loaded floats has them on all ranks
+            return super()._shares(name, parameter, key, value, found)
+        if any(start % block for start in starts):
             raise _not_cut(f"{key} of {name}", block)
         floats: list[Range] = []
-        for start, count in ranges:
+        for start, count in ranges or ():
             if _is_quantised(count, block) or not count:
                 continue
             if floats and sum(floats[-1]) == start:
                 floats[-1] = floats[-1][0], floats[-1][1] + count
             else:
                 floats.append((start, count))
-        blank = own if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
-        return _Cut(type(blank).__name__, block, numel, tuple(floats), getattr(blank, "qmap", None))
+        blank = local if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
+        told = {TORCHAO: type(blank).__name__, "block": block, "floats": [list(one) for one in floats]}
+        found.values.setdefault(name, {})[key] = told
+        return _pieces(key, parameter, local, blank, floats)

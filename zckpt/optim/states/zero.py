@@ -175,18 +175,6 @@ class ZeroState(ByParameter):
                 raise UnsupportedError(f"{key} is a tensor for a whole param group, which no parameter has a part of")
         return found
 
-    def _masters_are_weights(self) -> bool:
-        """Tell whether the masters say nothing that the weights do not: on all ranks they have the same bits."""
-        groups = self.optimizer.groups
-        same = all(
-            flat.master.dtype == flat.flat.dtype
-            and flat.master.device == flat.flat.device
-            and torch.equal(flat.master.detach().view(torch.uint8), flat.weights.view(torch.uint8))
-            for flat in groups
-        )
-        with answering():
-            return not self.optimizer.is_any(not same)
-
     def snapshot(self) -> Snapshot:
         """Return what this rank has, the loss scaler, and what else DeepSpeed keeps besides the state.
 
@@ -194,7 +182,14 @@ class ZeroState(ByParameter):
         """
         optimizer, found = self.optimizer, OptimizerState.snapshot(self)
         optimizer.adopt_weights()
-        leaves_masters = self._masters_are_weights()
+        same = all(  # on all ranks: then masters say nothing that the weights do not
+            flat.master.dtype == flat.flat.dtype
+            and flat.master.device == flat.flat.device
+            and torch.equal(flat.master.detach().view(torch.uint8), flat.weights.view(torch.uint8))
+            for flat in optimizer.groups
+        )
+        with answering():
+            leaves_masters = not optimizer.is_any(not same)
         for flat in optimizer.groups:
             slots = self._flat_slots(flat)
             if leaves_masters:

@@ -26,7 +26,7 @@ from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import OptimizerState, Restoring, Snapshot, Source, Target
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
-from zckpt.optim.tensors import bare, world_rank
+from zckpt.optim.tensors import Bare, bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.storage.durable import written_directory
@@ -68,9 +68,15 @@ class ZeroRedundancyState(PerRank):
         with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
             write(_local_state(optimizer.optim), partial / rank_name(optimizer.rank))
             if optimizer.rank == 0:
-                tensors, about = _model(dict(self.members()), target.model)
+                trained = dict(self.members())
+                its = Bare(trained, trained) if target.model is None else bare(target.model)
+                tied, frozen, buffers = its.roles(self.called)
+                about = {"tied": tied, "frozen": list(frozen), "buffers": buffers}
+                tensors = {
+                    key: one.detach() if isinstance(one, torch.Tensor) else one for key, one in its.state.items()
+                }
                 write(tensors, partial / MODEL_NAME)
-                write(_metadata(target, about, optimizer.world_size, names), partial / METADATA_NAME)
+                write(_metadata(target, optimizer.world_size, names) | about, partial / METADATA_NAME)
 
 
 class _TorchRestoring(ByParameterRestoring):
@@ -89,30 +95,16 @@ class TorchState(PerRank):
 # --- the directory
 
 
-def _model(
-    trained: Mapping[str, torch.Tensor], model: torch.nn.Module | None
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the model's tensors, and which of them are tied, frozen or buffers."""
-    if model is None:
-        return {name: p.detach() for name, p in trained.items()}, {}
-    its = bare(model)
-    tensors = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in its.state.items()}
-    tied, frozen, buffers = its.roles({parameter: name for name, parameter in trained.items()})
-    return tensors, {"tied": tied, "frozen": list(frozen), "buffers": buffers}
-
-
-def _metadata(
-    target: Target, about: Mapping[str, Any], world_size: int, names: Names, **more: object
-) -> dict[str, Any]:
+def _metadata(target: Target, world_size: int, names: Names, **more: object) -> dict[str, Any]:
     """Return the content of `metadata.pt`."""
     return {
         "version": VERSION,
         "origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"},
         "step": target.step,
         "loss_scale": None,
-        "frozen": about.get("frozen", []),
-        "tied": about.get("tied", {}),
-        "buffers": about.get("buffers", []),
+        "frozen": [],
+        "tied": {},
+        "buffers": [],
         "masters": False,
         "metadata": dict(target.beside),
         "optimizer_metadata": {},
@@ -189,7 +181,7 @@ class WorkersState(OptimizerState):
             held = [
                 [[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in numbers
             ]
-            torch.save(_metadata(target, {}, len(held), names, held=held), partial / METADATA_NAME)
+            torch.save(_metadata(target, len(held), names, held=held), partial / METADATA_NAME)
 
 
 def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[int]]:

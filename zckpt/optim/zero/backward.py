@@ -40,6 +40,9 @@ class BackwardOptimizer(FlatOptimizer):
     ignore_unused_parameters: bool
     loss_scaler: Scaler
 
+    is_attached = False
+    """Whether gradients come in DDP's buckets."""
+
     def __init__(
         self,
         params: Any,
@@ -226,20 +229,16 @@ class BackwardOptimizer(FlatOptimizer):
                 self._refuse_nested()
             self._settle()
             self._begin_pass(graph=graph)
-        self._take_note(parameter)
-
-    def _take_note(self, parameter: torch.Tensor) -> None:
-        """Keep or reduce a gradient that has become ready."""
         if self.stage == 1:
             self._keep(parameter)
-        if self._reduces():
+        if self._reduces() and not self.is_attached:
             self._reducer.ready(parameter)
 
     def _keep(self, parameter: torch.Tensor) -> None:
         """Accumulate a gradient on this rank, in the type asked for; autograd does so in the parameter's own."""
         dtype = self.gradient_accumulation_dtype
-        if dtype is None or dtype == parameter.dtype or parameter.grad is None:
-            return
+        if dtype is None or dtype == parameter.dtype or parameter.grad is None or self.is_attached:
+            return  # DDP looks for it in `grad`
         known = self._local.get(parameter)
         if known is None:
             self._local[parameter] = parameter.grad.to(dtype)
@@ -361,11 +360,6 @@ class BackwardOptimizer(FlatOptimizer):
                 self._fail_pass()
             with contextlib.suppress(WindowFailedError):
                 self._step_or_fail()
-
-    def _fail_window(self) -> None:
-        """Go through this window with the other ranks after a failure here that was not in backward."""
-        self._failed = True
-        self._settle()
 
     def _step_along(self) -> None:
         """Take part in one window and its step, without inputs."""

@@ -26,9 +26,6 @@ from zckpt.optim.zero.reduction import Bucket, fill
 class DdpOptimizer(BackwardOptimizer):
     """Takes gradients from DDP's buckets, if it has been attached to a model, and else from backward."""
 
-    is_attached = False
-    """Whether gradients come in DDP's buckets."""
-
     _inner: tuple[Hook, Any] | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, *, state: Any = None) -> None:
@@ -82,14 +79,6 @@ class DdpOptimizer(BackwardOptimizer):
             self._ddp_buckets.clear()
 
     # --- one pass
-
-    def _take_note(self, parameter: torch.Tensor) -> None:
-        if not self.is_attached:
-            super()._take_note(parameter)
-
-    def _keep(self, parameter: torch.Tensor) -> None:
-        if not self.is_attached:  # DDP looks for it in `grad`
-            super()._keep(parameter)
 
     def _reduce_bucket(self, given: GradBucket) -> Future[torch.Tensor]:
         """Begin to reduce a bucket, if this pass reduces; return what DDP is to put into `grad`."""
@@ -178,10 +167,6 @@ class DdpOptimizer(BackwardOptimizer):
         if self._pass is not None and self._pass >= 0:
             self._fail_pass()
         self._failed = False
-
-    def _fail_window(self) -> None:
-        if not self.is_attached:  # otherwise DDP makes the other ranks wait
-            super()._fail_window()
 
 
 def _average(gradients: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:

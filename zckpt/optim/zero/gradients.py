@@ -62,11 +62,10 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # as torch
         return f"ShardedGradient(shape={tuple(self.shape)}; the gradient lies with the ranks that step it)"
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __deepcopy__(self, _: object) -> NoReturn:
         raise RuntimeError(_ELSEWHERE)
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise RuntimeError(_ELSEWHERE)
+    __reduce_ex__ = __deepcopy__
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types what it has instead of one

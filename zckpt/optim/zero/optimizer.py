@@ -202,7 +202,9 @@ class ZeroOptimizer(StatefulOptimizer):
                 with torch.enable_grad():
                     loss = closure()
             except Exception:
-                self._fail_window()
+                if not self.is_attached:  # otherwise DDP makes the other ranks wait
+                    self._failed = True
+                    self._settle()
                 raise
         if self._failed or (self._pass is not None and self._pass >= 0):
             self._settle()

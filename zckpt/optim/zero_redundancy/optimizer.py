@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group, numbered, selected
 from zckpt.optim.sharded import ShardedOptimizer
+from zckpt.optim.tensors import with_gradients
 from zckpt.optim.zero_redundancy import exchange, state_dicts
 from zckpt.optim.zero_redundancy.buckets import BucketAssignment, OverlapInfo, OverlapStatus, assign, flatten
 from zckpt.optim.zero_redundancy.state_dicts import PARTITION, GroupOfPart
@@ -179,14 +180,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
         Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
         """
-        partition = self._partition_parameters()
-        ranks = (preferred, *range(self.world_size))
-        holders = [
-            next((rank for rank in ranks if partition[rank][index]["params"]), preferred)
-            for index in range(len(self.param_groups))
-        ]
-        every = enumerate(zip(self.param_groups, holders, strict=True))
-        return {i: param_groups.plain(group) for i, (group, holder) in every if holder == self.rank}, holders
+        partition, ranks = self._partition_parameters(), (preferred, *range(self.world_size))
+        every = list(enumerate(self.param_groups))
+        holders = [next((r for r in ranks if partition[r][index]["params"]), preferred) for index, _ in every]
+        return {i: param_groups.plain(group) for i, group in every if holders[i] == self.rank}, holders
 
     # --- the step
 
@@ -255,23 +252,19 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
             param_groups.sync(self.param_groups, self.optim.param_groups)
             every = self.optim.param_groups
             kept = [group["params"] for group in every]
-            before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+            mine = {p: gradients[p] for its in kept for p in its if p in gradients}
             try:
                 for group in every:
-                    group["params"] = [p for p in group["params"] if p in gradients]
-                    before += [(p, p.grad) for p in group["params"]]
-                for parameter, _ in before:
-                    parameter.grad = gradients[parameter]
+                    group["params"] = [p for p in group["params"] if p in mine]
                 self.optim.param_groups = [group for group in every if group["params"]]
-                if before:
-                    self.optim.step()
+                if mine:
+                    with with_gradients(mine):
+                        self.optim.step()
                 self._stepped |= {
                     i: param_groups.hyperparameters(group) for i, group in enumerate(every) if group["params"]
                 }
             finally:
                 self.optim.param_groups = every
-                for parameter, gradient in before:
-                    parameter.grad = gradient
                 for group, parameters in zip(every, kept, strict=True):
                     group["params"] = parameters
 
