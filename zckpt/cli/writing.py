@@ -30,7 +30,7 @@ from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import ReadWritten, Renamed
 
 
-def _runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
+def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Add the options that verbs share that write, and run the verb; `label` is what its progress is called."""
 
     def running(command: Callable[[], None]) -> Callable[..., None]:
@@ -116,7 +116,7 @@ proof_options = together(
     metavar="FILE",
     help="JSON list, an object for each param group: for --slots of an elastic SOURCE, which holds none.",
 )
-@_runs(Renamed)
+@runs(Renamed)
 def consolidate_command() -> None:
     """Turn a sharded checkpoint into one model.
 
@@ -132,7 +132,7 @@ def consolidate_command() -> None:
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
 @dequantize_option
-@_runs(Renamed)
+@runs(Renamed)
 def reshard_command() -> None:
     """Cut a DeepSpeed ZeRO checkpoint for another number of data-, expert- or tensor-parallel ranks, or another stage.
 
@@ -151,7 +151,7 @@ def reshard_command() -> None:
 @target_argument
 @proof_options
 @dequantize_option
-@_runs(Renamed)
+@runs(Renamed)
 def convert_command() -> None:
     """Write a checkpoint in another format, with all of its state."""
 
@@ -173,7 +173,7 @@ def convert_command() -> None:
     callback=lambda context, option, values: comma_separated(context, option, values) if values else None,
     help="Remove all slots of the optimizer but these; weights and masters stay. May be repeated.",
 )
-@_runs(ReadWritten)
+@runs(ReadWritten)
 def strip_command() -> None:
     """Write a checkpoint again without what is not needed; the program it came from loads TARGET.
 
@@ -215,7 +215,7 @@ def strip_command() -> None:
 @max_shard_size_option
 @_config_option("the first SOURCE, or BASE.")
 @recomputed_option
-@_runs(Renamed)
+@runs(Renamed)
 def average_command() -> None:
     """Write the mean of checkpoints of one model, of any formats and world sizes, as one model.
 
@@ -245,7 +245,7 @@ def average_command() -> None:
 @max_shard_size_option
 @_config_option("the first SOURCE, or BASE.")
 @recomputed_option
-@_runs(Renamed, label="merge")
+@runs(Renamed, label="merge")
 def merge_adapter_command() -> None:
     """Write a model with a LoRA adapter of PEFT merged into it.
 

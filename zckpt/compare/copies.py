@@ -7,7 +7,6 @@ each rank its own back, so a training does not see that they differ; in a whole 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.read import Read, read_all
 from zckpt.errors import listed
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
 SAMPLED_NUMEL = 256
 """Elements that follow each other."""
@@ -42,7 +41,12 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
         and one.slot.name == (MASTER if one.kind == "parameter" and one.of in masters else WEIGHT)
     ]
     looked_at = min(len(copies), MOST_TOGETHER // 2)
-    found = _differing([copies[number * len(copies) // looked_at] for number in range(looked_at)])
+    chosen = [copies[number * len(copies) // looked_at] for number in range(looked_at)]
+    most = min(MOST_EXTENTS, MOST_TOGETHER // max(looked_at, 1))
+    reads: list[Read] = []  # all at once, for stores' sake
+    pairs = [(one, _sampled(one.slot, most, reads), _sampled(one.original, most, reads)) for one in chosen]
+    read_all(reads)
+    found = [one for one, mine, its in pairs if mine.tobytes() != its.tobytes()]
     if not found:
         return []
     names = list(dict.fromkeys(one.of for one in found))
@@ -51,15 +55,6 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
         f"copies of {listed(names)} that ranks keep differ: where one is written, it is that of {listed(files)}; "
         f"`zckpt verify --deep` says in how many elements"
     ]
-
-
-def _differing(copies: Sequence[Duplicate]) -> list[Duplicate]:
-    """Return those that differ from their originals in what is sampled: all is read at once, for stores' sake."""
-    most = min(MOST_EXTENTS, MOST_TOGETHER // max(len(copies), 1))
-    reads: list[Read] = []
-    pairs = [(one, _sampled(one.slot, most, reads), _sampled(one.original, most, reads)) for one in copies]
-    read_all(reads)
-    return [one for one, mine, its in pairs if mine.tobytes() != its.tobytes()]
 
 
 def _sampled(slot: Slot, most: int, reads: list[Read]) -> Array:

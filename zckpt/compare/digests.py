@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -109,9 +109,11 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         stored = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
-    text = stored.get("fingerprint") if isinstance(stored, dict) else None
-    entries = stored.get("entries") if isinstance(stored, dict) else None
-    if not isinstance(text, str) or not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):
+    text, entries = (stored.get(key) if isinstance(stored, dict) else None for key in ("fingerprint", "entries"))
+    are_entries = isinstance(entries, dict) and all(
+        isinstance(found, dict) and all(isinstance(one, str) for one in found.values()) for found in entries.values()
+    )
+    if not isinstance(text, str) or not isinstance(entries, dict) or not are_entries:
         raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
     if not text.startswith(f"{VERSION}:"):
         raise UnsupportedError(
@@ -126,10 +128,6 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
     return Fingerprint(text, entries)
 
 
-def _is_entry(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
-
-
 def changes(expected: Fingerprint, found: Fingerprint) -> list[Change]:
     """Return what differs between two fingerprints, by name and entry."""
     if expected.text == found.text:
@@ -138,11 +136,10 @@ def changes(expected: Fingerprint, found: Fingerprint) -> list[Change]:
     for name in dict.fromkeys([*expected.entries, *found.entries]):
         ours, theirs = expected.entries.get(name), found.entries.get(name)
         if ours is None or theirs is None:
-            different.append(Change(name, None, None if ours is None else "there", None if theirs is None else "there"))
+            different.append(Change(name, None, *("there" if one is not None else None for one in (ours, theirs))))
             continue
-        for entry in dict.fromkeys([*ours, *theirs]):
-            if ours.get(entry) != theirs.get(entry):
-                different.append(Change(name, entry, ours.get(entry), theirs.get(entry)))
+        entries = ((entry, ours.get(entry), theirs.get(entry)) for entry in dict.fromkeys([*ours, *theirs]))
+        different += [Change(name, entry, was, now) for entry, was, now in entries if was != now]
     return different
 
 
@@ -177,10 +174,34 @@ def digest_share(
     entries: Entries = {}
     chosen: list[Digested] = []
     for name, parameter in named(checkpoint).items():
-        if parameter.tied_to is None:
-            entries[name] = {}
-            chosen += _slots(name, checkpoint, parameter, entries[name])
-    _digest(chosen[share[0] :: share[1]], entries, memory, reporter, direct=direct)
+        if parameter.tied_to is not None:
+            continue
+        entries[name] = {}
+        weight, master = own_weight(parameter), parameter.slots.get(MASTER)
+        if weight is not None:
+            chosen.append(Digested(name, WEIGHT, weight))
+        if master is not None:
+            chosen.append(Digested(name, MASTER, master, parameter.dtype if weight is None else None))
+        for key, value in parameter_values(checkpoint, parameter).items():
+            if isinstance(value, Slot) and value.shape:
+                chosen.append(Digested(name, key, value))
+                continue
+            number = single(value)  # as text that does not depend on how it was stored: 5 and 5.0 are one
+            whole = int(number) if isinstance(number, float) and number.is_integer() else number
+            entries[name][key] = json.dumps(whole, sort_keys=True)
+    chosen = chosen[share[0] :: share[1]]
+    trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
+    sets = [SlotSet(f"{one.slot.name}/{one.name}", (one.slot,), (one.slot.dtype,)) for one in chosen]
+    look = partial(digest_block, [one.rounded for one in chosen])
+    numel = LEAF_NUMEL * LEAVES_PER_BLOCK
+    for index, digests in scan(sets, look, numel=numel, memory=memory, reporter=reporter, direct=direct):
+        for number, digest in enumerate(digests):
+            trees[index][number].update(digest)
+    for one, tree in zip(chosen, trees, strict=True):
+        shape = list(one.slot.shape)
+        entries[one.name][one.entry] = f"{one.slot.dtype} {shape} {tree[0].hexdigest()}"
+        if one.rounded is not None:
+            entries[one.name][WEIGHT] = f"{one.rounded} {shape} {tree[1].hexdigest()}"
     return entries
 
 
@@ -205,55 +226,8 @@ class Digested:
 
     name: str
     entry: str
-    slots: SlotSet
+    slot: Slot
     rounded: str | None = None
-
-
-def _slots(name: str, checkpoint: Checkpoint, parameter: Parameter, found: dict[str, str]) -> Iterator[Digested]:
-    """Yield what is to be read of a parameter; single values go to `found` at once."""
-    weight, master = own_weight(parameter), parameter.slots.get(MASTER)
-    if weight is not None:
-        yield Digested(name, WEIGHT, _set(name, weight))
-    if master is not None:
-        yield Digested(name, MASTER, _set(name, master), parameter.dtype if weight is None else None)
-    for key, value in parameter_values(checkpoint, parameter).items():
-        if isinstance(value, Slot) and value.shape:
-            yield Digested(name, key, _set(name, value))
-        else:
-            found[key] = _number(single(value))
-
-
-def _set(name: str, slot: Slot) -> SlotSet:
-    return SlotSet(f"{slot.name}/{name}", (slot,), (slot.dtype,))
-
-
-def _number(value: object) -> str:
-    """Return a single value as text that does not depend on how it was stored: 5 and 5.0 are one."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
-
-
-def _digest(
-    chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None, *, direct: bool
-) -> None:
-    """Digest slots, in parallel, and add what was found to the entries."""
-    trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
-    sets = [one.slots for one in chosen]
-    look = partial(digest_block, [one.rounded for one in chosen])
-    numel = LEAF_NUMEL * LEAVES_PER_BLOCK
-    for index, digests in scan(sets, look, numel=numel, memory=memory, reporter=reporter, direct=direct):
-        for number, digest in enumerate(digests):
-            trees[index][number].update(digest)
-    for one, tree in zip(chosen, trees, strict=True):
-        slot = one.slots.slots[0]
-        entries[one.name][one.entry] = _described(slot.dtype, slot, tree[0].hexdigest())
-        if one.rounded is not None:
-            entries[one.name][WEIGHT] = _described(one.rounded, slot, tree[1].hexdigest())
-
-
-def _described(dtype: str, slot: Slot, digest: str) -> str:
-    return f"{dtype} {list(slot.shape)} {digest}"
 
 
 def digest_block(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:

@@ -96,11 +96,11 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
     if parameter.group is None:
         return {}
     group = checkpoint.param_groups[parameter.group]
-    own: dict[str, object] = {**parameter.state, **_slots(parameter)}
-    if not group.state:
-        return own
-    if not own and any(_has_state(checkpoint, name) for name in group.parameters):
-        return {}
+    own = _own_values(parameter)
+    if group.state and not own:
+        members = (checkpoint.parameters.get(name) or checkpoint.unnamed.get(name) for name in group.parameters)
+        if any(one is not None and _own_values(one) for one in members):
+            return {}
     for key, value in group.state.items():
         if isinstance(value, Tensor):
             raise UnsupportedError(
@@ -111,10 +111,6 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
     return {**group.state, **own}
 
 
-def _slots(parameter: Parameter) -> dict[str, Slot]:
-    return {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
-
-
-def _has_state(checkpoint: Checkpoint, name: str) -> bool:
-    parameter = checkpoint.parameters.get(name) or checkpoint.unnamed.get(name)
-    return parameter is not None and bool(parameter.state or _slots(parameter))
+def _own_values(parameter: Parameter) -> dict[str, object]:
+    slots = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+    return {**parameter.state, **slots}

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +38,6 @@ DECADES = range(-9, 1)
 """Relative differences, of at most 2, are counted by power of ten; the first counts what is smaller, too."""
 
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
-
-Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +114,18 @@ class Figures:
 
     def add(self, other: Figures) -> None:
         """Take in the figures of other elements of the same tensors."""
-        self.numel += other.numel
-        self.num_different += other.num_different
-        self.first = _extreme(min, self.first, other.first)
-        self.nan_a, self.nan_b = self.nan_a + other.nan_a, self.nan_b + other.nan_b
-        self.inf_a, self.inf_b = self.inf_a + other.inf_a, self.inf_b + other.inf_b
-        self.max_abs = _extreme(max, self.max_abs, other.max_abs)
-        self.max_rel = _extreme(max, self.max_rel, other.max_rel)
-        self.max_ulp = _extreme(max, self.max_ulp, other.max_ulp)
-        self.squares_a, self.squares_b = self.squares_a + other.squares_a, self.squares_b + other.squares_b
-        self.squares, self.products = self.squares + other.squares, self.products + other.products
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, choose in _EXTREMES.items():
+            known = [value for one in (self, other) if (value := getattr(one, name)) is not None]
+            setattr(self, name, choose(known, default=None))
         self.decades = [x + y for x, y in zip(self.decades, other.decades, strict=True)]
 
 
-def _extreme(choose: Callable[[Number, Number], Number], a: Number | None, b: Number | None) -> Number | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return choose(a, b)
+_SUMMED = (
+    "numel", "num_different", "nan_a", "nan_b", "inf_a", "inf_b", "squares_a", "squares_b", "squares", "products",
+)  # fmt: skip
+_EXTREMES: dict[str, Callable[..., Any]] = {"first": min, "max_abs": max, "max_rel": max, "max_ulp": max}
 
 
 def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: Tolerance) -> Figures:
@@ -141,8 +134,10 @@ def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: 
     `start`: flat index of their first element; `dtypes`: their torch types.
     """
     same = dtypes[0] == dtypes[1]
-    if np.void in (a.dtype.type, b.dtype.type):
-        return _without_numbers(a, b, start, same=same)
+    if np.void in (a.dtype.type, b.dtype.type):  # numpy has no numbers of it: only whether bytes are equal
+        unequal = unequal_bits(a, b) if same else np.ones(a.size, bool)
+        count = int(np.count_nonzero(unequal))
+        return Figures(numel=a.size, num_different=count, first=start + int(np.argmax(unequal)) if count else None)
     with np.errstate(all="ignore"):
         x, y = _wide(a, dtypes[0]), _wide(b, dtypes[1])
         unequal = unequal_bits(a, b) if same else ~((x == y) | (np.isnan(x) & np.isnan(y)))
@@ -158,7 +153,12 @@ def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: 
         found.first = start + int(np.argmax(unequal))
         chosen = unequal & finite
         if chosen.any():
-            _add_largest(found, gap[chosen], np.maximum(np.abs(x[chosen]), np.abs(y[chosen])))
+            gap, larger = gap[chosen], np.maximum(np.abs(x[chosen]), np.abs(y[chosen]))
+            relative = np.divide(gap, larger, out=np.zeros_like(gap), where=larger > 0)
+            found.max_abs, found.max_rel = float(gap.max()), float(relative.max())
+            powers = np.floor(np.log10(np.maximum(relative, 10.0 ** DECADES[0])))
+            places = np.clip(powers, DECADES[0], DECADES[-1]).astype(int) - DECADES[0]
+            found.decades = np.bincount(places, minlength=len(DECADES)).tolist()
         if same and is_floating(dtypes[0]):
             chosen = unequal & ~(np.isnan(x) | np.isnan(y))
             found.max_ulp = int(_ulps(a[chosen], b[chosen]).max()) if chosen.any() else None
@@ -177,22 +177,6 @@ def _sums(x: Array, y: Array) -> Figures:
     found.squares_a, found.squares_b = float(np.vdot(x, x).real), float(np.vdot(y, y).real)
     found.squares, found.products = float(np.vdot(gap, gap).real), float(np.vdot(x, y).real)
     return found
-
-
-def _add_largest(found: Figures, gap: Array, size: Array) -> None:
-    """Note the largest differences and their decades; `size` is the larger magnitude of each pair."""
-    relative = np.divide(gap, size, out=np.zeros_like(gap), where=size > 0)
-    found.max_abs, found.max_rel = float(gap.max()), float(relative.max())
-    powers = np.floor(np.log10(np.maximum(relative, 10.0 ** DECADES[0])))
-    counts = np.bincount(np.clip(powers, DECADES[0], DECADES[-1]).astype(int) - DECADES[0], minlength=len(DECADES))
-    found.decades = [int(count) for count in counts]
-
-
-def _without_numbers(a: Array, b: Array, start: int, *, same: bool) -> Figures:
-    """Return the figures of elements that numpy has no type for: only whether their bytes are equal."""
-    unequal = unequal_bits(a, b) if same else np.ones(a.size, bool)
-    count = int(np.count_nonzero(unequal))
-    return Figures(numel=a.size, num_different=count, first=start + int(np.argmax(unequal)) if count else None)
 
 
 def _wide(array: Array, dtype: str) -> Array:
@@ -278,8 +262,7 @@ def differences(
     limits = tolerance or Tolerance()
     unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
     goes_on = lambda index: index not in unequal  # noqa: E731
-    seen = scan(sets, first_difference, memory=memory, reporter=reporter, goes_on=goes_on, direct=direct)
-    for index, _ in seen:
+    for index, _ in scan(sets, _first_difference, memory=memory, reporter=reporter, goes_on=goes_on, direct=direct):
         unequal.add(index)
     chosen = sorted(unequal)
     found = measure([sets[index] for index in chosen], limits, memory=memory, direct=direct)
@@ -295,26 +278,23 @@ def measure(
 ) -> list[Figures]:
     """Return the figures of sets of two slots; arguments and errors are those of `differences`."""
     found = [Figures() for _ in sets]
-    look = partial(measure_block, [one.dtypes for one in sets], tolerance)
+    look = partial(_measure_block, [one.dtypes for one in sets], tolerance)
     for index, one in scan(sets, look, memory=memory // FIGURES_MEMORY, direct=direct):
         found[index].add(one)
     return found
 
 
-def first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | None:
+def _measure_block(
+    dtypes: Sequence[tuple[str, ...]], tolerance: Tolerance, index: int, start: int, arrays: Sequence[Array]
+) -> Figures:
+    a, b = arrays
+    return figures(a, b, start, (dtypes[index][0], dtypes[index][1]), tolerance)
+
+
+def _first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | None:
     """Return the index of the first element of a block whose bits are not those of the other side."""
     a, b = arrays
     word = f"u{min(a.dtype.itemsize, 8)}"
     x, y = a.view(word), b.view(word)
     unequal = np.not_equal(x, y, out=scratch(len(x)).view(np.bool_)[: len(x)])
-    if not unequal.any():
-        return None
-    return start + int(np.argmax(unequal)) * x.dtype.itemsize // a.dtype.itemsize
-
-
-def measure_block(
-    dtypes: Sequence[tuple[str, ...]], tolerance: Tolerance, index: int, start: int, arrays: Sequence[Array]
-) -> Figures:
-    """Return the figures of a block."""
-    a, b = arrays
-    return figures(a, b, start, (dtypes[index][0], dtypes[index][1]), tolerance)
+    return start + int(np.argmax(unequal)) * x.dtype.itemsize // a.dtype.itemsize if unequal.any() else None

@@ -96,9 +96,17 @@ def _misnamed(files: Iterable[SourceFile]) -> Iterator[tuple[str, ShardError]]:
 def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield pairs of files that hold different elements, and the same data."""
     held = _sampled(checkpoint)
-    candidates: dict[tuple[str, str], None] = {}
-    for alike in _alike(held):
-        candidates |= dict.fromkeys(pairwise(alike))
+    places: dict[object, list[tuple[bytes, str]]] = {}
+    for path, of_file in held.items():
+        for samples in of_file:
+            for place, (_, _, data) in samples.items():
+                places.setdefault(place, []).append((data, path))
+    candidates: dict[tuple[str, str], None] = {}  # that have the same in one place or of one tensor
+    for found in places.values():
+        least = min(len(data) for data, _ in found)
+        begun = sorted((data[:least], path) for data, path in found if _words(data) > 1)
+        for _, some in groupby(begun, key=itemgetter(0)):
+            candidates |= dict.fromkeys(pairwise(path for _, path in some))
     states = _states(checkpoint, held) if candidates else {}
     for one, other in candidates:
         if any(_are_same(mine, its, states) for mine, its in zip(held[one], held[other], strict=True)):
@@ -136,32 +144,19 @@ def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
     if len(chosen) < 2:
         return {}
     held: dict[str, Held] = {path: ({}, {}) for path in chosen}
-    every = [one for some in chosen.values() for one in some]
-    with Sources() as sources, ahead((span.path, span.offset, _nbytes(span)) for span, _, _ in every):
-        for span, key, name in every:
-            data = bytearray(_nbytes(span))
+    every = [
+        (span, min(span.extent.numel * itemsize(span.dtype), SAMPLED_NBYTES), key, name)
+        for some in chosen.values()
+        for span, key, name in some
+    ]
+    with Sources() as sources, ahead((span.path, span.offset, nbytes) for span, nbytes, _, _ in every):
+        for span, nbytes, key, name in every:
+            data = bytearray(nbytes)
             sources.read(span.path, span.offset, memoryview(data))
             sample, (by_offset, by_tensor) = (key, name, bytes(data)), held[span.path]
             by_offset.setdefault((span.offset, key), sample)
             by_tensor.setdefault((name, key), sample)
     return held
-
-
-def _nbytes(span: Span) -> int:
-    return min(span.extent.numel * itemsize(span.dtype), SAMPLED_NBYTES)
-
-
-def _alike(held: dict[str, Held]) -> Iterator[list[str]]:
-    """Yield files that have the same in one place or of one tensor, other than one value over and over."""
-    places: dict[object, list[tuple[bytes, str]]] = {}
-    for path, (by_offset, by_tensor) in held.items():
-        for place, (_, _, data) in [*by_offset.items(), *by_tensor.items()]:
-            places.setdefault(place, []).append((data, path))
-    for found in places.values():
-        least = min(len(data) for data, _ in found)
-        begun = sorted((data[:least], path) for data, path in found if _words(data) > 1)
-        for _, some in groupby(begun, key=itemgetter(0)):
-            yield [path for _, path in some]
 
 
 def _are_same(mine: Samples, its: Samples, states: Mapping[str, Mapping[str, bytes]]) -> bool:

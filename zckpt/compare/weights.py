@@ -140,17 +140,32 @@ def check_weights(checkpoint: Checkpoint) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Elements of one span of a master that were compared, and what is wrong with the first that differs."""
+class Comparison:
+    """Elements of a master that were held against its weight.
+
+    Parameters
+    ----------
+    parameter : str
+    path, weight_path : str
+        Files of the master and of the weight.
+    numel : int, elements
+    num_different : int, elements
+    detail : str
+        Of the first difference: where, what is stored and what should be.
+    error : WeightMismatchError or None
+        The same.
+    """
 
     parameter: str
     path: str
+    weight_path: str
     numel: int
-    num_different: int
-    error: WeightMismatchError | None
+    num_different: int = 0
+    detail: str = ""
+    error: WeightMismatchError | None = None
 
 
-def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
+def samples(checkpoint: Checkpoint) -> Iterator[Comparison]:
     """Compare a sample of every master with its weight, and go on where one differs."""
     sampled: set[str] = set()
     if steps_weights(checkpoint):
@@ -159,6 +174,7 @@ def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
         for parameter in checkpoint.parameters.values():
             if not comparable(parameter):
                 continue
+            weight_path = next((span.path for span in parameter.slots[WEIGHT].spans), "")
             master, weight = _alike(parameter.slots[MASTER], parameter.slots[WEIGHT])
             for span in _chosen(master.spans, sampled):
                 sampled.add(span.path)
@@ -167,7 +183,8 @@ def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
                     numel += extent.numel
                     wrong, at = _compare(parameter.name, master, weight, span, extent, sources)
                     different, error = different + wrong, error or at
-                yield Sample(parameter.name, span.path, numel, different, error)
+                detail = "" if error is None else f"{error.found} where the weight is {error.expected}"
+                yield Comparison(parameter.name, span.path, weight_path, numel, different, detail, error)
 
 
 def steps_weights(checkpoint: Checkpoint) -> bool:
@@ -175,8 +192,7 @@ def steps_weights(checkpoint: Checkpoint) -> bool:
 
     DeepSpeed's ZenFlow does, as the configuration says that every format carries.
     """
-    value = checkpoint.metadata.get("ds_config")
-    config = node_of(value)
+    config = node_of(checkpoint.metadata.get("ds_config"))
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return isinstance(zero, Mapping) and zero.get("zenflow") is not None
 

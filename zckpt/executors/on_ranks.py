@@ -60,12 +60,8 @@ class RanksExecutor(Executor):
                     raise self.broken
                 done, found = _called(call) if rank == 0 else self._asked(rank, call)
             except BrokenExecutor as error:
-                future.set_exception(error)
-                continue
-            if done:
-                future.set_result(found)
-            else:
-                future.set_exception(found)
+                done, found = False, error
+            (future.set_result if done else future.set_exception)(found)
 
     def _asked(self, rank: int, call: _Call) -> tuple[bool, Any]:
         try:
@@ -112,13 +108,6 @@ def _receive(rank: int) -> Any:  # noqa: ANN401
     return found[0]
 
 
-def _serve_first() -> None:
-    """Do what the first rank asks for until it asks for nothing more, or is gone."""
-    with suppress(RuntimeError):
-        while (call := _receive(0)) is not None:
-            _send(_called(call), 0)
-
-
 @contextmanager
 def ranks() -> Iterator[Executor | None]:
     """Yield the executor of all ranks on the first, and None on the others, once the first has left it.
@@ -141,7 +130,9 @@ def ranks() -> Iterator[Executor | None]:
         raise WorkerError("the ranks do not find each other", found=str(error)) from error
     if dist.get_rank() != 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank ends us
-        _serve_first()
+        with suppress(RuntimeError):  # the first one is gone
+            while (call := _receive(0)) is not None:
+                _send(_called(call), 0)
         yield None
         return
     executor = RanksExecutor()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from zckpt.engine.workers import running_on
 from zckpt.errors import UsageError
@@ -36,43 +36,36 @@ def using(executor: Executor | str | None) -> Iterator[None]:
     it needs a launcher that did not start this process; WorkerError: it cannot be reached.
     """
     check_executor(executor)
-    driven = DRIVEN.get()
     if executor is None:
         yield
-    elif isinstance(executor, Executor):
-        with running_on(executor):
-            yield
-    elif executor == THREADS:
-        with running_on(None):
-            yield
-    elif driven is not None and driven[0] == executor:
-        with running_on(driven[1]):
-            yield
-    else:
-        with _connected(executor) as own, running_on(own):
-            yield
+        return
+    with _executor(executor) as own, running_on(own):
+        yield
 
 
-@contextmanager
-def _connected(name: str) -> Iterator[Executor]:
-    if name == RAY:
+def _executor(given: Executor | str) -> AbstractContextManager[Executor | None]:
+    """Return an executor to be used; one that is connected to here is left with the context."""
+    driven = DRIVEN.get()
+    if isinstance(given, Executor):
+        return nullcontext(given)
+    if given == THREADS:
+        return nullcontext()
+    if driven is not None and driven[0] == given:
+        return nullcontext(driven[1])
+    if given == RAY:
         from zckpt.executors.on_ray import RayExecutor
 
-        with RayExecutor() as ray:
-            yield ray
-    elif name.startswith(DASK):
+        return RayExecutor()
+    if given.startswith(DASK):
         from zckpt.executors.on_dask import DaskExecutor
 
-        with DaskExecutor(name.removeprefix(DASK)) as dask:
-            yield dask
-    elif name == MPI:
-        from zckpt.executors.on_mpi import pool
-
-        with pool() as executor:
-            yield executor
-    else:
+        return DaskExecutor(given.removeprefix(DASK))
+    if given != MPI:
         raise UsageError(
             "only the ranks of torchrun can be these workers",
             expected="torchrun --nproc-per-node N -m zckpt ...",
             advice="from Python, enter zckpt.executors.on_ranks.ranks() on every rank",
         )
+    from zckpt.executors.on_mpi import pool
+
+    return pool()

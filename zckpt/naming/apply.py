@@ -44,27 +44,11 @@ class Mapped:
 
 
 def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None) -> Mapped:
-    """Return a checkpoint under the names of a map's other side.
+    """Return a checkpoint, which stays as it is, under the names of a map's other side, as its own names tell.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Stays as it is.
-    map_ : Map
-        Goes in the direction that fits the names.
-    config : mapping of str to int
-        Numbers of the model.
-    to : int, optional
-        The side whose names are wanted: what has them already stays as it is.
-
-    Raises
-    ------
-    UsageError
-        The names or shapes do not fit the map_.
-    UnsupportedError
-        State that it cannot arrange.
-    LayoutError
-        Parts of one tensor have state that contradicts itself.
+    `config`: numbers of the model; `to`: the side whose names are wanted, what has them already stays as it is. Raises
+    UsageError: names or shapes do not fit; UnsupportedError: state that the map cannot arrange; LayoutError: parts of
+    one tensor have state that contradicts itself.
     """
     implied = frozenset().union(*(side.implied for side in map_.sides))  # names that only one side has
     whole = checkpoint

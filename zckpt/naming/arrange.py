@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zckpt.naming.document import Template
 from zckpt.naming.sizes import Sizes
-from zckpt.state import Slot
+from zckpt.state import Shape, Slot
 from zckpt.state.boxes import intersection
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
 
@@ -32,9 +32,9 @@ class Arrangement:
     """
 
     letters: tuple[str, ...]
-    low: tuple[int, ...]
-    sizes: tuple[int, ...]
-    axes: tuple[tuple[int, ...], ...]
+    low: Shape
+    sizes: Shape
+    axes: tuple[Shape, ...]
 
     @classmethod
     def of(cls, letters: tuple[str, ...], template: Template, indices: Mapping[str, int], sizes: Sizes) -> Arrangement:
@@ -50,7 +50,7 @@ class Arrangement:
         )
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the tensor."""
         return tuple(math.prod(self.sizes[letter] for letter in axis) for axis in self.axes)
 
@@ -69,11 +69,8 @@ class Arrangement:
 def arranged(target: Arrangement, sources: Sequence[tuple[Arrangement, Slot]]) -> Slot:
     """Return a slot whose elements are those of others; where none has them, zeros.
 
-    Parameters
-    ----------
-    target : Arrangement
-    sources : sequence of (Arrangement, Slot)
-        All of one type, whose boxes do not meet. What none has is before or behind all of them, along some letters.
+    `sources`: all of one type, whose boxes do not meet. What none has is before or behind all of them, along some
+    letters.
     """
     parts = []
     for one, slot in sources:

@@ -50,19 +50,7 @@ Axes = tuple[tuple[Factor, ...], ...]
 
 
 def parse_axes(text: str, where: str) -> Axes:
-    """Return what a text says of the dimensions of a tensor.
-
-    Parameters
-    ----------
-    text : str
-    where : str
-        For messages.
-
-    Raises
-    ------
-    UsageError
-        It is malformed, or has a letter twice.
-    """
+    """Return what a text says of the dimensions of a tensor; UsageError: it is malformed, or has a letter twice."""
     malformed = UsageError(
         f"{where}: the arrangement {text!r} is malformed", expected="letters, (a b) for one dimension, a[low:high]"
     )
@@ -106,20 +94,9 @@ Known = Callable[[str], int | None]
 
 
 def evaluated(expression: str, known: Known, where: str) -> int | None:
-    """Return the value of an expression of sizes; None if a name in it is not known.
+    """Return the value of an expression of sizes; None if a name in it is not known, whose size `known` returns.
 
-    Parameters
-    ----------
-    expression : str
-    known : callable
-        Returns the size of a name.
-    where : str
-        For messages.
-
-    Raises
-    ------
-    UsageError
-        It is malformed, or divides what does not divide.
+    Raises UsageError: it is malformed, or divides what does not divide.
     """
     try:
         return _value(_parsed(expression), known)

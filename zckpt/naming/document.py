@@ -88,6 +88,9 @@ class Template:
         return (*self.indices, *(factor.name for factor in self.factors))
 
 
+Templates = tuple[Template, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """Tensors of one side that are the same elements as those of the other.
@@ -101,9 +104,9 @@ class Rule:
         For each side, names that must be there, too, for it to hold from there to the other; they follow other rules.
     """
 
-    sides: tuple[tuple[Template, ...], tuple[Template, ...]]
+    sides: tuple[Templates, Templates]
     padded: tuple[str, ...]
-    beside: tuple[tuple[Template, ...], tuple[Template, ...]] = ((), ())
+    beside: tuple[Templates, Templates] = ((), ())
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -115,9 +118,6 @@ class Rule:
     def factors(self) -> list[Factor]:
         """All that the tensors of both sides have."""
         return [factor for side in self.sides for template in side for factor in template.factors]
-
-
-Templates = tuple[Template, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,9 @@ MAPPINGS = (dict, OrderedMapping, DefaultMapping)
 def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, str]) -> tuple[str, ...]:
     """Give names in a checkpoint's metadata the new ones, and leave out patterns of names; return what to know of it.
 
-    Parameters
-    ----------
-    changed : Checkpoint
-        Under its new names.
-    before : Checkpoint
-        The same under the source's.
-    names : mapping of str to str
-        The new names, by the old ones, of tensors that have nothing but another name.
-
-    Raises
-    ------
-    UnsupportedError
-        Metadata has a name of a tensor that is arranged otherwise now, or where it may be something else.
+    `changed` has its new names and `before` the source's; `names`: of tensors that have nothing but another name.
+    Raises UnsupportedError: metadata has a name of a tensor that is arranged otherwise now, or where it may be
+    something else.
     """
     notes: list[str] = []
     if INFO_KEY in changed.metadata:

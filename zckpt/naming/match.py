@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.sizes import Tensor
+from zckpt.state import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,10 @@ class Fit:
     ignored: list[str]
 
 
-def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
-    """Return how names follow a map_.
+def fit(map_: Map, shapes: Mapping[str, Shape]) -> Fit:
+    """Return how names follow a map, given the shapes of all tensors by name.
 
-    Parameters
-    ----------
-    map_ : Map
-    shapes : mapping of str to tuple of int
-        Of all tensors, by name.
-
-    Raises
-    ------
-    UsageError
-        They follow neither side, or both.
-    UnsupportedError
-        There are tensors for which the other side has no place.
+    Raises UsageError: they follow neither side, or both; UnsupportedError: for some the other side has no place.
     """
     found = []
     misses: list[tuple[int, int, list[str]]] = []
@@ -101,7 +91,7 @@ def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]]) -> Fit:
 
 
 def of_rule(
-    rule: Rule, templates: Sequence[Template], names: Mapping[str, None], shapes: Mapping[str, tuple[int, ...]]
+    rule: Rule, templates: Sequence[Template], names: Mapping[str, None], shapes: Mapping[str, Shape]
 ) -> list[Instance]:
     """Return the complete instances of a rule for templates of one of its sides, among names that are not taken yet."""
     shared = rule.shared

@@ -15,14 +15,7 @@ from zckpt.naming.document import Template
 
 
 def sorted_names(positions: Mapping[str, int], templates: Sequence[Template]) -> list[str]:
-    """Return names in the order of templates; those that none fits come after them, by their positions.
-
-    Parameters
-    ----------
-    positions : mapping of str to int
-        By name.
-    templates : sequence of Template
-    """
+    """Return names, which have positions, in the order of templates; those that none fits come after them."""
     blocks = list(_blocks(templates, 0))
 
     def key(name: str) -> tuple[tuple[int, int], ...]:

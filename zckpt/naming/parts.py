@@ -22,18 +22,7 @@ def both_arranged(
 ) -> tuple[list[Arrangement], list[Arrangement], list[str]]:
     """Return the arrangements of both sides' tensors, which have the same elements, and which of them are padding.
 
-    Parameters
-    ----------
-    name : str
-        Of the map.
-    instance : Instance
-    targets : sequence of Tensor
-    sizes : Sizes
-
-    Raises
-    ------
-    UsageError
-        An element of one side is not once on the other, and no padding.
+    Raises UsageError: an element of one side is not once on the other, and no padding. `name`: of the map.
     """
     every = dict.fromkeys(letter for one in [*instance.sources, *targets] for letter in one.template.letters)
     letters = tuple(letter for letter in every if letter not in instance.shared)

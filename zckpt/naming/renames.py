@@ -14,21 +14,10 @@ def new_names(
 ) -> dict[str, str]:
     """Return the new name of each tensor, by its old one.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    idle : set of str, optional
-        Gets the options that find no name; without, they are refused.
-    strip_prefix : str or None
-        Taken off the names that have it.
-    rename : iterable of (str, str)
-        Regular expressions and what each becomes wherever it is found. With `*` in what it becomes, a glob of whole
-        names instead: each `*` there is what that of the glob finds, in turn.
-
-    Raises
-    ------
-    UsageError
-        Something finds no name, is no regular expression, or makes two names one.
+    Regular expressions become what is beside them wherever they are in a name. With `*` in that, they are globs of
+    whole names: each `*` there is what that of the glob finds, in turn. `idle` gets the options that find no name;
+    without, they are refused. Raises UsageError: something finds no name, is no regular expression, or makes two names
+    one.
     """
     names = {name: name for name in names_of(checkpoint)}
     options = [(f"--strip-prefix {strip_prefix}", rf"\A{re.escape(strip_prefix)}", "")] if strip_prefix else []
@@ -86,13 +75,7 @@ def check_different(names: dict[str, str], option: str) -> None:
 
 
 def parsed(texts: Iterable[str]) -> list[tuple[str, str]]:
-    """Return what `OLD=NEW` texts say; the last equals sign counts, for a pattern may have some.
-
-    Raises
-    ------
-    UsageError
-        One is not of this form.
-    """
+    """Return what `OLD=NEW` texts say; the last equals sign counts, for a pattern may have some. Others: UsageError."""
     found = []
     for text in texts:
         old, mark, new = text.rpartition("=")

@@ -12,7 +12,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.gpt_model import JOINED
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Shape
 from zckpt.torchfile import node_of
 from zckpt.torchfile.nodes import Object
 
@@ -26,19 +26,10 @@ INSIDE = ("text_config", "llm_config")
 def read_config(
     given: str | os.PathLike[str] | Mapping[str, object] | None, checkpoint: Checkpoint
 ) -> tuple[Mapping[str, object], str | None]:
-    """Return a model's configuration: the one given, or that of the checkpoint's program.
+    """Return a model's configuration: the one given, or that of the checkpoint's program; and where that was found.
 
-    Returns
-    -------
-    mapping of str to object
-    str or None
-        Where they were found, if none was given. Only with the checkpoint is looked: the configuration of another
-        model may have the same shapes.
-
-    Raises
-    ------
-    UsageError
-        A file was given that cannot be read, or one is there that cannot be.
+    Only with the checkpoint is looked: the configuration of another model may have the same shapes. Raises UsageError:
+    a file was given that cannot be read, or one is there that cannot be.
     """
     if given is not None:
         return given if isinstance(given, Mapping) else read_json(given), None
@@ -97,24 +88,13 @@ class Tensor:
     template: Template
     indices: Mapping[str, int]
     name: str
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
 
 class Sizes:
-    """The letters of one rule for some tensors.
+    """The letters of one rule for some tensors that are there.
 
-    Parameters
-    ----------
-    map_ : Map
-    rule : Rule
-    config : mapping of str to int
-    tensors : sequence of Tensor
-        That are there.
-
-    Raises
-    ------
-    UsageError
-        A letter cannot be told, or a tensor has another shape than the rule says.
+    Raises UsageError: a letter cannot be told, or a tensor has another shape than the rule says.
     """
 
     def __init__(self, map_: Map, rule: Rule, config: Mapping[str, int], tensors: Sequence[Tensor]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,7 @@ from zckpt.operations.computed import write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.target import How, about
 from zckpt.state import Checkpoint
 
@@ -52,11 +50,10 @@ class Averaged(Consolidated):
     num_from_last: int
 
 
-@takes_urls
 @shares(Renamed)
 def average(
     sources: Sequence[Source],
-    target: str | os.PathLike[str],
+    target: Place,
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
@@ -66,7 +63,7 @@ def average(
     tied: str = "duplicate",
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
-    config: str | os.PathLike[str] | None = None,
+    config: Place | None = None,
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Averaged:
@@ -118,11 +115,8 @@ def average(
         The target exists or cannot be written.
     """
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=shared["map"] is None)
-    how = How.of(
-        "average", shared, weights=weights, ema=ema, dtype=dtype, slots=slots, from_last=from_last, tied=tied,
-        exclude_frozen=exclude_frozen, max_shard_size=max_shard_size, config=config,
-    )  # fmt: skip
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
+    how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last)
     found = _opened(sources, **only(Reading, shared))
     dropped = check_nothing_lost(found, shared["drop"])
     _check_adapters(found)
@@ -134,9 +128,13 @@ def average(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
     num_averaged, num_equal, num_from_last = mean.counts()
-    notes += (*done.notes, *_notes(shares, num_equal, num_from_last))
+    said = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
+    if num_equal:
+        said.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
+    if num_from_last:
+        said.append(f"not averaged but the last one's: {num_from_last}")
     return Averaged(
-        **{**done.fields(), "notes": notes},
+        **{**done.fields(), "notes": (*notes, *done.notes, *said)},
         num_tensors=num_tensors,
         sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,
@@ -147,7 +145,7 @@ def average(
 
 def _opened(
     sources: Sequence[Source],
-    roots: Sequence[str | os.PathLike[str]],
+    roots: Sequence[Place],
     **where: Any,  # noqa: ANN401  # options of `open`
 ) -> list[Checkpoint]:
     """Return the checkpoints; where they are to be found is said of those that are not open yet, if there are any."""
@@ -216,12 +214,3 @@ def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> 
         expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " that is the same in all",
         advice=f"--from-last '{labels[0]}' takes the last one's",
     )
-
-
-def _notes(shares: Sequence[float], num_equal: int, num_from_last: int) -> list[str]:
-    notes = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
-    if num_equal:
-        notes.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
-    if num_from_last:
-        notes.append(f"not averaged but the last one's: {num_from_last}")
-    return notes

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from zckpt.compare.slots import pair
 from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UsageError, listed
@@ -56,147 +57,129 @@ class Combined:
 def combined(
     sources: Sequence[Checkpoint], rule: Rule, *, slots: str | Sequence[str], from_last: Sequence[str]
 ) -> Combined:
-    """Return one checkpoint of several.
+    """Return one checkpoint of several, which get the first one's names; `slots`: of the optimizer, or "all".
 
-    Parameters
-    ----------
-    sources : sequence of Checkpoint
-        They get the first one's names.
-    rule : callable
-    slots : "all" or sequence of str
-        Of the optimizer.
-    from_last : sequence of str
-        Shell patterns of names of tensors that are the last source's.
-
-    Raises
-    ------
-    UsageError
-        The sources are not of one model, or a pattern names nothing.
+    `from_last`: shell patterns of tensors that are the last source's. Raises UsageError: the sources are not of one
+    model, or a pattern names nothing.
     """
-    first, *others = sources
-    for one in others:
+    first, last = sources[0], sources[-1]
+    for one in sources[1:]:
         like_model(one, [tensor.name for tensor in first.tensors()])
-    return _Combining(sources, rule, [slots] if isinstance(slots, str) else list(slots), from_last).combined()
+    chosen = [slots] if isinstance(slots, str) else list(slots)
+    if chosen and any(one.unnamed for one in sources):
+        raise UsageError(
+            "its optimizer's parameters have no names",
+            path=named(next(one for one in sources if one.unnamed)),
+            advice="give them with --names, or average without --slots",
+        )
+    if chosen == ["all"]:
+        for one in sources:
+            refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
+            refuse_beside(one)
+    every = _by_name(sources)
+    idle = [one for one in from_last if not any(fnmatchcase(name, one) for name in every)]
+    if idle:
+        raise UsageError(f"no tensor is called {idle[0]!r}", path=named(last), expected="a name, or a pattern")
+    found = Combined(
+        Checkpoint(
+            first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened
+        )
+    )
+    single = {"step"} | {  # slots that are one number: they go with the last source's hyperparameters
+        key for ones in every.values() for one in ones if one.shape
+        for key, slot in one.slots.items() if not slot.shape
+    }  # fmt: skip
+    for name, ones in every.items():
+        work = _Combining(found, sources, rule, name, ones, any(fnmatchcase(name, pattern) for pattern in from_last))
+        made = work.parameter()
+        is_buffer = any(name in source.buffers for source in sources)
+        (found.checkpoint.buffers if is_buffer else found.checkpoint.parameters)[name] = made
+        for key in dict.fromkeys(key for each in ones for key in each.slots if key not in (WEIGHT, MASTER)):
+            if chosen != ["all"] and key not in chosen:
+                continue
+            if key not in single:
+                made.slots[key] = work.slot(key)
+            elif key in ones[-1].slots:  # else a group of the last source has it
+                made.slots[key] = ones[-1].slots[key]
+    _tie(found.checkpoint, every)
+    return found
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Combining:
+    """A tensor of the model, as each source has it."""
+
+    found: Combined
     sources: Sequence[Checkpoint]
     rule: Rule
-    slots: Sequence[str]
-    from_last: Sequence[str]
-    single: set[str] = field(default_factory=set)
-    """Slots that are one number, such as a step: they go with the last source's hyperparameters."""
+    name: str
+    ones: Sequence[Parameter]
+    is_last: bool
 
-    def combined(self) -> Combined:
-        first, last = self.sources[0], self.sources[-1]
-        if self.slots and any(one.unnamed for one in self.sources):
-            raise UsageError(
-                "its optimizer's parameters have no names",
-                path=named(next(one for one in self.sources if one.unnamed)),
-                advice="give them with --names, or average without --slots",
-            )
-        if self.slots == ["all"]:
-            for one in self.sources:
-                refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
-                refuse_beside(one)
-        found = Combined(
-            Checkpoint(
-                first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened
-            )
-        )
-        every = _by_name(self.sources)
-        idle = [one for one in self.from_last if not any(fnmatchcase(name, one) for name in every)]
-        if idle:
-            raise UsageError(f"no tensor is called {idle[0]!r}", path=named(last), expected="a name, or a pattern")
-        self.single = {"step"} | {
-            key for ones in every.values() for one in ones if one.shape
-            for key, slot in one.slots.items() if not slot.shape
-        }  # fmt: skip
-        for name, ones in every.items():
-            self._add(found, name, ones)
-        _tie(found.checkpoint, every)
-        return found
-
-    def _add(self, found: Combined, name: str, ones: Sequence[Parameter]) -> None:
-        shapes = [one.shape for one in ones]
-        if len(set(shapes)) > 1:
-            at = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
-            raise UsageError(
-                f"{name} has another shape than in {named(self.sources[0])}",
-                path=named(self.sources[at]),
-                expected=shapes[0],
-                found=shapes[at],
-                advice="only checkpoints of one model are averaged",
-            )
-        one = self._parameter(found, name, ones)
-        is_buffer = any(name in source.buffers for source in self.sources)
-        (found.checkpoint.buffers if is_buffer else found.checkpoint.parameters)[name] = one
-        keys = dict.fromkeys(key for each in ones for key in each.slots if key not in (WEIGHT, MASTER))
-        for key in keys:
-            if self.slots != ["all"] and key not in self.slots:
-                continue
-            if key not in self.single:
-                one.slots[key] = self._slot(found, key, name, ones)
-            elif key in ones[-1].slots:  # else a group of the last source has it
-                one.slots[key] = ones[-1].slots[key]
-
-    def _parameter(self, found: Combined, name: str, ones: Sequence[Parameter]) -> Parameter:
-        """Return a tensor of the model, with its weight, and a master where some source has one."""
-        last = ones[-1]
+    def parameter(self) -> Parameter:
+        """Return it with its weight, and a master where some source has one."""
+        name, ones, last = self.name, self.ones, self.ones[-1]
+        for one, source in zip(ones, self.sources, strict=True):
+            if one.shape != ones[0].shape:
+                raise UsageError(
+                    f"{name} has another shape than in {named(self.sources[0])}",
+                    path=named(source),
+                    expected=ones[0].shape,
+                    found=one.shape,
+                    advice="only checkpoints of one model are averaged",
+                )
         owned = any(one.group is not None or MASTER in one.slots for one in ones)
         frozen = any(one.frozen for one in ones) and not owned
         result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
-        best = [one.slots.get(MASTER) or one.slots.get(WEIGHT) for one in ones]
-        there = [slot for slot in best if slot is not None]
-        if len(there) < len(best):
-            without = [named(source) for source, slot in zip(self.sources, best, strict=True) if slot is None]
-            raise UsageError(f"{name} has no values", path=without[0], expected="a weight or a master")
-        if any(fnmatchcase(name, pattern) for pattern in self.from_last):
-            found.last.add(name)
+        there = []
+        for one, source in zip(ones, self.sources, strict=True):
+            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+            if slot is None:
+                raise UsageError(f"{name} has no values", path=named(source), expected="a weight or a master")
+            there.append(slot)
+        if self.is_last:
+            self.found.last.add(name)
             result.slots = {key: slot for key, slot in last.slots.items() if key in (WEIGHT, MASTER)}
         elif all(slot.dtype in NUMBERS for slot in there):
-            found.computed.add(name)
-            own = _common([one.dtype for one in ones])
-            result.dtype = own
-            keys = [WEIGHT, *([MASTER] if any(MASTER in one.slots for one in ones) else [])]
-            for key in keys:
-                computed = self._computed(key, name, there)
-                result.slots[key] = replace(computed, dtype=own) if key == WEIGHT else computed
+            self.found.computed.add(name)
+            result.dtype = _common([one.dtype for one in ones])
+            result.slots[WEIGHT] = replace(self._computed(WEIGHT, there), dtype=result.dtype)
+            if any(MASTER in one.slots for one in ones):
+                result.slots[MASTER] = self._computed(MASTER, there)
         else:
             result.dtype = ones[0].dtype
-            result.slots[WEIGHT] = self._same(found, WEIGHT, name, there)
+            result.slots[WEIGHT] = self._same(WEIGHT, there)
         return result
 
-    def _slot(self, found: Combined, key: str, name: str, ones: Sequence[Parameter]) -> Slot:
+    def slot(self, key: str) -> Slot:
         """Return a slot of the optimizer."""
-        slots = [one.slots[key] for one in ones if key in one.slots]
-        if len(slots) < len(ones) or len({slot.shape for slot in slots}) > 1:
-            lacks = [key not in one.slots or one.slots[key].shape != slots[0].shape for one in ones]
+        slots = [one.slots[key] for one in self.ones if key in one.slots]
+        lacks = [key not in one.slots or one.slots[key].shape != slots[0].shape for one in self.ones]
+        if any(lacks):
             raise UsageError(
-                f"{key} of {name} is not there, or has another shape",
+                f"{key} of {self.name} is not there, or has another shape",
                 path=named(self.sources[lacks.index(True)]),
                 expected=f"{slots[0].shape}, as in the others",
                 advice="leave it out of --slots",
             )
-        if any(fnmatchcase(name, pattern) for pattern in self.from_last):
+        if self.is_last:
             return slots[-1]
         if all(slot.dtype in NUMBERS for slot in slots):
-            return replace(self._computed(key, name, slots), dtype=_common([slot.dtype for slot in slots]))
-        return self._same(found, key, name, slots)
+            return replace(self._computed(key, slots), dtype=_common([slot.dtype for slot in slots]))
+        return self._same(key, slots)
 
-    def _computed(self, key: str, name: str, slots: Sequence[Slot]) -> Computed:
+    def _computed(self, key: str, slots: Sequence[Slot]) -> Computed:
         for slot in slots:
-            refuse_endless(slot, f"{key}/{name}")
+            refuse_endless(slot, f"{key}/{self.name}")
         dtype = "float64" if any(slot.dtype == "float64" for slot in slots) else "float32"
         return Computed(key, dtype, slots[0].shape, (), function=self.rule(tuple(slots), dtype))
 
-    def _same(self, found: Combined, key: str, name: str, slots: Sequence[Slot]) -> Slot:
+    def _same(self, key: str, slots: Sequence[Slot]) -> Slot:
         """Return a slot that all have; that it is the same is for the caller to see."""
-        label = f"{key}/{name}"
-        for at, slot in enumerate(slots[1:], 1):
-            found.equal.append((SlotSet(label, (slots[0], slot), (slots[0].dtype, slot.dtype)), at))
-        return slots[0]
+        first, *others = slots
+        for at, slot in enumerate(others, 1):
+            self.found.equal.append((pair(f"{key}/{self.name}", first, slot), at))
+        return first
 
 
 def _common(dtypes: Sequence[str]) -> str:
@@ -213,11 +196,13 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
     missing: dict[int, list[str]] = {}
     for name in dict.fromkeys(tensor.name for source in sources for tensor in source.tensors()):
         others = [name, tied.get(name), *(alias for alias, owner in tied.items() if owner == name)]
-        found = [_first(source, others) for source in sources]
-        for at, one in enumerate(found):
-            if one is None:
+        every[name] = []
+        for at, source in enumerate(sources):
+            its = next((one for one in others if one in source.parameters or one in source.buffers), None)
+            if its is None:
                 missing.setdefault(at, []).append(name)
-        every[name] = [one for one in found if one is not None]
+            else:
+                every[name].append(source.owner(its))
     for at, names in missing.items():
         has = next(source for source in sources if any(one.name == names[0] for one in source.tensors()))
         raise UsageError(
@@ -226,13 +211,6 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
             advice="only checkpoints of one model are averaged",
         )
     return every
-
-
-def _first(source: Checkpoint, names: Sequence[str | None]) -> Parameter | None:
-    """Return what a source has under the first of some names that it has."""
-    there = (name for name in names if name in source.parameters or name in source.buffers)
-    name = next(there, None)
-    return None if name is None else source.owner(name)
 
 
 def _tie(checkpoint: Checkpoint, every: dict[str, list[Parameter]]) -> None:

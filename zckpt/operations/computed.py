@@ -63,36 +63,12 @@ def write_computed(
     dropped: tuple[str, ...],
     without: Collection[str] = (),
 ) -> tuple[Written, int]:
-    """Write a model that has computed slots.
+    """Write a model whose slots are computed from those of sources, or are theirs; return its number of tensors, too.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        Of slots that are computed from those of the sources, or are theirs.
-    sources : sequence of Checkpoint
-    target : Path
-    chosen : Chosen
-    how : How
-    verify : bool
-        Compute all elements once more after writing, and compare.
-    dropped : tuple of str
-        What of the sources may be lost.
-    without : collection of str
-        Names of files next to the sources that do not go with what is written.
-
-    Returns
-    -------
-    (Written, int)
-        With the number of the model's tensors.
-
-    Raises
-    ------
-    SourceError
-        A source contradicts itself, or a file is damaged.
-    TargetError
-        The target exists or cannot be written.
+    `verify`: compute all elements once more after writing, and compare; `without`: names of files next to the sources
+    that do not go with what is written.
     """
-    laid, num_tensors = lay_out(checkpoint, target, chosen)
+    laid, num_tensors = lay_out(checkpoint, target, chosen, how)
     kept = [one for one in laid.files if one.name not in without]
     laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
     proof = _ModelProof(checkpoint, laid, target, how, verify)

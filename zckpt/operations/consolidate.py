@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +27,7 @@ from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import Naming
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.rank_values import refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
@@ -62,8 +60,7 @@ class Chosen:
     tied: str = "duplicate"
     exclude_frozen: bool = False
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
-    config: str | os.PathLike[str] | None = None
-    takes_assets: bool = True
+    config: Place | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, (None, *DTYPES))
@@ -85,20 +82,19 @@ class Consolidated(Written):
     num_tensors: int
 
 
-@takes_urls
 @shares(Renamed)
 def consolidate(
     source: Source,
-    target: str | os.PathLike[str],
+    target: Place,
     *,
     dtype: str | None = None,
     slots: str | Sequence[str] = (),
     tied: str = "duplicate",
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
-    config: str | os.PathLike[str] | None = None,
+    config: Place | None = None,
     dequantize: bool = False,
-    hyperparameters: str | os.PathLike[str] | None = None,
+    hyperparameters: Place | None = None,
     **shared: Unpack[Renamed],
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
@@ -147,16 +143,12 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=shared["map"] is None)
-    how = How.of(
-        "consolidate", shared, dtype=dtype, slots=slots, tied=tied, exclude_frozen=exclude_frozen,
-        max_shard_size=max_shard_size, config=config, dequantize=dequantize, hyperparameters=hyperparameters,
-    )  # fmt: skip
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
+    how = How.of("consolidate", shared, **asdict(chosen), dequantize=dequantize, hyperparameters=hyperparameters)
     naming = Naming(**only(Renaming, shared))
-    found = opened(source, **only(Reading, shared))
-    without, values, drop = without_rank_values(found, shared["drop"])
-    dropped = (*values, *check_nothing_lost([found], drop))
-    found = without
+    whole = opened(source, **only(Reading, shared))
+    found, values, drop = without_rank_values(whole, shared["drop"])
+    dropped = (*values, *check_nothing_lost([whole], drop))
     if dequantize:
         if not slots:
             raise UsageError(
@@ -164,18 +156,28 @@ def consolidate(
             )
         [found] = with_floats(found)
     if hyperparameters is not None:
-        found = _given(found, Path(hyperparameters), wanted=bool(slots))
-    checkpoint, notes = naming.of(found if slots else _without_numbers(found))
-    path = Path(target)
-    laid, num_tensors = lay_out(checkpoint, path, chosen)
+        if not (slots and found.is_bare):
+            raise UsageError(
+                "--hyperparameters are for --slots, of a checkpoint that holds none",
+                path=found.source,
+                found="its own, which are carried" if slots else "no --slots",
+            )
+        groups = found.param_groups
+        stated = read_hyperparameters(Path(hyperparameters), len(groups))
+        found = replace(found, param_groups=with_hyperparameters(groups, stated))
+    named = found
+    if not slots and found.unnamed and found.parameters:  # an optimizer that only numbers its parameters
+        parameters = {name: replace(one, group=None) for name, one in found.parameters.items()}
+        named = replace(found, parameters=parameters, unnamed={}, param_groups=[])
+    checkpoint, notes = naming.of(named)
+    laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
-    laid = replace(laid, notes=notes)
-    done = write_from(found, laid, path, how, owns=OWNED, dropped=dropped)
+    done = write_from(found, replace(laid, notes=notes), Path(target), how, owns=OWNED, dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=num_tensors)
 
 
-def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetFiles, int]:
+def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> tuple[TargetFiles, int]:
     """Return the files of a model and of its optimizer, and the number of the model's tensors.
 
     Raises
@@ -190,31 +192,13 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetF
     given = None if chosen.config is None else Path(chosen.config)
     if given is not None and not is_directory:
         raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
-    assets = find_assets(checkpoint, given) if is_directory and (given or chosen.takes_assets) else {}
+    takes_assets = given is not None or how.options["map"] is None  # a map's model has another configuration
+    assets = find_assets(checkpoint, given) if is_directory and takes_assets else {}
     files = _model_files(path, tensors, chosen.max_shard_size, assets)
-    optimizer = _optimizer_file(checkpoint, path, chosen.slots, chosen.dtype)
-    every = [*files, *([optimizer] if optimizer else []), *copies_of(assets)]
-    return TargetFiles(every, is_file=not is_directory, copied=frozenset(assets)), len(tensors)
-
-
-def _given(checkpoint: Checkpoint, path: Path, *, wanted: bool) -> Checkpoint:
-    """Return a checkpoint with the hyperparameters of a user's file. Raises UsageError: it has some, or needs none."""
-    if not (wanted and checkpoint.is_bare):
-        raise UsageError(
-            "--hyperparameters are for --slots, of a checkpoint that holds none",
-            path=checkpoint.source,
-            found="its own, which are carried" if wanted else "no --slots",
-        )
-    groups = checkpoint.param_groups
-    return replace(checkpoint, param_groups=with_hyperparameters(groups, read_hyperparameters(path, len(groups))))
-
-
-def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without an optimizer that only numbers its parameters, where a model alone is written."""
-    if not checkpoint.unnamed or not checkpoint.parameters:
-        return checkpoint
-    parameters = {name: replace(one, group=None) for name, one in checkpoint.parameters.items()}
-    return replace(checkpoint, parameters=parameters, unnamed={}, param_groups=[])
+    slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
+    if slots:
+        files.append(_optimizer_file(checkpoint, path, slots, chosen.dtype))
+    return TargetFiles([*files, *copies_of(assets)], is_file=not is_directory, copied=frozenset(assets)), len(tensors)
 
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]) -> list[TargetFile]:
@@ -233,12 +217,7 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapp
     )
 
 
-def _optimizer_file(
-    checkpoint: Checkpoint, path: Path, slots: str | Sequence[str], dtype: str | None
-) -> TargetFile | None:
-    chosen = [slots] if isinstance(slots, str) else list(slots)
-    if not chosen:
-        return None
+def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype: str | None) -> TargetFile:
     from zckpt.formats.consolidated.optimizer import (
         IN_DIRECTORY,
         optimizer_path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +15,7 @@ from zckpt.naming import Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Converted, Reading, Renamed, Renaming, only, shares
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Converted, Place, Reading, Renamed, Renaming, only, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.rank_values import keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, write_from
@@ -28,11 +26,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@takes_urls
 @shares(Renamed, more=True)
 def convert(
     source: Source,
-    target: str | os.PathLike[str],
+    target: Place,
     *,
     to: str,
     verify: bool = False,
@@ -77,7 +74,7 @@ def convert(
     TargetError
         The target exists or cannot be written.
     """
-    options = {name: value for name, value in given.items() if name not in Renamed.__annotations__}
+    options = others(Renamed, given)
     how = How.of("convert", given, to=to, dequantize=dequantize, **options)
     written = get(to)
     if not written.writes:
@@ -85,17 +82,14 @@ def convert(
         raise UsageError(f"{to} is read and not written", expected=expected)
     chosen = choose(written.options, options, to)
     naming = Naming(**only(Renaming, given))
-    found = opened(source, **only(Reading, given))
-    without, values, drop = without_rank_values(found, given["drop"])
-    dropped = (*values, *check_nothing_lost([found], drop))
-    found = without
+    whole = opened(source, **only(Reading, given))
+    found, values, drop = without_rank_values(whole, given["drop"])
+    dropped = (*values, *check_nothing_lost([whole], drop))
     if dequantize:
         [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
         round_means(found)
-    checkpoint, notes, followed = naming.traced(found)
-    if naming.changes:
-        notes += follow_names(checkpoint, found, followed)
+    checkpoint, notes = under_names(found, naming)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     with about(checkpoint.source):
@@ -150,6 +144,12 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
     if written is not own:  # its own format knows when it can go along
         refuse_rank_values(checkpoint, expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks")
     return checkpoint
+
+
+def under_names(checkpoint: Checkpoint, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint under other names, inside what it carries along, too, and what to know about them."""
+    changed, notes, followed = naming.traced(checkpoint)
+    return changed, (*notes, *follow_names(changed, checkpoint, followed)) if naming.changes else notes
 
 
 def round_means(checkpoint: Checkpoint) -> None:

@@ -10,13 +10,11 @@ from zckpt.formats.floats import with_floats
 from zckpt.naming import Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Compared, Reading, Renaming, how_read, only, shares
-from zckpt.operations.places import takes_urls
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@takes_urls
 @shares(Compared)
 def fingerprint(
     source: Source,

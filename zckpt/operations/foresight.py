@@ -102,13 +102,14 @@ class Foresight:
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON-able data."""
         limit, free = self.memory or (None, None)
+        reads = self.reads.values()
         return {
             "num_files": self.num_files,
             "num_directories": self.num_directories,
             "free_nbytes": None if self.room is None else self.room.nbytes,
             "free_inodes": None if self.room is None else self.room.files,
-            "read_requests": sum(one.requests for one in self.reads.values()),
-            "requested_nbytes": sum(one.nbytes for one in self.reads.values()),
+            "read_requests": sum(one.requests for one in reads),
+            "requested_nbytes": sum(one.nbytes for one in reads),
             "reads": {
                 shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in self.reads.items()
             },
@@ -132,23 +133,8 @@ def directories(names: Iterable[Path], target: Path) -> int:
 def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool) -> None:
     """Raise unless the target's file system has room for the files of a plan, and the process memory to write them.
 
-    Parameters
-    ----------
-    plan : Plan
-    names : sequence of Path
-        All files that are made.
-    target : Path
-    is_file : bool
-        Whether no directory is made.
-
-    Raises
-    ------
-    TargetError
-        It has not.
-    UsageError
-        A limit leaves too little memory.
-    OSError
-        The target's directory is not there.
+    `names`: all files that are made; `is_file`: no directory is. Raises TargetError: it has not; UsageError: a limit
+    leaves too little memory; OSError: the target's directory is not there.
     """
     if plan.write_nbytes > LEAST_NBYTES:  # a name in `latest` fits wherever a process does
         check_memory()
@@ -161,23 +147,9 @@ def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool
 
 
 def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, memory: int) -> Foresight:
-    """Look at what a plan will take.
+    """Look at what a plan will take; `memory` bounds copy buffers, the rest is as for `check_fits`.
 
-    Parameters
-    ----------
-    plan, names, target, is_file
-        As for `check_fits`.
-    memory : int, bytes
-        Upper bound of what copy buffers take together.
-
-    Raises
-    ------
-    TargetError
-        There is no room.
-    UsageError
-        A limit leaves too little memory.
-    SourceError
-        A file cannot be read.
+    Raises SourceError: a file cannot be read.
     """
     try:
         check_fits(plan, names, target, is_file=is_file)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Reading, shares
-from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
-from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import FromFile, plain
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,6 @@ class Inspection:
         return document
 
 
-@takes_urls
 @shares(Reading)
 def inspect(
     source: Source,
@@ -128,13 +128,8 @@ def inspect(
     inventory = take_inventory(checkpoint)
     owners = [p for p in checkpoint.parameters.values() if p.tied_to is None]
     return Inspection(
-        source=checkpoint.source,
-        format=checkpoint.format,
-        format_version=checkpoint.format_version,
-        zero_stage=checkpoint.zero_stage,
+        **_values(checkpoint, ("source", "format", "format_version", "zero_stage", "world_size", "step")),
         topology=asdict(checkpoint.topology),
-        world_size=checkpoint.world_size,
-        step=checkpoint.step,
         loss_scale=jsonable(checkpoint.loss_scale),
         num_parameters=len(owners),
         num_elements=sum(p.numel for p in owners),
@@ -143,12 +138,24 @@ def inspect(
         num_buffers=len(checkpoint.buffers),
         slots=_slots(checkpoint),
         param_groups=_groups(checkpoint.param_groups),
-        per_rank=[_rank_value(value) for value in checkpoint.per_rank],
+        per_rank=[
+            {
+                **_values(one, ("key", "group", "part", "rank", "mp_rank")),
+                "value": plain(one.value.node) if isinstance(one.value, FromFile) else jsonable(one.value),
+            }
+            for one in checkpoint.per_rank
+        ],
         parameters=[_parameter(p) for p in checkpoint.parameters.values()],
         buffers=[_parameter(p) for p in checkpoint.buffers.values()],
         unnamed=[_parameter(p) for p in checkpoint.unnamed.values()],
         padding=_padding(checkpoint.padding),
-        files=[_file(checkpoint, index, include_globals) for index in range(len(checkpoint.files))],
+        files=[
+            {
+                **_values(one, FILE_FIELDS),
+                **({"globals": {key: list(names) for key, names in one.globals.items()}} if include_globals else {}),
+            }
+            for one in checkpoint.files
+        ],
         nbytes=sum(file.nbytes for file in checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
         details=jsonable(checkpoint.details),
@@ -189,46 +196,24 @@ def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
     ]
 
 
-def _rank_value(value: RankValue) -> dict[str, object]:
-    node = value.value
-    return {
-        **_values(value, ("key", "group", "part", "rank", "mp_rank")),
-        "value": plain(node.node) if isinstance(node, FromFile) else jsonable(node),
-    }
-
-
 def _parameter(parameter: Parameter) -> dict[str, object]:
     listed = {"shape": list(parameter.shape), "dtype": parameter.dtype, "slots": list(parameter.slots)}
     return {"name": parameter.name, **listed, **_values(parameter, ("group", "frozen", "tied_to"))}
 
 
 def _padding(paddings: Iterable[Padding]) -> dict[str, object]:
+    def sums(some: Sequence[Padding]) -> dict[str, object]:
+        return {"num_elements": sum(one.numel for one in some), "nbytes": sum(one.nbytes for one in some)}
+
     ranks: dict[int, list[Padding]] = {}
     for one in paddings:
         ranks.setdefault(one.rank, []).append(one)
-    every = [p for found in ranks.values() for p in found]
-    return {
-        "num_elements": sum(p.numel for p in every),
-        "nbytes": sum(p.nbytes for p in every),
-        "ranks": [
-            {
-                "rank": rank,
-                "num_elements": sum(p.numel for p in found),
-                "nbytes": sum(p.nbytes for p in found),
-                "groups": [p.numel for p in sorted(found, key=lambda p: p.group)],
-            }
-            for rank, found in sorted(ranks.items())
-        ],
-    }
+    listed = [
+        {"rank": rank, **sums(some), "groups": [one.numel for one in sorted(some, key=lambda one: one.group)]}
+        for rank, some in sorted(ranks.items())
+    ]
+    return {**sums([one for some in ranks.values() for one in some]), "ranks": listed}
 
 
-def _file(checkpoint: Checkpoint, index: int, include_globals: bool) -> dict[str, object]:
-    file = checkpoint.files[index]
-    found = _values(file, ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes"))
-    if include_globals:
-        found["globals"] = {record: list(names) for record, names in file.globals.items()}
-    return found
-
-
-def _values(of: object, names: Sequence[str]) -> dict[str, object]:
+def _values(of: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}

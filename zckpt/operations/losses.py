@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 from glob import escape
 from os.path import commonprefix
 
-from zckpt.errors import LeftOutError, UsageError
+from zckpt.errors import LeftOutError, UsageError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.state import Checkpoint
-from zckpt.state.inventory import FILE, Item
+from zckpt.state.inventory import FILE
 
 SHOWN = 3
 """More things than this are counted in a message."""
@@ -37,7 +37,7 @@ def check_nothing_lost(
     UsageError
         A pattern names nothing that is left out of any.
     """
-    found: list[Item] = []
+    found: list[str] = []
     idle = list(drop)
     for one in sources:
         dropped, lost, unused = take_inventory(one).without(drop)
@@ -47,15 +47,19 @@ def check_nothing_lost(
             if item.error is not None or (item.file not in copied and (item.kind != FILE or item.file not in kept))
         ]
         if others:
+            names, said = [item.name for item in others], [f"{item.name} ({item.about})" for item in others]
+            what = f"{len(others)} {'thing' if len(others) == 1 else 'things'}"
+            shared = f"{escape(commonprefix(names))}*"  # noqa: RUF071  # of characters, not of paths
             unnamed = any("--names FILE" in warning for warning in one.warnings)
             raise LeftOutError(
-                f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",
+                f"{what} in it would be lost: {listed(said, most=SHOWN)}",
                 path=one.opened or one.source,
                 advice=f"{'--names FILE may tell what they are (see the warnings); ' if unnamed else ''}"
-                f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
-                names=[item.name for item in others],
+                f"to write without, give --drop '{escape(names[0]) if len(names) == 1 else shared}'; "
+                "`zckpt inspect --files` shows everything",
+                names=names,
             )
-        found += dropped
+        found += (f"{item.name} ({item.about})" for item in dropped)
         idle = [pattern for pattern in idle if pattern in unused]
     if idle:
         raise UsageError(
@@ -63,16 +67,4 @@ def check_nothing_lost(
             path=sources[0].opened or sources[0].source,
             expected="FILE or FILE:PLACE of something that is left out, as `zckpt inspect --files` shows it",
         )
-    return tuple(f"{item.name} ({item.about})" for item in found)
-
-
-def _listed(items: Sequence[Item]) -> str:
-    shown = [f"{item.name} ({item.about})" for item in items[:SHOWN]]
-    return ", ".join(shown) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
-
-
-def _pattern(items: Sequence[Item]) -> str:
-    """Return one pattern that names all of them."""
-    if len(items) == 1:
-        return escape(items[0].name)
-    return escape(commonprefix([item.name for item in items])) + "*"  # noqa: RUF071  # of characters, not of paths
+    return tuple(found)

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, cast
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, shares
-from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Slot, SourceFile
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.dtypes import itemsize
@@ -84,7 +83,6 @@ class Map:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
-@takes_urls
 @shares(Reading)
 def map(  # noqa: A001  # the verb's name, as `open`
     source: Source,

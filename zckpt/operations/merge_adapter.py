@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +18,9 @@ from zckpt.operations.computed import write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Reading, Renamed, Renaming, only, shares
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.target import How, about
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,19 +45,18 @@ class Merged(Consolidated):
     num_added: int
 
 
-@takes_urls
 @shares(Renamed)
 def merge_adapter(
     base: Source,
-    adapter: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    adapter: Place,
+    target: Place,
     *,
-    adapter_config: str | os.PathLike[str] | None = None,
+    adapter_config: Place | None = None,
     fan_in_fan_out: bool | None = None,
     dtype: str | None = None,
     tied: str = "duplicate",
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
-    config: str | os.PathLike[str] | None = None,
+    config: Place | None = None,
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Merged:
@@ -101,13 +98,9 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(
-        dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=shared["map"] is None
-    )
-    how = How.of(
-        "merge-adapter", shared, adapter_config=adapter_config, fan_in_fan_out=fan_in_fan_out, dtype=dtype, tied=tied,
-        max_shard_size=max_shard_size, config=config,
-    )  # fmt: skip
+    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
+    own = {"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out}
+    how = How.of("merge-adapter", shared, **asdict(chosen), **own)
     model = opened(base, **only(Reading, shared))
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
     sources = [model, added.checkpoint]
@@ -241,7 +234,7 @@ class _Merging:
             if key in (WEIGHT, MASTER):
                 owner.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
 
-    def _is_transposed(self, product: Product, shape: tuple[int, ...]) -> bool:
+    def _is_transposed(self, product: Product, shape: Shape) -> bool:
         """Tell whether a weight lies as (in, out): by its shape, or by others' if it is square."""
         found = _lies(product, shape)
         if found is not None:
@@ -267,7 +260,7 @@ class _Merging:
         return self.adapter.fan_in_fan_out
 
 
-def _lies(product: Product, shape: tuple[int, ...]) -> bool | None:
+def _lies(product: Product, shape: Shape) -> bool | None:
     """Tell whether a weight can only lie as (in, out), or only as (out, in); None if it may be either."""
     straight = (product.b.shape[0], *product.a.shape[1:])
     if len(straight) != 2 or straight != straight[::-1]:

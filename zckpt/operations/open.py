@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Place, Reading, shares
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
-Source = str | os.PathLike[str] | Checkpoint
+Source = Place | Checkpoint
 """What a verb takes: a path, which it opens, or a checkpoint that `open` returned."""
 
 
@@ -85,31 +84,15 @@ class OpenedCheckpoint(Checkpoint):
         return floats[key]
 
 
-@takes_urls
-def open(  # noqa: A001
-    source: str | os.PathLike[str],
-    *,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-) -> OpenedCheckpoint:
+@shares(Reading)
+def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa: A001
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
 
     Parameters
     ----------
     source : path-like
         A file, or a directory: of a run, of one tag, or of a wrapper that contains one.
-    roots : sequence of path-like
-        The same directory on other nodes, where shards were left on the node that wrote them.
-    tag : str, optional
-        Which checkpoint of a run directory; by default the one that `latest` names.
-    names : sequence of str, optional
-        Names of the optimizer's parameters in its order, for files that only number them; of safetensors, those of the
-        model's parameters in its order, which the files do not have.
-    tp_rules : path-like, optional
-        A JSON file with the rules for DeepSpeed's tensor-parallel slices, in the form of `universal_checkpoint_info`;
-        by default the checkpoint's own.
+    **shared
 
     Raises
     ------
@@ -118,37 +101,23 @@ def open(  # noqa: A001
     SourceError
         The source cannot be read, is damaged, or no adapter recognises it.
     """
-    found = open_checkpoint(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    found = open_checkpoint(source, **shared)
     return OpenedCheckpoint(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 
-def opened(
-    source: Source,
-    *,
-    roots: Sequence[str | os.PathLike[str]] = (),
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-) -> Checkpoint:
+def opened(source: Source, **shared: Unpack[Reading]) -> Checkpoint:
     """Return the checkpoint that a verb works on: opened here, or a copy of an open one, which stays as it is.
-
-    Parameters
-    ----------
-    source : path-like or Checkpoint
-    roots, tag, names, tp_rules
-        As for `open`; of a path only.
 
     Raises
     ------
     UsageError
-        One of them is given with a checkpoint that is open already, or does not apply to the source's format.
+        An option is given with a checkpoint that is open already, or does not apply to the source's format.
     SourceError
         The source cannot be opened.
     """
     if not isinstance(source, Checkpoint):
-        return open_checkpoint(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    options = {"roots": roots or None, "tag": tag, "names": names, "tp_rules": tp_rules}
-    given = [name for name, value in options.items() if value is not None]
+        return open_checkpoint(source, **shared)
+    given = [name for name in ("roots", "tag", "names", "tp_rules") if shared.get(name) not in (None, (), [])]
     if given:
         raise UsageError(
             f"{', '.join(given)}: the checkpoint is open already",

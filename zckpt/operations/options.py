@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 
@@ -237,6 +237,11 @@ def only(group: type, given: Mapping[str, object]) -> dict[str, Any]:
     return {name: given[name] for name in group.__annotations__ if name in given}
 
 
+def others(group: type, given: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of the options given that a group has not."""
+    return {name: value for name, value in given.items() if name not in group.__annotations__}
+
+
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:
     """Return how elements are read: with how much memory, who hears of it, and whether past the page cache."""
     return {name: shared[name] for name in ("memory", "reporter", "direct")}
@@ -244,6 +249,8 @@ def how_read(shared: Mapping[str, object]) -> dict[str, Any]:
 
 def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
     """Let a verb take the options of a group, and `more`, which only its formats know: its `**` gets all of them.
+
+    And let it take URLs wherever it takes paths of what it reads.
 
     Raises
     ------
@@ -255,28 +262,28 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
 
     def sharing(function: Callable[Given, Result]) -> Callable[Given, Result]:
         signature = inspect.signature(function)
-        kinds = {one.name: one.kind for one in signature.parameters.values()}
-        [rest] = [name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD]
-        own = [one for one in signature.parameters.values() if one.name != rest]
+        *own, rest = signature.parameters.values()
+        known = {*options, *(one.name for one in own)}
         shown = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
+            rest.replace(
+                name=name,
+                kind=inspect.Parameter.KEYWORD_ONLY,
                 default=one.default,
                 annotation=group.__annotations__[name].__origin__,
             )
             for name, one in options.items()
         ]
-        last = [signature.parameters[rest]] if more else []
 
         @wraps(function)
         def verb(*arguments: Given.args, **given: Given.kwargs) -> Result:
-            unknown = [] if more else given.keys() - kinds.keys() - options.keys()
+            unknown = set() if more else given.keys() - known
             if unknown:
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
-            return cast("Result", cast("Any", function)(*arguments, **{**defaults, **given}))
+            from zckpt.operations.places import called
 
-        verb.__signature__ = signature.replace(parameters=[*own, *shown, *last])  # type: ignore[attr-defined]
+            return called(function, verb, arguments, {**defaults, **given})
+
+        verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest] * more])  # type: ignore[attr-defined]
         if verb.__doc__ is not None:
             text = "\n    ".join(f"{name}\n        {one.text}" for name, one in options.items())
             verb.__doc__ = verb.__doc__.replace("**shared", text, 1)

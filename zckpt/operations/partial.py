@@ -43,71 +43,33 @@ def partial_target(
 ) -> Iterator[Partial]:
     """Yield temporary names, under which the files of a plan are written; on success they get theirs.
 
-    Parameters
-    ----------
-    plan : Plan
-    target, owned, more, overwrite, journal
-        As for `write_target`.
-
-    Raises
-    ------
-    TargetError
-        The target exists or cannot be written. Like a SourceError, it says what is left to go on with.
+    Parameters are those of `write_target`. Raises TargetError: the target exists or cannot be written; like a
+    SourceError, it says what is left to go on with.
     """
-    partial = (
-        _partial_files(plan, target, more, overwrite, journal)
-        if owned is None
-        else _partial_directory(plan, target, owned, overwrite, journal)
-    )
-    with _said(journal), write_errors(target), partial as names:
-        yield names
-
-
-@contextmanager
-def _partial_files(
-    plan: Plan, target: Path, more: Sequence[Path], overwrite: bool, journal: Journal | None
-) -> Iterator[Partial]:
-    names = names_in(plan.names, target, None)
-    every = [*more, *sorted(names, key=lambda name: name == target)]
-    settle(target)
-    for name in every:
-        check_target(name, overwrite=overwrite)
-    check_fits(plan, every, target, is_file=True)
-    with written_files(every, overwrite=overwrite, journal=journal) as partials:
-        partial = dict(zip(every, partials, strict=True))
-        for name in more:
-            os.truncate(partial[name], 0)  # of a run that is gone on with: `prove` writes it again
-        yield [partial[name] for name in names], partial[target], [partial[name] for name in more]
-
-
-@contextmanager
-def _partial_directory(
-    plan: Plan, target: Path, owned: Owned, overwrite: bool, journal: Journal | None
-) -> Iterator[Partial]:
-    settle(target)
-    check_target(target, overwrite=overwrite, owned=owned)
-    check_fits(plan, names_in(plan.names, target, owned), target, is_file=False)
-    with written_directory(target, overwrite=overwrite, owned=owned, journal=journal) as partial:
-        names = names_in(plan.names, partial, owned)
-        if journal is not None and journal.resumes:
-            check_remains(partial, frozenset(names))
-        for name in names:
-            name.parent.mkdir(parents=True, exist_ok=True)
-        yield names, partial, []
-
-
-def names_in(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
-    """Return where files go: into a directory, or the only one to the target and several into its directory."""
-    if owned is not None:
-        return [target / name for name in files]
-    return [target] if len(files) == 1 else [target.parent / name for name in files]
-
-
-@contextmanager
-def _said(journal: Journal | None) -> Iterator[None]:
-    """Let what ends a run say what is left of it to go on with."""
+    names = names_in(plan.names, target, owned)
     try:
-        yield
+        with write_errors(target):
+            settle(target)
+            if owned is not None:
+                check_target(target, overwrite=overwrite, owned=owned)
+                check_fits(plan, names, target, is_file=False)
+                with written_directory(target, overwrite=overwrite, owned=owned, journal=journal) as partial:
+                    names = names_in(plan.names, partial, owned)
+                    if journal is not None and journal.resumes:
+                        check_remains(partial, frozenset(names))
+                    for name in names:
+                        name.parent.mkdir(parents=True, exist_ok=True)
+                    yield names, partial, []
+                return
+            every = [*more, *sorted(names, key=lambda name: name == target)]
+            for name in every:
+                check_target(name, overwrite=overwrite)
+            check_fits(plan, every, target, is_file=True)
+            with written_files(every, overwrite=overwrite, journal=journal) as partials:
+                temporary = dict(zip(every, partials, strict=True))
+                for name in more:
+                    os.truncate(temporary[name], 0)  # of a run that is gone on with: `prove` writes it again
+                yield [temporary[name] for name in names], temporary[target], [temporary[name] for name in more]
     except (TargetError, SourceError, WorkerError) as error:
         if journal is not None and journal.kept:
             advice = (error.advice or NOTHING_LEFT).replace(NOTHING_LEFT, journal.said())
@@ -117,3 +79,10 @@ def _said(journal: Journal | None) -> Iterator[None]:
         if journal is not None and journal.kept:
             raise Interrupted.of(error, journal.said()) from error
         raise
+
+
+def names_in(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
+    """Return where files go: into a directory, or the only one to the target and several into its directory."""
+    if owned is not None:
+        return [target / name for name in files]
+    return [target] if len(files) == 1 else [target.parent / name for name in files]

@@ -34,29 +34,39 @@ def takes_urls(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @wraps(function)
     def verb(*arguments: Given.args, **named: Given.kwargs) -> Result:
-        if not any(map(_has_url, (*arguments, *named.values()))):
-            if not stands_for_urls():
-                return function(*arguments, **named)
-            with _shown_errors():
-                return shown_in(function(*arguments, **named))
-        import inspect
+        return called(function, function, arguments, named)
 
-        with _shown_errors(), ExitStack() as stack:
-            given = inspect.signature(function).bind(*arguments, **named)
-            mounts: list[Mount] = []
-            for name, value in given.arguments.items():
-                if (name in SOURCES or name == "target") and _has_url(value):
-                    given.arguments[name] = _mounted(value, stack, mounts, missing=name == "target")
-            result = function(*given.args, **given.kwargs)
-            for mount in mounts:
-                mount.check_unchanged()
-            if isinstance(result, Checkpoint):  # as long as it is open, so is what it is read from
-                weakref.finalize(result, stack.pop_all().close)
-                _name_urls(result)
-                return result
+    return verb
+
+
+def called(
+    function: Callable[..., Result], verb: Callable[..., Result], given: tuple[Any, ...], named: dict[str, Any]
+) -> Result:
+    """Call a function with what a verb was given, whose signature says what is a place."""
+    if not any(map(_has_url, (*given, *named.values()))):
+        if not stands_for_urls():
+            return function(*given, **named)
+        with _shown_errors():
+            return shown_in(function(*given, **named))
+    import inspect
+
+    with _shown_errors(), ExitStack() as stack:
+        bound = inspect.signature(verb).bind(*given, **named)
+        mounts: list[Mount] = []
+        for name, value in bound.arguments.items():
+            if (name in SOURCES or name == "target") and _has_url(value):
+                bound.arguments[name] = _mounted(value, stack, mounts, missing=name == "target")
+        result = function(*bound.args, **bound.kwargs)
+        for mount in mounts:
+            mount.check_unchanged()
+        if not isinstance(result, Checkpoint):
             return shown_in(result)
-
-    return cast("Callable[Given, Result]", verb)
+        weakref.finalize(result, stack.pop_all().close)  # as long as it is open, so is what it is read from
+        # it names URLs where it says what it is; its spans stay paths, by which it is read
+        result.places = result.source, result.opened, result.roots
+        for name in ("source", "opened", "roots", "warnings"):
+            setattr(result, name, shown_in(getattr(result, name)))
+        return result
 
 
 def place_of(path: str | os.PathLike[str]) -> Path | str:
@@ -85,13 +95,6 @@ def at_path(place: Path | str, *, missing: bool = False) -> Iterator[Path]:
         yield mount.path
         if not missing:
             mount.check_unchanged()
-
-
-def _name_urls(checkpoint: Checkpoint) -> None:
-    """Let a checkpoint name URLs where it says what it is; its spans stay paths, by which it is read."""
-    checkpoint.places = checkpoint.source, checkpoint.opened, checkpoint.roots
-    for name in ("source", "opened", "roots", "warnings"):
-        setattr(checkpoint, name, shown_in(getattr(checkpoint, name)))
 
 
 def _has_url(value: object) -> bool:

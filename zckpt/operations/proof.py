@@ -16,7 +16,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.partial import Proof
 from zckpt.operations.target import How
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
@@ -90,23 +90,37 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
     """Plan a read of all that was written: every element of every slot of the source must be there once.
 
     A weight may be missing where its master is there, and a master where a weight of its own type is.
-
-    Raises
-    ------
-    LayoutError
-        Something did not arrive.
     """
-    for parameter in checkpoint.holders():
-        found = _values(parameter, written)
-        for key, slot in parameter.slots.items():
-            check_arrived(f"{key} of {parameter.name}", _copy(key, slot, found), slot.shape, target)
+    for key, name, slot, copy, _ in _copies(checkpoint, written):
+        check_arrived(f"{key} of {name}", copy, slot.shape, target)
     arrived = {_identity(value) for value in written.per_rank}
     for value in checkpoint.per_rank:
         if _identity(value) not in arrived:
             raise broken(f"{value.key} of rank {value.rank} did not arrive", target)
 
 
-def check_arrived(what: str, copy: Slot | None, shape: tuple[int, ...], target: Path, dtype: str | None = None) -> None:
+def _copies(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[tuple[str, str, Slot, Slot | None, bool]]:
+    """Yield each slot of the source, what was written of it, and whether that only implies it, as a master its weight.
+
+    Of a single value, which its group has now, that is itself.
+    """
+    for parameter in checkpoint.holders():
+        found = same_parameter(parameter, written)
+        values: dict[str, object] = {}
+        if found is not None:
+            group = written.param_groups[found.group].state if found.group is not None else {}
+            values = {**group, **found.state, **found.slots}
+        for key, slot in parameter.slots.items():
+            copy = values.get(key)
+            if copy is None and key in (WEIGHT, MASTER):
+                other = values.get(MASTER if key == WEIGHT else WEIGHT)
+                copy = other if key == WEIGHT or (isinstance(other, Slot) and other.dtype == slot.dtype) else None
+            single = slot if copy is not None and not slot.shape else None
+            is_implied = key == WEIGHT and key not in values
+            yield key, parameter.name, slot, copy if isinstance(copy, Slot) else single, is_implied
+
+
+def check_arrived(what: str, copy: Slot | None, shape: Shape, target: Path, dtype: str | None = None) -> None:
     """Raise LayoutError unless a slot was written in some shape, and of a type if one is given, each element once."""
     if copy is None:
         raise broken(f"{what} did not arrive", target)
@@ -139,10 +153,7 @@ def prove_rest(
     others = [item for item in lost if item.file not in copied]
     if others:
         raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}", target)
-    pairs = (
-        (checkpoint.metadata, written.metadata),
-        (checkpoint.optimizer_metadata, written.optimizer_metadata),
-    )
+    pairs = (checkpoint.metadata, written.metadata), (checkpoint.optimizer_metadata, written.optimizer_metadata)
     gone = [key for source, found in pairs for key in source if key not in found]
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
@@ -155,33 +166,13 @@ def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | Non
     return written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
 
 
-def _values(parameter: Parameter, written: Checkpoint) -> dict[str, object]:
-    """Return the slots of the parameter of the same name, and the single values of it and its group."""
-    found = same_parameter(parameter, written)
-    if found is None:
-        return {}
-    group = written.param_groups[found.group].state if found.group is not None else {}
-    return {**group, **found.state, **found.slots}
-
-
-def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:
-    copy = found.get(key)
-    if copy is None and key in (WEIGHT, MASTER):
-        copy = found.get(MASTER if key == WEIGHT else WEIGHT)
-        if key == MASTER and isinstance(copy, Slot) and copy.dtype != slot.dtype:
-            return None
-    if copy is None or isinstance(copy, Slot):
-        return copy
-    return slot if not slot.shape else None  # one value, which its group has now
-
-
 def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, how: How) -> int:
     """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
     pairs = [
         one
-        for parameter in checkpoint.holders()
-        for key, slot in parameter.slots.items()
-        for one in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
+        for key, name, slot, copy, is_implied in _copies(checkpoint, written)
+        if copy is not None and copy is not slot and not is_implied
+        for one in _pairs(f"{key}/{name}", key, slot, copy)
     ]
     pairs += _rank_pairs(checkpoint, written)
     return check_same(pairs, "differ from the source", target, how)
@@ -215,21 +206,16 @@ def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[SlotSet
             yield pair(f"{label} of rank {value.rank}", slot, other, slot.dtype)
 
 
-def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[SlotSet]:
+def _pairs(label: str, key: str, slot: Slot, copy: Slot) -> Iterator[SlotSet]:
     """Yield a slot with what was written of it; of averaged slots every replica, none of them averaged again."""
     from zckpt.compare.slots import pair
 
-    copy = found.get(key)
-    if copy is None and key == MASTER:
-        copy = found.get(WEIGHT)
-    if not isinstance(copy, Slot) or (key == WEIGHT and slot.replicas):
+    if key == WEIGHT and slot.replicas:
         return  # a weight that is averaged is rounded from the mean of the masters, not the mean of the weights
     if key == WEIGHT and itemsize(copy.dtype) > itemsize(slot.dtype):
         slot, copy = copy, slot  # a model that was written in a wider type holds masters, which round to its weights
     ours, theirs = (slot.spans, *slot.replicas), (copy.spans, *copy.replicas)
-    if len(ours) == len(theirs):
-        for mine, its in zip(ours, theirs, strict=True):
-            yield pair(label, replace(slot, spans=mine, replicas=()), replace(copy, spans=its, replicas=()), copy.dtype)
-    else:
-        for its in theirs:
-            yield pair(label, slot, replace(copy, spans=its, replicas=()), copy.dtype)
+    is_each = len(ours) == len(theirs)
+    for number, its in enumerate(theirs):
+        mine = replace(slot, spans=ours[number], replicas=()) if is_each else slot
+        yield pair(label, mine, replace(copy, spans=its, replicas=()), copy.dtype)

@@ -9,29 +9,16 @@ from fnmatch import fnmatchcase
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import BESIDE, OPTIMIZERS
 from zckpt.state import Checkpoint
-from zckpt.state.checkpoint import RankValue, how_to_drop, keys_listed
+from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.torchfile import node_of
 
 
 def without_rank_values(
     checkpoint: Checkpoint, drop: Sequence[str]
 ) -> tuple[Checkpoint, tuple[str, ...], tuple[str, ...]]:
-    """Return a checkpoint without the state that `drop` names by the optimizer's keys.
+    """Return a checkpoint without the state that patterns name by its keys, what that is, and other patterns.
 
-    Parameters
-    ----------
-    drop : sequence of str
-        Patterns, with shell wildcards; those that name no such key are others'.
-
-    Returns
-    -------
-    (Checkpoint, tuple of str, tuple of str)
-        And what is dropped, and the patterns that are others'.
-
-    Raises
-    ------
-    UnsupportedError
-        What is named is more than single values: without its moments, an optimizer that has a step stops.
+    Raises UnsupportedError: it is more than single values; without its moments, an optimizer that has a step stops.
     """
     gone = [value for value in checkpoint.per_rank if any(fnmatchcase(value.key, pattern) for pattern in drop)]
     if not gone:
@@ -45,7 +32,11 @@ def without_rank_values(
         )
     kept = [value for value in checkpoint.per_rank if value not in gone]
     others = tuple(p for p in drop if not any(fnmatchcase(value.key, p) for value in gone))
-    return replace(checkpoint, per_rank=kept), tuple(_named(gone)), others
+    ranks: dict[str, set[tuple[int, int]]] = {}
+    for value in gone:
+        ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
+    named = tuple(f"{key} (a value of its own on each of {len(found)} ranks)" for key, found in ranks.items())
+    return replace(checkpoint, per_rank=kept), named, others
 
 
 def refuse_rank_values(checkpoint: Checkpoint, *, expected: str | None = None, advice: str | None = None) -> None:
@@ -75,13 +66,5 @@ def refuse_beside(checkpoint: Checkpoint) -> None:
 def keeps_beside(checkpoint: Checkpoint) -> bool:
     """Tell whether an optimizer kept more than state of parameters, or one of several did."""
     found = checkpoint.optimizer_metadata
-    several = found.get(OPTIMIZERS)
-    node = node_of(several)
+    node = node_of(found.get(OPTIMIZERS))
     return BESIDE in found or (isinstance(node, dict) and any(BESIDE in its for its in node.values()))
-
-
-def _named(values: Sequence[RankValue]) -> list[str]:
-    ranks: dict[str, set[tuple[int, int]]] = {}
-    for value in values:
-        ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
-    return [f"{key} (a value of its own on each of {len(found)} ranks)" for key, found in ranks.items()]

@@ -12,8 +12,7 @@ name        old files are removed, temporary names become names, and small files
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import compress
 from pathlib import Path
@@ -63,8 +62,9 @@ def write_remote(
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
     uploads = mount.uploads(path, is_directory=owned is not None)
-    remains = _Remains(uploads, journal, path)
-    mount.forget(base, remains.objects)
+    keeps = journal is not None and journal.is_worth_it
+    sent, resumes, objects = _left(uploads, journal, path) if journal is not None and keeps else (None, False, [])
+    mount.forget(base, objects)
     more = proof.companions if proof is not None else ()
     for one in [path] if owned is not None else [*more, *(base / name for name in names)]:
         check_target(one, overwrite=overwrite, owned=owned)
@@ -75,25 +75,39 @@ def write_remote(
     }
     large = sorted((name for name in names if name not in small), key=lambda name: base / name == path)
     old = mount.keys_below(path) if owned is not None else []
-    with remains.kept_or_removed():
-        uploads.begin(resume=remains.resumes, keep=remains.keeps)
-        if remains.sent is not None:
-            uploads.adopt(remains.sent)
-            checked = Checked()
+    checked, is_sent = Checked(), False
+    try:
+        uploads.begin(resume=resumes, keep=keeps)
+        if sent is not None:
+            uploads.adopt(sent)
         else:
             sinks = {name: uploads.sink(name) for name in large}
-            sent = _only(plan, [name in sinks for name in names])
+            some = _only(plan, [name in sinks for name in names])
             kept = [sinks[name] for name in names if name in sinks]
-            checked = upload(sent, kept, memory=memory, reporter=reporter, checks=checks, direct=direct)
+            checked = upload(some, kept, memory=memory, reporter=reporter, checks=checks, direct=direct)
         check_sources()
         if journal is not None:
             journal.check_sources()
-        remains.all_sent()
+        is_sent = True  # and need not be made again
+        if sent is None and journal is not None and keeps:
+            uploads.note(json.dumps({**asdict(journal.purpose), "sent": uploads.sent()}).encode())
         uploads.finish(large, old)
         extra = {} if proof is None else _proven(uploads, path.name, names, small, proof)
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
+    except BaseException as error:
+        said = None if journal is None or is_sent or not keeps else _kept(error, uploads, journal)
+        if said is None:
+            try:
+                uploads.abort()
+            except ZckptError as left:
+                said = str(left)
+        if said is not None and isinstance(error, KeyboardInterrupt):
+            raise Interrupted.of(error, said) from error
+        if said is not None and isinstance(error, ZckptError):
+            error.advice = said if error.advice is None else f"{error.advice}; {said}"
+        raise
     return checked
 
 
@@ -114,95 +128,42 @@ def _proven(
         return {path.name: path.read_bytes() for path in written if path.exists() and path.name not in small}
 
 
-class _Remains:
-    """What a run that was killed has left in a store, and what this one leaves if it fails."""
-
-    def __init__(self, uploads: Uploads, journal: Journal | None, target: Path) -> None:
-        self.resumes = False
-        self.sent: Sent | None = None
-        self.objects: list[str] = []
-        self._uploads, self._journal, self._target = uploads, journal, target
-        self._is_finishing = False
-        self.keeps = journal is not None and journal.is_worth_it
-        if journal is not None and self.keeps:
-            self._look(journal)
-
-    def _look(self, journal: Journal) -> None:
-        noted = self._uploads.remains()
-        said = None if noted is None else _said(noted)
-        if journal.restart:
-            if said is not None:
-                self.objects = self._uploads.discard(said[1])
-            return
-        if said is None and not journal.resume:
-            left = self._uploads.left()
-            if not left:
-                return
-            self._refuse(f"{left} of {journal.purpose.nbytes} bytes sent, in {self._uploads.kept_in}")
-        if said is not None and not journal.resume:
-            self._refuse("all that has elements in it sent, and not named")
-        self.resumes = True
-        if said is not None:
-            other = journal.purpose.other(said[0])
-            if other is not None:
-                raise TargetError(f"what is to be gone on with was begun {other}", path=self._target,
-                                  advice="--restart begins anew")  # fmt: skip
-            self.sent = said[1]
-            self.objects = self._uploads.completed(said[1])
-
-    def _refuse(self, found: str) -> None:
-        raise TargetError("a run to it did not come to its end", path=self._target, found=found,
+def _left(uploads: Uploads, journal: Journal, target: Path) -> tuple[Sent | None, bool, list[str]]:
+    """Return what a run that was killed has sent, if that is all, whether it is gone on with, and what it has named."""
+    noted = uploads.remains()
+    said = None if noted is None else _said(noted)
+    if journal.restart:
+        return None, False, [] if said is None else uploads.discard(said[1])
+    if not journal.resume:
+        left = uploads.left() if said is None else None
+        if left == 0:
+            return None, False, []
+        part = f"{left} of {journal.purpose.nbytes} bytes sent, in {uploads.kept_in}"
+        raise TargetError("a run to it did not come to its end", path=target,
+                          found="all that has elements in it sent, and not named" if left is None else part,
                           advice="--resume goes on with it, --restart begins anew")  # fmt: skip
-
-    def all_sent(self) -> None:
-        """Note that all has come, so that it need not be made again."""
-        self._is_finishing = True
-        journal = self._journal
-        if self.sent is None and journal is not None and self.keeps:
-            self._uploads.note(json.dumps({**asdict(journal.purpose), "sent": self._uploads.sent()}).encode())
-
-    @contextmanager
-    def kept_or_removed(self) -> Iterator[None]:
-        """Leave what was sent where the run can be gone on with and no object is there yet; else remove all."""
-        try:
-            yield
-        except BaseException as error:
-            said = self._kept(error)
-            if said is not None:
-                if isinstance(error, KeyboardInterrupt):
-                    raise Interrupted.of(error, said) from error
-                _advise(error, said)
-                raise
-            try:
-                self._uploads.abort()
-            except ZckptError as left:
-                if isinstance(error, KeyboardInterrupt):
-                    raise Interrupted.of(error, str(left)) from error
-                _advise(error, str(left))
-            raise
-
-    def _kept(self, error: BaseException) -> str | None:
-        """Return what is said of what is left; None: it is removed."""
-        journal = self._journal
-        if journal is None or self._is_finishing or not self.keeps:
-            return None
-        if isinstance(error, SourceError) and type(error) is not SourceError:  # damaged, changed, or contradicts itself
-            return None
-        if not isinstance(error, KeyboardInterrupt | TargetError | SourceError | WorkerError):
-            return None
-        left = self._uploads.left()
-        if not left:
-            return None
-        return (
-            f"{left} of {journal.purpose.nbytes} bytes are sent and kept in {self._uploads.kept_in}: "
-            "--resume goes on with them, --restart begins anew"
-        )
+    if said is None:
+        return None, True, []
+    other = journal.purpose.other(said[0])
+    if other is not None:
+        raise TargetError(f"what is to be gone on with was begun {other}", path=target,
+                          advice="--restart begins anew")  # fmt: skip
+    return said[1], True, uploads.completed(said[1])
 
 
-def _advise(error: BaseException, said: str) -> None:
-    """Add to what an error says is to be done."""
-    if isinstance(error, ZckptError):
-        error.advice = said if error.advice is None else f"{error.advice}; {said}"
+def _kept(error: BaseException, uploads: Uploads, journal: Journal) -> str | None:
+    """Return what is said of what is left to go on with; None: it is removed."""
+    if isinstance(error, SourceError) and type(error) is not SourceError:  # damaged, changed, or contradicts itself
+        return None
+    if not isinstance(error, KeyboardInterrupt | TargetError | SourceError | WorkerError):
+        return None
+    left = uploads.left()
+    if not left:
+        return None
+    return (
+        f"{left} of {journal.purpose.nbytes} bytes are sent and kept in {uploads.kept_in}: "
+        "--resume goes on with them, --restart begins anew"
+    )
 
 
 def _said(noted: bytes) -> tuple[Purpose, Sent] | None:

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.floats import with_floats
-from zckpt.formats.format import Format, Job
+from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.naming import Naming
-from zckpt.naming.inside import follow_names
-from zckpt.operations.convert import round_means
+from zckpt.operations.convert import round_means, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Reading, Renamed, Renaming, Resharded, only, shares
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Place, Reading, Renamed, Renaming, Resharded, only, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, write_from
-from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-@takes_urls
 @shares(Renamed, more=True)
 def reshard(
     source: Source,
-    target: str | os.PathLike[str],
+    target: Place,
     *,
     world_size: int,
     verify: bool = False,
@@ -79,27 +74,30 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    options = {name: value for name, value in given.items() if name not in Renamed.__annotations__}
+    options = others(Renamed, given)
     how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
     naming = Naming(**only(Renaming, given))
     if dequantize and options.get("requantize"):
         raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
-    checkpoint = opened(source, **only(Reading, given))
-    own = get(checkpoint.format)
-    _check_names(checkpoint, naming, own)
-    checkpoint = checkpoint if naming.changes else as_filed(checkpoint)
-    path, origin = Path(target), named(checkpoint)
-    whole = checkpoint
-    checkpoint, values, drop = without_rank_values(checkpoint, given["drop"])
+    whole = opened(source, **only(Reading, given))
+    own, path, origin = get(whole.format), Path(target), named(whole)
+    if not naming.changes:
+        whole = as_filed(whole)
+    elif not own.renames(whole):
+        raise UnsupportedError(
+            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
+            path=whole.opened or whole.source,
+            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
+            "with --pipeline-layers as a pipeline",
+        )
+    checkpoint, values, drop = without_rank_values(whole, given["drop"])
     if dequantize:
         [checkpoint] = with_floats(checkpoint, keeps_files=not naming.changes)
     notes: tuple[str, ...] = ()
     if naming.changes:
         dropped = (*values, *check_nothing_lost([whole], drop))
         round_means(checkpoint)
-        before = checkpoint
-        checkpoint, notes, followed = naming.traced(before)
-        notes += follow_names(checkpoint, before, followed)
+        checkpoint, notes = under_names(checkpoint, naming)
     asked = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, asked, own.name) if own.recut_options is not None else None
     with about(checkpoint.source):
@@ -110,14 +108,3 @@ def reshard(
     inside = [checkpoint.source, str(origin), *checkpoint.roots]
     done = write_from(checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)
     return replace(done, notes=(*notes, *done.notes))
-
-
-def _check_names(checkpoint: Checkpoint, naming: Naming, own: Format) -> None:
-    """Raise UnsupportedError where other names are asked for and the format's ranks keep theirs."""
-    if naming.changes and not own.renames(checkpoint):
-        raise UnsupportedError(
-            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
-            path=checkpoint.opened or checkpoint.source,
-            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
-            "with --pipeline-layers as a pipeline",
-        )

@@ -6,8 +6,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from zckpt.compare.slots import Figures, Tolerance, measure, pair
+from zckpt.compare.logical import named
+from zckpt.compare.slots import Tolerance, measure, pair
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
@@ -15,11 +17,7 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.target import about, number
-from zckpt.state import Checkpoint, Slot
-from zckpt.state.names import canonical_names
-
-Key = tuple[str, str]
-"""Name of a parameter and of a slot."""
+from zckpt.state import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,16 @@ def series(
     check_executor(executor)
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
-    held = [_slots(one, chosen) for one in checkpoints]
+    held = [
+        {
+            (name, key): slot
+            for name, parameter in named(one).items()
+            if chosen.takes(name)
+            for key, slot in parameter.slots.items()
+            if chosen.takes_slot(key)
+        }
+        for one in checkpoints
+    ]
     keys = list(dict.fromkeys(key for one in held for key in one))
     if not keys:
         raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
@@ -115,30 +122,12 @@ def series(
     progress = reporter or SilentReporter()
     progress.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
     with using(executor):
-        for index in range(1, len(held)):
-            for key, figures in _measured(held[index - 1], held[index], memory, direct=direct).items():
-                found[key].norm[index - 1 : index + 1] = [figures.norm_a, figures.norm_b]
-                found[key].change[index] = figures.rel_l2 if figures.squares_a or figures.squares else 0.0
-            progress.advance(sum(slot.nbytes for slot in held[index].values()))
+        for index, (before, after) in enumerate(pairwise(held), 1):
+            both = [key for key in after if key in before and before[key].shape == after[key].shape]
+            sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in both]
+            for key, one in zip(both, measure(sets, Tolerance(), memory=memory, direct=direct), strict=True):
+                found[key].norm[index - 1 : index + 1] = [one.norm_a, one.norm_b]
+                found[key].change[index] = one.rel_l2 if one.squares_a or one.squares else 0.0
+            progress.advance(sum(slot.nbytes for slot in after.values()))
     progress.end()
     return Series(checkpoints, list(found.values()))
-
-
-def _slots(checkpoint: Checkpoint, chosen: Filter) -> dict[Key, Slot]:
-    names = canonical_names(parameter.name for parameter in checkpoint.tensors())
-    every = [(names[parameter.name], parameter) for parameter in checkpoint.tensors()]
-    every += [(f"#{number}", parameter) for number, parameter in checkpoint.unnamed.items()]
-    return {
-        (name, key): slot
-        for name, parameter in every
-        if chosen.takes(name)
-        for key, slot in parameter.slots.items()
-        if chosen.takes_slot(key)
-    }
-
-
-def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int, *, direct: bool) -> dict[Key, Figures]:
-    """Return the figures of slots that both have."""
-    keys = [key for key in after if key in before and before[key].shape == after[key].shape]
-    sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in keys]
-    return dict(zip(keys, measure(sets, Tolerance(), memory=memory, direct=direct), strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,8 @@ from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Reading, ReadWritten, only, shares
+from zckpt.operations.options import Place, Reading, ReadWritten, only, shares
 from zckpt.operations.partial import Proof
-from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_arrived, same_parameter
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -47,11 +45,10 @@ class Stripped(Written):
     saved: dict[str, int]
 
 
-@takes_urls
 @shares(ReadWritten)
 def strip(
     source: Source,
-    target: str | os.PathLike[str],
+    target: Place,
     *,
     padding: bool = False,
     optimizer: bool = False,
@@ -100,8 +97,21 @@ def strip(
     checkpoint = opened(source, **only(Reading, shared))
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
-    _check_request(checkpoint, origin, request)
-    stripping = get(checkpoint.format).strip(checkpoint, origin, request)
+    format_ = get(checkpoint.format)
+    slots = [name for name in format_.slot_names(checkpoint, origin) if name != WEIGHT]
+    unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
+    if unknown:
+        raise UsageError(
+            f"no slot {', '.join(unknown)}",
+            path=checkpoint.source,
+            expected=", ".join(slots) or "a checkpoint that has an optimizer",
+        )
+    if request == Request():
+        gains = {name: sum(_saved(format_.strip(checkpoint, origin, one)).values()) for name, one in CHOICES.items()}
+        choices = ", ".join(f"--{name} ({gain:,} bytes)" for name, gain in gains.items())
+        kept = f"--keep-slots ({', '.join(slots)})" if slots else "--keep-slots"
+        raise UsageError("nothing is to be removed", path=origin, expected=f"{choices} or {kept}")
+    stripping = format_.strip(checkpoint, origin, request)
     dropped = check_nothing_lost([checkpoint], shared["drop"], kept={one.name for one in stripping.files})
     laid = TargetFiles(
         [one.file for one in stripping.files if one.file is not None],
@@ -112,24 +122,6 @@ def strip(
     proof = _StripProof(checkpoint, path, request)
     done = write_from(checkpoint, laid, path, how, inside=[origin], proof=proof, dropped=dropped)
     return Stripped(**done.fields(), saved=_saved(stripping))
-
-
-def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> None:
-    """Raise unless something is to go that can; where nothing is named, say what could be."""
-    slots = [name for name in get(checkpoint.format).slot_names(checkpoint, source) if name != WEIGHT]
-    unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
-    if unknown:
-        raise UsageError(
-            f"no slot {', '.join(unknown)}",
-            path=checkpoint.source,
-            expected=", ".join(slots) or "a checkpoint that has an optimizer",
-        )
-    if request == Request():
-        format_ = get(checkpoint.format)
-        gains = {name: sum(_saved(format_.strip(checkpoint, source, one)).values()) for name, one in CHOICES.items()}
-        choices = [f"--{name} ({gain:,} bytes)" for name, gain in gains.items()]
-        kept = f"--keep-slots ({', '.join(slots)})" if slots else "--keep-slots"
-        raise UsageError("nothing is to be removed", path=source, expected=f"{', '.join(choices)} or {kept}")
 
 
 def _saved(stripping: Stripping) -> dict[str, int]:

@@ -30,7 +30,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, foresee
-from zckpt.operations.options import DECIDING, Renamed, options_of
+from zckpt.operations.options import DECIDING, Place, Renamed, options_of
 from zckpt.operations.partial import Proof, names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
@@ -43,7 +43,7 @@ from zckpt.storage.stand_ins import is_remote, place
 
 def write_target(
     plan: Plan,
-    target: str | os.PathLike[str],
+    target: Place,
     *,
     owned: Owned | None = None,
     overwrite: bool = False,
@@ -133,9 +133,8 @@ class How:
     def of(cls, verb: str, shared: Mapping[str, Any], **own: object) -> How:
         """Return how a verb writes, from the options that verbs share, with those of its own."""
         options = {**own, **{name: shared[name] for name in shared.keys() & DECIDING}}
-        return cls(
-            verb=verb, options=options, **{one.name: shared[one.name] for one in fields(cls) if one.name in shared}
-        )
+        given = {one.name: shared[one.name] for one in fields(cls) if one.name in shared}
+        return cls(verb=verb, options=options, **given)
 
     def __post_init__(self) -> None:
         check_choice("overflow", self.overflow, options_of(Renamed)["overflow"].choices)
@@ -175,7 +174,7 @@ def write_from(
     how: How,
     *,
     owns: Owned | None = None,
-    inside: Sequence[str | os.PathLike[str]] = (),
+    inside: Sequence[Place] = (),
     proof: Proof | None = None,
     dropped: tuple[str, ...] = (),
     sources: Sequence[Checkpoint] = (),
@@ -213,6 +212,7 @@ def write_from(
     own = owns or Owned(lambda _: False)
     others = Owned(lambda name: own.is_own(name) or name in laid.copied or laid.replaceable(name), own.is_marked)
     owned = None if laid.is_file else others
+    outside = [target.parent / one.name for one in laid.outside]
     _check_apart(origins, laid, target, owned, more, inside, overwrite=how.overwrite)
     left = [item for one in origins for item in take_inventory(one).left_out] if dropped else []
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
@@ -223,10 +223,9 @@ def write_from(
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
         refuse_casts(origin, casts, "--dtype keep writes them as they are")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
-    checked = Checked()
-    foresight = None
+    checked, foresight = Checked(), None
     if how.dry_run:
-        every = [*more, *names_in(planned.names, target, owned), *(target.parent / one.name for one in laid.outside)]
+        every = [*more, *names_in(planned.names, target, owned), *outside]
         foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
     else:
         from zckpt.formats.survey import source_checks
@@ -247,11 +246,11 @@ def write_from(
                 journal=how.journal(target, planned, beside, origins),
                 direct=how.direct,
             )
-        for one in laid.outside:
-            write_target(plan([one]), target.parent / one.name, overwrite=True)
+        for one, name in zip(laid.outside, outside, strict=True):
+            write_target(plan([one]), name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=(*names_in(planned.names, target, owned), *(target.parent / one.name for one in laid.outside)),
+        files=(*names_in(planned.names, target, owned), *outside),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,
@@ -271,7 +270,7 @@ def _check_apart(
     target: Path,
     owned: Owned | None,
     more: Sequence[Path],
-    inside: Sequence[str | os.PathLike[str]],
+    inside: Sequence[Place],
     *,
     overwrite: bool,
 ) -> None:
@@ -319,10 +318,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
-    """Hold masters against weights, ranks' files against each other, and what else the format can compare.
-
-    Return how many elements, and notes.
-    """
+    """Hold masters against weights, ranks' files against each other, and what else the format can; count elements."""
     from zckpt.compare.twice import check_files_apart
 
     compared, drifts = 0 if laid.check is None else laid.check(), []

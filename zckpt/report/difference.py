@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from zckpt.errors import shortened
-from zckpt.report.text import about, count, fitted, printable, size, table
+from zckpt.report.text import Document, about, count, fitted, printable, size, table
 
 SHOWN_ROWS = 40
 """Rows of a table of the text; `--json` has all."""
@@ -17,10 +16,10 @@ NAME_WIDTH = 20
 Paint = Callable[[str, str], str]
 """Return a text in the colour of what it means: `good`, `error`."""
 
-Rows = list[dict[str, Any]]
+Rows = list[Document]
 
 
-def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) -> str:
+def render(document: Document, *, width: int, paint: Paint | None = None) -> str:
     """Return a document as text that fits `width` columns; `paint` colours what it comes to."""
     document = printable(document)
     lines = [f"{side}  {document[side]['source']}: {about(document[side])}" for side in ("a", "b")]
@@ -64,7 +63,7 @@ def _different(found: Rows, width: int) -> list[str]:
     return [fitted(line, width) for line in lines]
 
 
-def _row(one: dict[str, Any]) -> tuple[object, ...]:
+def _row(one: Document) -> tuple[object, ...]:
     note = ""
     if one["shape_a"] != one["shape_b"]:
         note = f"shape {one['shape_a']} and {one['shape_b']}"
@@ -79,7 +78,7 @@ def _row(one: dict[str, Any]) -> tuple[object, ...]:
     return (one["slot"], one["num_different"], share, *figures, one["max_ulp"], note.strip())
 
 
-def render_series(document: dict[str, Any], *, width: int) -> str:
+def render_series(document: Document, *, width: int) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
 
     def figure(value: object) -> str:

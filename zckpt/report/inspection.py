@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from zckpt.report.text import count, printable, size, table
+from zckpt.report.text import Document, count, printable, size, table
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -14,7 +13,7 @@ SHOWN_LEFT_OUT = 8
 """Things left out that are listed without `--files`."""
 
 
-def render(document: dict[str, Any], *, parameters: bool, files: bool, with_globals: bool) -> str:
+def render(document: Document, *, parameters: bool, files: bool, with_globals: bool) -> str:
     """Return the document as text.
 
     Parameters
@@ -57,12 +56,12 @@ def render(document: dict[str, Any], *, parameters: bool, files: bool, with_glob
     return "\n".join([*lines, *(f"warning: {warning}" for warning in document["warnings"])])
 
 
-def _name(item: dict[str, Any]) -> str:
+def _name(item: Document) -> str:
     return f"{item['file']}:{item['place']}" if item["place"] else item["file"]
 
 
-def _heading(document: dict[str, Any]) -> list[str]:
-    def listed(values: dict[str, Any]) -> str:
+def _heading(document: Document) -> list[str]:
+    def listed(values: Document) -> str:
         said = {True: "yes", False: "no"}
         words = ((key, said[value] if isinstance(value, bool) else value) for key, value in values.items())
         return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in words)
@@ -94,8 +93,8 @@ def _heading(document: dict[str, Any]) -> list[str]:
     return [f"{name:<11} {value}" for name, value in facts if value not in (None, "")]
 
 
-def _groups(groups: list[dict[str, Any]]) -> list[str]:
-    def listed(values: dict[str, Any]) -> str:
+def _groups(groups: list[Document]) -> list[str]:
+    def listed(values: Document) -> str:
         texts = {k: f"({', '.join(map(str, v))})" if isinstance(v, list) else str(v) for k, v in values.items()}
         return " ".join(f"{k}={v if len(v) <= 40 else f'{v[:37]}...'}" for k, v in texts.items())
 
@@ -110,7 +109,7 @@ def _groups(groups: list[dict[str, Any]]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _per_rank(values: list[dict[str, Any]]) -> list[str]:
+def _per_rank(values: list[Document]) -> list[str]:
     """Name the state that each rank has of its own, and where it is."""
     if not values:
         return []
@@ -122,7 +121,7 @@ def _per_rank(values: list[dict[str, Any]]) -> list[str]:
             "cannot be cut for other ranks"]  # fmt: skip
 
 
-def _padding(padding: dict[str, Any]) -> list[str]:
+def _padding(padding: Document) -> list[str]:
     ranks = [f"rank {one['rank']}: {one['num_elements']:,}" for one in padding["ranks"] if one["num_elements"]]
     if not ranks:
         return []
@@ -131,7 +130,7 @@ def _padding(padding: dict[str, Any]) -> list[str]:
     return ["", f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} {shown}"]
 
 
-def _parameters(document: dict[str, Any]) -> list[str]:
+def _parameters(document: Document) -> list[str]:
     rows = []
     for kind, own in (("parameters", ""), ("buffers", "buffer"), ("unnamed", "no name")):
         for one in document[kind]:
@@ -141,7 +140,7 @@ def _parameters(document: dict[str, Any]) -> list[str]:
     return table(("parameter", "shape", "dtype", "group", "slots", ""), rows, right=(3,))
 
 
-def _files(files: list[dict[str, Any]]) -> list[str]:
+def _files(files: list[Document]) -> list[str]:
     sizes = ("nbytes", "tensor_nbytes", "unreferenced_nbytes")
     rows = [
         (Path(one["path"]).name, one["role"], one["dp_rank"], one["mp_rank"], *(size(one[key]) for key in sizes))

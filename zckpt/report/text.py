@@ -9,6 +9,9 @@ from zckpt.errors import shortened, without_controls
 
 Value = TypeVar("Value")
 
+Document = Mapping[str, Any]
+"""What `--json` prints of a result, or a part of it."""
+
 SHOWN_CHARACTERS = 1200
 """Of a name, a path or a line; `--json` has all of them."""
 
@@ -77,7 +80,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Seq
     ]
 
 
-def about(one: Mapping[str, Any]) -> str:
+def about(one: Document) -> str:
     """Return format, stage, ranks and step of a checkpoint in a few words."""
     words = [
         str(one.get("format") or ""),
@@ -88,7 +91,7 @@ def about(one: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, words))
 
 
-def written(document: dict[str, Any]) -> str:
+def written(document: Document) -> str:
     """Return the document of a result, `Written.as_dict()`, as text."""
     verb, files = "would write" if document["dry_run"] else "wrote", document["files"]
     lines = [f"{verb} {path}" for path in files[:SHOWN_FILES]]
@@ -116,7 +119,7 @@ def written(document: dict[str, Any]) -> str:
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
 
 
-def foresight(document: Mapping[str, Any]) -> list[str]:
+def foresight(document: Document) -> list[str]:
     """Return what a run will take, `Foresight.as_dict()`, as lines."""
     made = [count(document["num_files"], "file")]
     if document["num_directories"]:
@@ -137,7 +140,7 @@ def foresight(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def formats(document: Mapping[str, Any]) -> str:
+def formats(document: Document) -> str:
     """Return a table of formats, then the options of each that is written."""
     every = document["formats"]
     verbs = (
@@ -156,7 +159,7 @@ def formats(document: Mapping[str, Any]) -> str:
     return "\n".join(lines + [""] * bool(document["broken"]) + [f"broken: {text}" for text in document["broken"]])
 
 
-def _option(option: Mapping[str, Any]) -> tuple[str, str]:
+def _option(option: Document) -> tuple[str, str]:
     kind = "" if option["type"] == "bool" else f" {'|'.join(map(str, option['choices'])) or option['type']}"
     default = "" if option["default"] is None else f" Default: {option['default']}."
     return f"  --{option['name'].replace('_', '-')}{kind}", f"{option['help']}{default}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from zckpt.report.text import count, printable, size
+from zckpt.report.text import Document, count, printable, size
 
 Paint = Callable[[str, str], str]
 """Return a text in the colour of a severity, or of `good`; as it is where there are no colours."""
@@ -22,7 +21,7 @@ SHOWN_FINDINGS = 200
 """More of them are counted, not listed; `--json` has all."""
 
 
-def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) -> str:
+def render(document: Document, *, width: int, paint: Paint | None = None) -> str:
     """Return the document as text.
 
     Parameters
@@ -49,7 +48,7 @@ def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) 
     return "\n".join(lines)
 
 
-def _heading(document: dict[str, Any], width: int, paint: Paint) -> list[str]:
+def _heading(document: Document, width: int, paint: Paint) -> list[str]:
     severities = Counter(finding["severity"] for finding in document["findings"])
     counts = ", ".join(count(severities[kind], kind) for kind in ("error", "warning", "note") if severities[kind])
     verdict = paint("sound", "good") if document["sound"] else paint("unsound", "error")
@@ -83,7 +82,7 @@ def _wrapped(text: str, width: int, label: str) -> list[str]:
     )
 
 
-def _facts(finding: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(finding: Document) -> Iterator[tuple[str, str]]:
     names, ranks = finding["parameters"], finding["ranks"]
     more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
     yield "what", finding["message"]

@@ -15,7 +15,6 @@ from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, Reading, ReadingB, Renaming, how_read, only, shares
-from zckpt.operations.places import takes_urls
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint
 from zckpt.state.names import canonical_names, renamed
@@ -109,7 +108,6 @@ class Compared:
         }
 
 
-@takes_urls
 @shares(ComparedTwo)
 def diff(
     a: Source,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zckpt.compare.logical import single
@@ -120,8 +120,13 @@ class _Collector:
             self.found[f"{path}.class"] = Leaf(_shown(node.cls))
         elif not below:
             self.found[path] = Leaf("{}" if isinstance(node, dict) else "[]")
-        for (step, child), share in zip(below, _shares(counts, most), strict=True):
-            self.collect(child, _step(path, step, node), file, share)
+        share = most if sum(counts) <= most else most // len(counts)
+        for (step, child), count in zip(below, counts, strict=True):
+            if isinstance(node, dict) or isinstance(step, str):
+                place = f"{path}.{step}" if path else str(step)
+            else:
+                place = f"{path}[{step}]"
+            self.collect(child, place, file, min(count, share))
 
     def _sum_up(self, node: object, path: str, file: str) -> None:
         """Add one leaf for all values below a node, and each tensor, whose elements are compared, once."""
@@ -133,17 +138,6 @@ class _Collector:
                 self._sum_up(part.node, f"{path}[{number}]", part.path)
             else:
                 self.collect(part, f"{path}[{number}]", file, 1)
-
-
-def _shares(counts: Sequence[int], most: int) -> list[int]:
-    """Return how many of `most` leaves each part may have: small ones all of theirs, large ones the rest alike."""
-    shares = [0] * len(counts)
-    left = len(counts)
-    for index in sorted(range(len(counts)), key=counts.__getitem__):
-        shares[index] = min(counts[index], most // left)
-        most -= shares[index]
-        left -= 1
-    return shares
 
 
 def _leaf(node: object) -> Leaf | None:
@@ -163,12 +157,6 @@ def _below(node: object) -> list[tuple[object, object]]:
     if isinstance(node, Object):
         return [(step, child) for step, child in below if step != "cls" and child not in ((), [], None)]
     return below
-
-
-def _step(path: str, step: object, node: object) -> str:
-    if isinstance(node, dict) or isinstance(step, str):
-        return f"{path}.{step}" if path else str(step)
-    return f"{path}[{step}]"
 
 
 def _shown(node: object) -> object:
@@ -195,15 +183,10 @@ class Setting:
 
 
 def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: int) -> list[Setting]:
-    """Return what differs besides the tensors.
+    """Return what differs besides the tensors. Raises SourceError: a tensor that was carried along cannot be read.
 
     Not compared is what a world size, a stage or a format decides: ranks, files, which names share one tensor, and
     the keys that formats say to `follow` from how state is cut.
-
-    Raises
-    ------
-    SourceError
-        A tensor that was carried along cannot be read.
     """
     scales = [single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b)]  # 1: losses as they are
     facts = (("step", a.step, b.step), ("loss_scale", scales[0], scales[1]))
@@ -225,7 +208,7 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
     found += _carried("per_rank", ranks[0], ranks[1], memory)
     found += _carried("metadata", a.metadata, b.metadata, memory)
     found += _carried("optimizer", a.optimizer_metadata, b.optimizer_metadata, memory)
-    every = list(formats())
+    every = list(formats()) if found else []  # those of other packages, too: it takes a while to look for them
     return [one for one in found if not any(its.follows(one.key, (one.a, one.b), (a, b)) for its in every)]
 
 

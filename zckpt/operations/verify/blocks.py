@@ -49,17 +49,7 @@ Work = Block | Scattered
 
 
 def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int) -> Iterator[Block]:
-    """Yield the blocks of all files: every byte that has a checksum or an element, once.
-
-    Parameters
-    ----------
-    inventory : Inventory
-    sums : SumIndex
-    paths : sequence of str
-        All files.
-    most : int, bytes
-        Of a block.
-    """
+    """Yield the blocks, of at most so many bytes, of all files: every byte that has a checksum or an element, once."""
     for path in paths:
         pieces: list[Piece] = []
         overlapping: list[Piece] = []

@@ -159,18 +159,7 @@ def run(
 ) -> tuple[Outcome, dict[int, int]]:
     """Do all work and return what was found, and the CRC-32 of each record whose bytes are not those written.
 
-    Parameters
-    ----------
-    inventory : Inventory
-    sums : sequence of Sum
-    work : iterable of Block and Scattered
-    share : Budget
-        Of a block.
-    total : int, bytes
-        Of all work.
-    reporter : Reporter
-    direct : bool
-        Read past the page cache.
+    `share`: of a block; `total`: bytes of all work; `direct`: read past the page cache.
     """
     outcome, checks = Outcome(), Checks(sums)
     batches = (
@@ -257,13 +246,13 @@ def _look_at_scattered(found: Outcome, subjects: Subjects, work: Scattered, most
         extent = Extent(whole.offsets, whole.sizes, whole.start + start, min(step, whole.numel - start))
         slots = [index.reaching(extent) for index in indexes]
         values, *others = (read_extent(slot, extent, sources) for slot in slots)
-        if work.other is None:
+        if not others:
             found.elements += extent.numel
-            if wrong := tally(values, work.slot.dtype, subjects[work.subject], extent.start):
+            if wrong := tally(values, slots[0].dtype, subjects[work.subject], extent.start):
                 _add(found.tallies, (work.subject, NO_SUM), wrong)
         elif work.duplicate is not None:
             _add(found.duplicates, work.duplicate, not_copied(values, others[0], extent.start))
         else:
             paths = (slots[0].spans[0].path, slots[1].spans[0].path)
-            unequal = not_rounded(values, others[0], work.other.dtype, extent.start)
+            unequal = not_rounded(values, others[0], slots[1].dtype, extent.start)
             _add(found.compared, (work.subject, *paths, NO_SUM, NO_SUM), unequal)

@@ -57,17 +57,7 @@ class Tally:
 
 
 def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
-    """Return what is wrong with elements.
-
-    Parameters
-    ----------
-    values : ndarray
-        Flat, in the machine's byte order.
-    dtype : str
-    subject : Subject
-    first : int
-        Index of the first of them.
-    """
+    """Return what is wrong with elements: flat, in the machine's byte order, the first of them with index `first`."""
     if subject.kind == PADDING:
         wrong = values.view(np.uint8) != 0
         return Tally(nonzero=int(np.count_nonzero(wrong)), first=first + int(np.argmax(wrong)))

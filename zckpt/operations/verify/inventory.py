@@ -22,7 +22,7 @@ from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Sum
 from zckpt.engine.scan import stored_once
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Duplicate, Extent, Parameter, Slot, Span
-from zckpt.state.boxes import row_major
+from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import Spans
@@ -108,30 +108,23 @@ class Scattered:
     Parameters
     ----------
     subject : int
-    slot : Slot
+    slots : tuple of Slot
+        One, whose elements are only looked at; or two, of which the second is held against the first.
     extent : Extent
         All of them.
-    other : Slot or None
-        What they are held against; None: they are only looked at.
     duplicate : int or None
-        Index of the duplicate that this is; None: `slot` is a master and `other` its weight.
+        Index of the duplicate that they are; None: of two, they are a master and its weight.
     """
 
     subject: int
-    slot: Slot
+    slots: tuple[Slot, ...]
     extent: Extent
-    other: Slot | None = None
     duplicate: int | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read."""
         return self.extent.numel * sum(itemsize(slot.dtype) for slot in self.slots)
-
-    @property
-    def slots(self) -> list[Slot]:
-        """What is read."""
-        return [self.slot] if self.other is None else [self.slot, self.other]
 
     @property
     def paths(self) -> Iterator[str]:
@@ -207,8 +200,8 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
         for key in sorted(parameter.slots, key=lambda key: (key != WEIGHT, key != MASTER)):  # a partner comes first
             slot, subject = parameter.slots[key], subject_of(kind, parameter.name, key)
             if key == MASTER and partners is None and held:
-                master, weight = stored_once([slot, parameter.slots[WEIGHT]])
-                found.apart.append(Scattered(subject, master, Extent.whole(master.shape), weight))
+                both = stored_once([slot, parameter.slots[WEIGHT]])
+                found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape)))
             if not (partners and key in (WEIGHT, MASTER)) and rules.take(subject, kind, slot):
                 continue
             (slot,) = stored_once([slot])
@@ -218,7 +211,7 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
                     continue
                 seen.add(stored)
                 if not span.is_contiguous:
-                    found.apart.append(Scattered(subject, replace(slot, spans=(span,), replicas=()), span.extent))
+                    found.apart.append(Scattered(subject, (replace(slot, spans=(span,), replicas=()),), span.extent))
                     continue
                 piece = _piece(span, subject)
                 if key == WEIGHT and partners is not None:
@@ -237,8 +230,8 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     found.duplicates += checkpoint.duplicates
     for number, duplicate in enumerate(checkpoint.duplicates):
         subject = subject_of(PARAMETER, duplicate.name, duplicate.slot.name)
-        copy, original = stored_once([duplicate.slot, duplicate.original])
-        found.apart.append(Scattered(subject, copy, Extent.whole(copy.shape), original, number))
+        both = stored_once([duplicate.slot, duplicate.original])
+        found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape), number))
     return found
 
 
@@ -312,9 +305,6 @@ def _free_weights(parameters: Sequence[Parameter]) -> Free:
     for ranges in used.values():
         ranges.sort()
     return used
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import ADDED, CHANGED, GONE
-from zckpt.engine import Reporter, SilentReporter
+from zckpt.engine import SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.executors.using import check_executor, using
-from zckpt.formats.format import Format, Search, Survey
+from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Copying, ReadCopied, Reading, only, shares
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Place, ReadCopied, Reading, how_read, only, shares
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
@@ -29,22 +27,12 @@ if TYPE_CHECKING:
     from zckpt.compare.digests import Fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class _How:
-    """How elements are read: with how much memory, who hears of it, and whether past the page cache."""
-
-    memory: int
-    reporter: Reporter
-    direct: bool
-
-
-@takes_urls
 @shares(ReadCopied)
 def verify(
     source: Source,
     *,
     deep: bool = False,
-    against: str | os.PathLike[str] | None = None,
+    against: Place | None = None,
     **shared: Unpack[ReadCopied],
 ) -> Verification:
     """Find out whether a checkpoint is whole and makes sense. Changes nothing, and runs nothing of it.
@@ -72,10 +60,10 @@ def verify(
     SourceError
         There is nothing to verify: no such path, or no checkpoint recognised. Or the digests cannot be read.
     """
-    memory, reporter, executor, direct = only(Copying, shared).values()
-    if memory < 1:
-        raise UsageError("sizes must be positive", found=memory)
-    if direct and not deep and against is None:
+    executor, how = shared["executor"], how_read(shared)
+    if how["memory"] < 1:
+        raise UsageError("sizes must be positive", found=how["memory"])
+    if how["direct"] and not deep and against is None:
         raise UsageError("a sample is not read past the page cache", expected="direct with deep or against")
     check_executor(executor)
     from zckpt.compare.twice import files_twice
@@ -85,7 +73,6 @@ def verify(
         from zckpt.compare.digests import read_digests
 
         expected = read_digests(against)
-    how = _How(memory, reporter or SilentReporter(), direct)
     try:
         checkpoint = opened(source, **only(Reading, shared))
     except SourceError as error:
@@ -112,13 +99,13 @@ def verify(
     return Verification(name, checkpoint.format, deep, in_order(findings), Checked(**counts), text, checkpoint)
 
 
-def _against(checkpoint: Checkpoint, expected: Fingerprint, how: _How) -> tuple[str | None, list[Finding]]:
+def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any]) -> tuple[str | None, list[Finding]]:
     """Hold the digests of all slots against those that were recorded; return the fingerprint, and what changed."""
     from zckpt.compare.digests import changes
     from zckpt.operations.fingerprint import fingerprint
 
     try:
-        found = fingerprint(checkpoint, memory=how.memory, reporter=how.reporter, direct=how.direct)
+        found = fingerprint(checkpoint, **how)
     except SourceError as error:
         return None, [finding_of(error)]
     findings = []
@@ -131,40 +118,31 @@ def _against(checkpoint: Checkpoint, expected: Fingerprint, how: _How) -> tuple[
 
 
 def _unopened(
-    path: Path,
-    error: SourceError,
-    deep: bool,
-    how: _How,
-    tag: str | None,
-    roots: Sequence[Path],
+    path: Path, error: SourceError, deep: bool, how: dict[str, Any], tag: str | None, roots: Sequence[Path]
 ) -> Verification:
     """Say what is wrong with a source that cannot be opened, and what with each of its files."""
     if not os.path.lexists(path):
         raise error
     surveyed = survey(Search(path, tuple(roots), tag))
+    said = {(one.path, one.message) for one in surveyed.errors}
+    is_said = (error.path, error.message) in said
     about_it = error.path is None or Path(error.path) == path
-    unknown = isinstance(error, (UnknownFormatError, UnsupportedError)) and error.code is None and about_it
-    others = [one for one in surveyed.errors if (one.path, one.message) != (error.path, error.message)]
-    readable = path.is_file() and not surveyed.errors
-    if unknown and not others and (readable or isinstance(error, UnknownFormatError)):
-        raise error  # nothing here is a checkpoint
+    unknown = isinstance(error, UnknownFormatError)
+    if error.code is None and about_it and (unknown or isinstance(error, UnsupportedError)):
+        readable = path.is_file() and not surveyed.errors
+        if len(said) == is_said and (readable or unknown):
+            raise error  # nothing here is a checkpoint
+    found = list(surveyed.errors)
+    files = {one.path for one in found if one.path and is_file(one.path)}
+    because = unknown and error.code is None and found  # it is not recognised because of those
+    if not (because or is_said or error.path in files):
+        found.append(error)
     counts = {"files": len(surveyed.files) + len(surveyed.errors)}
-    findings = [finding_of(one) for one in _distinct(error, surveyed)]
+    findings = [finding_of(one) for one in found]
     if deep:
         ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
         findings += _deep(counts, surveyed.files, surveyed.format, None, ranks, how)
     return Verification(os.fspath(path), None, deep, in_order(findings), Checked(**counts))
-
-
-def _distinct(error: SourceError, surveyed: Survey) -> Iterator[SourceError]:
-    """Yield the errors of a survey, and the one that opening stopped at unless it is one of them."""
-    yield from surveyed.errors
-    if isinstance(error, UnknownFormatError) and error.code is None and surveyed.errors:
-        return  # it is not recognised, because of those
-    said = {(one.path, one.message) for one in surveyed.errors}
-    files = {one.path for one in surveyed.errors if one.path and is_file(one.path)}
-    if (error.path, error.message) not in said and error.path not in files:
-        yield error
 
 
 def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
@@ -172,16 +150,12 @@ def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> It
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return
     from zckpt.compare.weights import samples
-    from zckpt.operations.verify.weights import Comparison, weight_findings
+    from zckpt.operations.verify.weights import weight_findings
 
     compared = []
     try:
         for one in samples(checkpoint):
-            weight = checkpoint.parameters[one.parameter].slots[WEIGHT]
-            detail = "" if one.error is None else f"{one.error.found} where the weight is {one.error.expected}"
-            compared.append(
-                Comparison(one.parameter, one.path, weight.spans[0].path, one.numel, one.num_different, detail)
-            )
+            compared.append(one)
             counts["elements"] += one.numel
     except SourceError as error:
         yield finding_of(error)
@@ -194,7 +168,7 @@ def _deep(
     owner: Format | None,
     checkpoint: Checkpoint | None,
     ranks: Ranks,
-    how: _How,
+    how: dict[str, Any],
 ) -> Iterator[Finding]:
     """Read every byte once."""
     from zckpt.engine.checking import Sum
@@ -217,13 +191,14 @@ def _deep(
     index = SumIndex(sums)
     inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
-    share = share_of(how.memory, direct=how.direct)
+    reporter, direct = how["reporter"] or SilentReporter(), how["direct"]
+    share = share_of(how["memory"], direct=direct)
     work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
-    how.reporter.begin(total := sum(one.nbytes for one in work))
+    reporter.begin(total := sum(one.nbytes for one in work))
     try:
-        outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=how.reporter, direct=how.direct)
+        outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=reporter, direct=direct)
     finally:
-        how.reporter.end()
+        reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}
     yield from map(finding_of, [*errors, *outcome.errors])
     yield from damage_findings(outcome, inventory, sums, wrong, checkpoint, ranks)

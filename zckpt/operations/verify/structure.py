@@ -82,6 +82,11 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
 
 def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     """Look where every slot is, as for a copy of it: each element must be there once, in the slot's own type."""
+    said = {
+        SLOT_MISSING: "no {} for {}, of which it holds some elements",
+        COVERAGE: "{} of {} is not there, every element once",
+        DTYPES_DIFFER: "{} of {} has another element type here than elsewhere",
+    }
     holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
     for parameter in checkpoint.holders():
         for key, slot in parameter.slots.items():
@@ -97,11 +102,7 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
                     holes.setdefault((code, key, lacking), []).append((parameter.name, str(error)))
     for (code, key, path), found in holes.items():
         names = tuple(dict.fromkeys(name for name, _ in found))
-        what = {
-            SLOT_MISSING: f"no {key} for {listed(names)}, of which it holds some elements",
-            COVERAGE: f"{key} of {listed(names)} is not there, every element once",
-            DTYPES_DIFFER: f"{key} of {listed(names)} has another element type here than elsewhere",
-        }[code]
+        what = said[code].format(key, listed(names))
         yield Finding(code, what, path, ranks.get(path or "", ()), names, None, found[0][1])
 
 
@@ -132,10 +133,16 @@ def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     One that has none at all was never stepped. One that has other slots as well is of an optimizer that keeps different
     ones for different shapes. Prodigy keeps a number in the place of a slot that is zero.
     """
-    lacking: dict[str, list[tuple[str, str]]] = {}
+    lacking: dict[str, list[tuple[str, str | None]]] = {}
     for group in checkpoint.param_groups:
         members = [p for name in group.parameters if (p := checkpoint.parameters.get(name)) is not None]
-        kept = {p.name: _state_keys(p) for p in members if p.numel}
+        kept = {
+            p.name: frozenset(
+                key for key, slot in p.slots.items() if key not in (WEIGHT, MASTER) and slot.shape == p.shape
+            )
+            for p in members
+            if p.numel
+        }
         usual = Counter(keys for keys in kept.values() if keys)
         if len(usual) < 2:
             continue
@@ -143,26 +150,13 @@ def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
         for parameter in members:
             own = kept.get(parameter.name, frozenset())
             if own and own < most:
-                spans = [span for key in sorted(own) for span in parameter.slots[key].spans]
+                path = next((span.path for key in sorted(own) for span in parameter.slots[key].spans), None)
                 for key in sorted(most - own - parameter.slots.keys() - parameter.state.keys()):
-                    lacking.setdefault(key, []).append((parameter.name, spans[0].path if spans else ""))
+                    lacking.setdefault(key, []).append((parameter.name, path))
     for key, found in lacking.items():
-        names = tuple(name for name, _ in found)
-        path = found[0][1] or None
-        yield Finding(
-            SLOT_MISSING,
-            f"no {key} for {listed(names)}, which others of the param group have",
-            path,
-            ranks.get(path or "", ()),
-            names,
-        )
-
-
-def _state_keys(parameter: Parameter) -> frozenset[str]:
-    """Return the keys of the state that a parameter has a value of for each element."""
-    return frozenset(
-        key for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER) and slot.shape == parameter.shape
-    )
+        names, path = tuple(name for name, _ in found), found[0][1]
+        what = f"no {key} for {listed(names)}, which others of the param group have"
+        yield Finding(SLOT_MISSING, what, path, ranks.get(path or "", ()), names)
 
 
 def _steps(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
@@ -180,7 +174,12 @@ def _steps(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
         return
     usual = Counter(steps.values()).most_common(1)[0][0]
     odd = [name for name, step in steps.items() if step != usual]
-    files = {name: _file_of(checkpoint, name) for name in steps}
+    files: dict[str, str | None] = {}  # the only one that holds a parameter's optimizer state
+    for name in steps:
+        parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
+        slots = [slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)]
+        paths = {span.path for slot in slots for span in slot.spans}
+        files[name] = paths.pop() if len(paths) == 1 else None
     path = files[odd[0]]
     of_file = [name for name in steps if files[name] == path]
     whole = path is not None and set(of_file) == set(odd) and len(set(files.values())) > 1
@@ -193,14 +192,6 @@ def _steps(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
         f"{usual:g}",
         ", ".join(f"{step:g}" for step in sorted({steps[name] for name in odd})[:4]),
     )
-
-
-def _file_of(checkpoint: Checkpoint, name: str) -> str | None:
-    """Return the only file that holds a parameter's optimizer state."""
-    parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
-    slots = [slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)]
-    paths = {span.path for slot in slots for span in slot.spans}
-    return paths.pop() if len(paths) == 1 else None
 
 
 def _number(value: object) -> float | None:

@@ -6,7 +6,6 @@ From what was read to findings. A damaged record explains whatever else is wrong
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from zckpt.codes import (
     BUFFER_NAN,
@@ -20,6 +19,7 @@ from zckpt.codes import (
     TIED_DIFFER,
     WEIGHT_MISMATCH,
 )
+from zckpt.compare.weights import Comparison
 from zckpt.engine.checking import Sum
 from zckpt.errors import listed
 from zckpt.operations.verify.deep import Outcome
@@ -37,38 +37,8 @@ FEWEST = 3
 """Compared parameters of a file below which nothing is concluded from how many differ."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Elements of a master that were held against its weight.
-
-    Parameters
-    ----------
-    parameter : str
-    path, weight_path : str
-        Files of the master and of the weight.
-    numel : int, elements
-    num_different : int, elements
-    detail : str
-        Of the first difference: where, what is stored and what should be.
-    """
-
-    parameter: str
-    path: str
-    weight_path: str
-    numel: int
-    num_different: int = 0
-    detail: str = ""
-
-
 def weight_findings(compared: Iterable[Comparison], ranks: Ranks) -> Iterator[Finding]:
-    """Yield a finding for each file in which masters do not round to their weights.
-
-    Parameters
-    ----------
-    compared : iterable of Comparison
-    ranks : mapping of str to tuple of int
-        Ranks that wrote each file.
-    """
+    """Yield a finding for each file in which masters do not round to their weights."""
     by_file: dict[str, dict[str, list[Comparison]]] = {}
     for one in compared:
         by_file.setdefault(one.path, {}).setdefault(one.parameter, []).append(one)
@@ -119,16 +89,7 @@ def damage_findings(
 ) -> Iterator[Finding]:
     """Yield findings about checksums, elements, weights and copies.
 
-    Parameters
-    ----------
-    outcome : Outcome
-    inventory : Inventory
-    sums : sequence of Sum
-    wrong : mapping of int to int
-        Index of each damaged record to the CRC-32 of what is there.
-    checkpoint : Checkpoint or None
-        None where it could not be opened.
-    ranks : mapping of str to tuple of int
+    `wrong`: index of each damaged record to the CRC-32 of what is there; no checkpoint: it could not be opened.
     """
     suspects: dict[int, set[str]] = {}  # by damaged record, in whose elements something is wrong
     for subject, checksum in outcome.tallies:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from zckpt.report.page.markup import (
     code,
@@ -21,7 +20,7 @@ from zckpt.report.page.markup import (
     text,
     verdict,
 )
-from zckpt.report.text import about, count
+from zckpt.report.text import Document, about, count
 
 DIFFERENT = (
     '<div class="columns">'
@@ -43,7 +42,7 @@ DIFFERENT = (
 """What scripts fill, where tensors differ."""
 
 
-def diff_page(document: Mapping[str, Any]) -> str:
+def diff_page(document: Document) -> str:
     """Return the page of a diff. `document`: what `zckpt diff --json` prints."""
     a, b = document["a"], document["b"]
     different, equal, metadata = document["different"], document["equal_slots"], document["metadata"]
@@ -94,9 +93,9 @@ def diff_page(document: Mapping[str, Any]) -> str:
     return page("diff", title, "What differs between two checkpoints", said + head, main, name="diff", data=data)
 
 
-def series_page(document: Mapping[str, Any]) -> str:
+def series_page(document: Document) -> str:
     """Return the page of a series. `document`: what `zckpt diff --series --json` prints."""
-    sources: Sequence[Mapping[str, Any]] = document["sources"]
+    sources: Sequence[Document] = document["sources"]
     rows = [(code(one["source"]), text(about(one))) for one in sources]
     listed = table("Checkpoints", ("Checkpoint", "What it is"), rows)
     main = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from zckpt.report.page.markup import (
     code,
@@ -22,7 +21,7 @@ from zckpt.report.page.markup import (
     text,
     verdict,
 )
-from zckpt.report.text import about, count
+from zckpt.report.text import Document, about, count
 
 MAP_SECTIONS = (
     section("Map", '<div id="map"></div>', identity="map")
@@ -46,7 +45,7 @@ SHOWN_NAMES = 12
 """Parameters or ranks of a finding that are listed; more are counted."""
 
 
-def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> str:
+def inspect_page(document: Document, map_data: Document) -> str:
     """Return the page of one checkpoint. `document`: from `zckpt.inspect`; `map_data`: from `zckpt.map`."""
     source, root = name_of(document["source"]), str(map_data.get("root", ""))
     degrees = [f"{key} {value}" for key, value in document["topology"].items() if value > 1]
@@ -83,7 +82,7 @@ def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> st
     return page("inspect", source, about(document) + several, rest, main, name="checkpoint", data=data)
 
 
-def _facts(document: Mapping[str, Any]) -> str:
+def _facts(document: Document) -> str:
     def given(key: str) -> str:
         return number(document[key]) if document[key] else ""
 
@@ -111,7 +110,7 @@ def _plain(value: object) -> str:
     return text(", ".join(map(str, value))) if isinstance(value, list) else number(value)
 
 
-def _groups(groups: Sequence[Mapping[str, Any]]) -> str:
+def _groups(groups: Sequence[Document]) -> str:
     if not groups:
         return ""
     keys = list(dict.fromkeys(key for group in groups for key in group if key not in ("state", "parameters")))
@@ -137,7 +136,7 @@ def _below(path: str, root: str) -> str:
     return os.path.relpath(path, root) if root and path.startswith(root + os.sep) else path
 
 
-def verify_page(document: Mapping[str, Any], map_data: Mapping[str, Any] | None = None) -> str:
+def verify_page(document: Document, map_data: Document | None = None) -> str:
     """Return the page of a verification.
 
     `document`: what `zckpt verify --json` prints; `map_data`: from `zckpt.map`, if the checkpoint could be read;
@@ -173,7 +172,7 @@ def verify_page(document: Mapping[str, Any], map_data: Mapping[str, Any] | None 
     return page("verify", source, subtitle, said + head, main, name="verification", data=data)
 
 
-def _findings(findings: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) -> str:
+def _findings(findings: Sequence[Document], counts: Mapping[str, int]) -> str:
     if not findings:
         return "<p>None.</p>"
     choices = "".join(
@@ -188,7 +187,7 @@ def _findings(findings: Sequence[Mapping[str, Any]], counts: Mapping[str, int]) 
     )
 
 
-def _finding(one: Mapping[str, Any]) -> str:
+def _finding(one: Document) -> str:
     def given(key: str) -> str:
         return "" if one.get(key) is None else text(one[key])
 

@@ -131,17 +131,10 @@ def name_of(source: object) -> str:
 
 
 def page(kind: str, heading: str, subtitle: str, rest: str, main: str, *, name: str, data: object) -> str:
-    """Return a page.
+    """Return a page of a kind of `SCRIPTS`: what it is about, what of it, and the name of such pages, all plain text.
 
-    Parameters
-    ----------
-    kind : {"inspect", "diff", "series", "verify"}
-    heading, subtitle, name : str
-        Plain text: what it is about, what of it, and what kind of page it is.
-    rest, main : str
-        HTML in which every text from elsewhere is escaped: the rest of the head, and the contents.
-    data : object
-        JSON-able; the scripts read it.
+    `rest`, `main`: HTML in which every text from elsewhere is escaped: the rest of the head, and the contents. `data`:
+    JSON-able; the scripts read it.
     """
     style = "\n".join(_asset(f"{one}.css") for one in STYLES)
     script = '"use strict";\n' + "\n".join(_asset(f"{one}.js") for one in SCRIPTS[kind])

@@ -6,7 +6,6 @@ band: what any of them holds is filled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from html import escape
 from importlib import import_module
 from io import BytesIO
@@ -14,10 +13,10 @@ from typing import Any
 
 from zckpt.errors import MissingPackageError
 from zckpt.report.picture.shapes import GROUND, QUIET, SUNKEN, WIDTH, Shape, parameters_of, shapes
-from zckpt.report.text import count
+from zckpt.report.text import Document, count
 
 
-def svg(map_data: Mapping[str, Any]) -> str:
+def svg(map_data: Document) -> str:
     """Return the map as an SVG document. `map_data`: from `zckpt.map`."""
     drawn, height = shapes(map_data)
     title = f"Map of {map_data['source']}"
@@ -37,7 +36,7 @@ def svg(map_data: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def png(map_data: Mapping[str, Any]) -> bytes:
+def png(map_data: Document) -> bytes:
     """Return the map as a PNG, at twice the SVG's pixels. Raises MissingPackageError: matplotlib is not installed."""
     try:
         figure_type: Any = import_module("matplotlib.figure").Figure

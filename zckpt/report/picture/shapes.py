@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from pathlib import PurePath
-from typing import Any
 
-from zckpt.report.text import count, size
+from zckpt.report.text import Document, count, size
 
 WIDTH = 1280
 LEFT, RIGHT, TOP, BOTTOM = 130, 150, 96, 24
@@ -59,7 +58,7 @@ class Shape:
 class Column:
     """A parameter, or the padding (row, start, numel) of a param group, and where it is on the axis in elements."""
 
-    parameter: Mapping[str, Any] | None
+    parameter: Document | None
     start: int
     numel: int
     padding: list[tuple[int, int, int]] = field(default_factory=list)
@@ -82,7 +81,7 @@ Part = tuple[str, int, int]
 """What stands over some of the axis, from where to where."""
 
 
-def shapes(map_data: Mapping[str, Any]) -> tuple[list[Shape], int]:
+def shapes(map_data: Document) -> tuple[list[Shape], int]:
     """Return what to draw, back to front, and the picture's height."""
     columns, sections = _columns(map_data)
     total = max(1, columns[-1].start + columns[-1].numel if columns else 1)
@@ -100,11 +99,11 @@ def shapes(map_data: Mapping[str, Any]) -> tuple[list[Shape], int]:
     return shapes, round(bands[-1].y + bands[-1].height + BOTTOM) if bands else TOP + BOTTOM
 
 
-def _columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[Part]]:
+def _columns(map_data: Document) -> tuple[list[Column], list[Part]]:
     """Return columns in the order of the param groups, each group's padding behind it; and what stands over them."""
     parameters = [one for one in map_data["parameters"] if one["kind"] != "tied"]
     groups = sorted({p[0] for p in map_data["padding"]} | {p["group"] for p in parameters if p["group"] is not None})
-    members: dict[int | str | None, list[Mapping[str, Any]]] = {group: [] for group in (*groups, None, "buffers")}
+    members: dict[int | str | None, list[Document]] = {group: [] for group in (*groups, None, "buffers")}
     for one in parameters:
         members["buffers" if one["kind"] == "buffer" else one["group"]].append(one)
     alone = "frozen" if all(one["kind"] == "frozen" for one in members[None]) else "no group"
@@ -130,7 +129,7 @@ def _columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[Part]]:
     return columns, sections
 
 
-def _bands(map_data: Mapping[str, Any]) -> list[Band]:
+def _bands(map_data: Document) -> list[Band]:
     """Return the bands that the rows are drawn as: one each, or some ranks together where there are too many."""
     rows = map_data["rows"]
     ranks = sum(row["dp"] is not None for row in rows)
@@ -157,7 +156,7 @@ def _bands(map_data: Mapping[str, Any]) -> list[Band]:
     return bands
 
 
-def _heading(map_data: Mapping[str, Any]) -> Iterator[Shape]:
+def _heading(map_data: Document) -> Iterator[Shape]:
     name = "/".join(PurePath(map_data["source"]).parts[-2:])
     yield Shape(16, 24, text=cut(name, 700, 17), font=17, bold=True, fill=TEXT)
     slots = map_data["slots"]
@@ -177,7 +176,7 @@ def _heading(map_data: Mapping[str, Any]) -> Iterator[Shape]:
         x += 18 + len(label) * 13 * CHARACTER + 22
 
 
-def _column(map_data: Mapping[str, Any], column: Column, bands: Sequence[Band], scale: float) -> Iterator[Shape]:
+def _column(map_data: Document, column: Column, bands: Sequence[Band], scale: float) -> Iterator[Shape]:
     x = LEFT + column.start * scale
     if column.parameter is None:
         for row, start, numel in column.padding:
@@ -270,7 +269,7 @@ def _modules(columns: Sequence[Column], scale: float) -> list[Part]:
     return best
 
 
-def _bars(map_data: Mapping[str, Any], bands: Sequence[Band]) -> Iterator[Shape]:
+def _bars(map_data: Document, bands: Sequence[Band]) -> Iterator[Shape]:
     """Yield the bytes that each rank holds, slot by slot; of a band the mean, of other files a number."""
     rows = map_data["rows"]
     totals = [sum(row["held"]) + row["padding"] for row in rows]
@@ -312,6 +311,6 @@ def cut(value: str, room: float, font: int) -> str:
     return f"{value[: most - 1]}\u2026" if most >= 3 else ""
 
 
-def parameters_of(map_data: Mapping[str, Any]) -> str:
+def parameters_of(map_data: Document) -> str:
     """Return how many parameters of the model there are, buffers and other names aside."""
     return count(sum(one["kind"] in ("parameter", "frozen") for one in map_data["parameters"]), "parameter")
