@@ -42,18 +42,19 @@ from zckpt.deepspeed.engine import (
     training_of,
 )
 from zckpt.engine.checking import Checks, watching
-from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.engine.virtual import VirtualFile, check_readable
 from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, about, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
+from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.deepspeed.directory import MODEL, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, serve
 from zckpt.formats.survey import checksums_by_path
+from zckpt.formats.torch_files.writer import lay_out
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
+from zckpt.state import Checkpoint
 from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
 from zckpt.torchfile import plain
@@ -386,20 +387,11 @@ def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iter
 
 def _whole_model(checkpoint: Checkpoint, loading: Loading) -> dict[str, torch.Tensor]:
     """Return the model: masters of what is trained, all else as it is."""
-    found: dict[str, torch.Tensor] = {}
-    reads = []
-    for one in checkpoint.tensors():
-        if one.tied_to is not None:
-            continue
-        slot = one.slots.get(MASTER, one.slots.get(WEIGHT))
-        if slot is None:
-            raise UnsupportedError(f"no file holds the values of {one.name}", path=checkpoint.source)
-        tensor = torch.empty(one.shape, dtype=getattr(torch, slot.dtype))
-        found[one.name] = tensor
-        reads.append(TensorRead(slot, Extent.whole(slot.shape), tensor))
-    read_tensors(reads)
-    loading.read_nbytes += sum(tensor.nbytes for tensor in found.values())
-    for one in checkpoint.parameters.values():
-        if one.tied_to is not None:
-            found[one.name] = found[one.tied_to]
-    return found
+    tensors = trained_tensors(checkpoint)
+    absent = [one.name for one in checkpoint.tensors() if one.name not in tensors]
+    if absent:
+        raise UnsupportedError(f"no file holds the values of {listed(absent)}", path=checkpoint.source)
+    file = VirtualFile(lay_out("model.pt", model_tree(tensors)), threads=has_cores())
+    found: dict[str, torch.Tensor] = load_plain(file, source=checkpoint.source)
+    loading.read_nbytes += file.read_nbytes
+    return dict(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, expert_degrees, is_expert
@@ -23,7 +24,7 @@ from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
 from zckpt.formats.deepspeed.target_groups import joined_experts, split_experts
 from zckpt.formats.deepspeed.tensor_parallel import local_states
 from zckpt.formats.remainder import origin as origin_of_state
-from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup
 from zckpt.state.names import renamed
 from zckpt.torchfile import Digests
 
@@ -68,7 +69,7 @@ def stage_states(
     elsewhere = not origin.ranks
     orders = known_orders(checkpoint) if elsewhere else []
     if elsewhere:
-        check_order(checkpoint, orders)
+        _check_order(checkpoint, orders)
         whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
         whole.degrees.extend(expert_degrees(whole))
         origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
@@ -89,13 +90,6 @@ def stage_states(
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
     first = origin.ranks[0]
-    _check_experts(grid)
-    return [[replace(first, state=replace(state, mp_rank=stage * degree + rank)) for rank, state in enumerate(of_stage)]
-            for stage, of_stage in enumerate(grid)], stages  # fmt: skip
-
-
-def _check_experts(grid: Sequence[Sequence[RankState]]) -> None:
-    """Raise where a stage would have no experts and others have some."""
     held = [any(map(is_expert, states[0].parameters)) for states in grid]
     if any(held) and not all(held):
         raise UnsupportedError(
@@ -103,6 +97,8 @@ def _check_experts(grid: Sequence[Sequence[RankState]]) -> None:
             expected="experts in each stage",
             found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
         )
+    return [[replace(first, state=replace(state, mp_rank=stage * degree + rank)) for rank, state in enumerate(of_stage)]
+            for stage, of_stage in enumerate(grid)], stages  # fmt: skip
 
 
 def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> bool:
@@ -158,11 +154,8 @@ def _dealt(
     count = len(stages.bounds) - 1
     found = [RankState(0, lanes=source[0].lanes, whole=frozenset().union(*(s.whole for s in source)))
              for _ in range(count)]  # fmt: skip
-    parameters: dict[str, Parameter] = {}
-    buffers: dict[str, Parameter] = {}
-    for state in source:
-        parameters = {**state.parameters, **parameters}
-        buffers = {**state.buffers, **buffers}
+    parameters = {name: p for state in reversed(source) for name, p in state.parameters.items()}
+    buffers = {name: p for state in reversed(source) for name, p in state.buffers.items()}
     has = {name: stages.of(name) for name in (*parameters, *buffers)}
     places = (
         {} if elsewhere else {name: place for place, name in enumerate(n for one in source for n in one.parameters)}
@@ -184,8 +177,7 @@ def _dealt(
             if its:
                 degree = spread.get(its[0])
                 if degree is None:
-                    members = [_as_it_was(its, number, orders, stage, stages)
-                               or _in_order(its, groups, stages, stage, places)]  # fmt: skip
+                    members = [_in_order(its, groups, dict(enumerate(orders)).get(number), stages, stage, places)]
                 else:
                     ordered = _experts_in_order(its, degree, stages, stage)
                     members = split_experts(ordered, degree, parameters) if by_size else [ordered]
@@ -212,61 +204,49 @@ def _check_alike(groups: Sequence[ParamGroup], number: int) -> None:
         )
 
 
-def _as_it_was(
-    names: Sequence[str],
-    number: int,
-    orders: Sequence[Sequence[Sequence[str]] | None],
-    stage: int,
-    stages: Stages,
-) -> list[str] | None:
-    """Return a stage's parameters of a group in the order that the source's origin says; None: that of modules."""
-    known = orders[number] if number < len(orders) else None
-    if known is None:
-        return None
-    if len(known) != len(stages.bounds) - 1 or set(known[stage]) != set(names):
-        if is_ordered(list(dict.fromkeys(name for one in known for name in one)), {}):
-            return None  # as far as the stages show it
-        raise UnsupportedError(
-            "a param group is not in the order of a pipeline's modules, so that its order is known for no stages but "
-            "those that it was saved in",
-            expected=f"{len(known)} stages, the first with {', '.join(known[0][:4])}",
-            found=",".join(map(str, stages.bounds)),
-        )
-    return list(known[stage])
-
-
 def _in_order(
     names: Sequence[str],
     groups: Sequence[ParamGroup],
+    known: Sequence[Sequence[str]] | None,
     stages: Stages,
     stage: int,
     places: Mapping[str, int],
 ) -> list[str]:
-    """Return the parameters that a stage has of a group in the order in which the training has them there."""
+    """Return the parameters that a stage has of a group in the order in which the training has them there.
+
+    `known`: each stage's, as the source's origin says them; else the order is that of modules.
+    """
+    if known is not None:
+        if len(known) == len(stages.bounds) - 1 and set(known[stage]) == set(names):
+            return list(known[stage])
+        if not is_ordered(list(dict.fromkeys(name for one in known for name in one)), {}):  # as far as stages show it
+            raise UnsupportedError(
+                "a param group is not in the order of a pipeline's modules, so that its order is known for no stages "
+                "but those that it was saved in",
+                expected=f"{len(known)} stages, the first with {', '.join(known[0][:4])}",
+                found=",".join(map(str, stages.bounds)),
+            )
     tied = {key for name in names if (key := tied_key(name)) is not None}
     for group in groups:
-        held = set(group.parameters)
-        if len(tied) < 2 and held.issuperset(names):
+        if len(tied) < 2 and set(names) <= set(group.parameters):
             return [name for name in group.parameters if name in set(names)]
-    for group in groups:
-        if not is_ordered(group.parameters, places):
-            raise UnsupportedError(
-                "a param group is not in the order of the stage's modules, so that its order in another stage "
-                "is not known",
-                found=", ".join(group.parameters[:8]),
-                advice="keep the stages",
-            )
+    odd = next((group for group in groups if not is_ordered(group.parameters, places)), None)
+    if odd is not None:
+        raise UnsupportedError(
+            "a param group is not in the order of the stage's modules, so that its order in another stage is not known",
+            found=", ".join(odd.parameters[:8]),
+            advice="keep the stages",
+        )
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def check_order(checkpoint: Checkpoint, orders: Sequence[object] = ()) -> None:
+def _check_order(checkpoint: Checkpoint, orders: Sequence[object]) -> None:
     """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them."""
     for name in (*checkpoint.parameters, *checkpoint.buffers):
         if tied_key(name) is None:
             layer_of(name)
-    for number, group in enumerate(checkpoint.param_groups):
-        known = number < len(orders) and orders[number] is not None
-        if not known and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
+    for known, group in zip_longest(orders, checkpoint.param_groups):
+        if known is None and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
             raise UnsupportedError(
                 "a param group is not in the order of a pipeline's modules (tied layers, then the others by number), "
                 "and nothing says what each stage had",

@@ -27,9 +27,10 @@ Source: DeepSpeed 0.19.8, `_load_legacy_checkpoint`, `DeepSpeedZeroOptimizer._re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError
@@ -193,10 +194,6 @@ class LeanLayout:
     paddings: list[int]
     lean: bool = False
 
-    def length(self, group: int) -> int:
-        """Return how many elements are no padding."""
-        return self.partitions[group] - self.paddings[group]
-
 
 def lean_layouts(origin: Origin) -> tuple[dict[str, LeanLayout], str | None]:
     """Return what of each optimizer file is padding, by path, and what to tell the user."""
@@ -273,44 +270,39 @@ def optimizer_content(file: TorchFile) -> dict[object, object]:
 def drop_padding(file: TorchFile, layout: LeanLayout, slots: Sequence[str], edited: Edited) -> None:
     """Take the padding off the tensors of a file, and note which storages have it behind them."""
     z = optimizer_content(file)
-    masters = z["single_partition_of_fp32_groups"]
+
+    def cut(tensor: object, group: int) -> object:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        edited.trimmed.add(tensor.storage.key)
+        length = layout.partitions[group] - layout.paddings[group]
+        return replace(tensor, shape=(length,), strides=(1,)) if tensor.numel > length else tensor
+
+    masters, base = z["single_partition_of_fp32_groups"], z.get("base_optimizer_state")
     if isinstance(masters, (list, tuple)):
-        cut = [_cut(master, layout.length(index), edited) for index, master in enumerate(masters)]
-        if any(now is not before for now, before in zip(cut, masters, strict=True)):
-            z["single_partition_of_fp32_groups"] = cut
+        short = [cut(master, group) for group, master in enumerate(masters)]
+        if any(now is not before for now, before in zip(short, masters, strict=True)):
+            z["single_partition_of_fp32_groups"] = short
             if "zero_stage" in z:  # DeepSpeed 0.14 has all the padding of a group with the last rank
                 z["group_paddings"] = list(layout.paddings)
             edited.changed = True
-    if layout.lean:
-        _edit_slots(z, layout, slots, edited)
-
-
-def _edit_slots(z: dict[object, object], layout: LeanLayout, slots: Sequence[str], edited: Edited) -> None:
-    base = z["base_optimizer_state"]
-    rigid = isinstance(base, dict)
-    states = [base["state"].get(group, {}) if rigid else base[group] for group in range(len(layout.partitions))]  # type: ignore[index]
+    if not layout.lean:
+        return
+    rigid: Mapping[Any, Any] | None = base if isinstance(base, dict) else None
+    held = base if isinstance(base, list) else []
+    if rigid is not None:
+        held = [rigid["state"].get(group, {}) for group in range(len(layout.partitions))]
     states = [
-        {key: _cut(value, layout.length(group), edited) if key in slots else value for key, value in state.items()}
-        for group, state in enumerate(states)
+        {key: cut(value, group) if key in slots else value for key, value in state.items()}
+        for group, state in enumerate(held)
     ]
-    if isinstance(base, list):
-        edited.changed |= any(now[key] is not old[key] for now, old in zip(states, base, strict=True) for key in old)
-        base[:] = states
+    if rigid is None:
+        edited.changed |= any(now[key] is not old[key] for now, old in zip(states, held, strict=True) for key in old)
+        held[:] = states
         return
     edited.changed = True
-    content: dict[object, object] = {}
-    for key, value in z.items():
-        content[key] = states if key == "base_optimizer_state" else value
-        if key == "base_optimizer_state" and isinstance(base, dict):
-            groups = base["param_groups"]
-            content |= {STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
-    z.clear()
-    z.update(content)
-
-
-def _cut(tensor: object, length: int, edited: Edited) -> object:
-    """Return a tensor of at most `length` elements, with a storage of no more."""
-    if not isinstance(tensor, Tensor):
-        return tensor
-    edited.trimmed.add(tensor.storage.key)
-    return replace(tensor, shape=(length,), strides=(1,)) if tensor.numel > length else tensor
+    for key in list(z):  # what is added follows the states
+        z[key] = z.pop(key)
+        if key == "base_optimizer_state":
+            groups = rigid["param_groups"]
+            z |= {key: states, STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}

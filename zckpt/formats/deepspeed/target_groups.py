@@ -129,7 +129,8 @@ class _Group(NamedTuple):
     @property
     def kind(self) -> object:
         """Return what groups have in common that the user made as one."""
-        return Digests().of((unnamed(self.values), self.values.state))
+        named = {key: value for key, value in self.values.hyperparameters.items() if key != "name"}  # after its degree
+        return Digests().of((named, self.values.state))
 
 
 def _kinds(
@@ -144,11 +145,6 @@ def _kinds(
     if stage != 3:
         raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
     return [_Group(replace(group, parameters=names), its, number) for its, names in kinds.items()]
-
-
-def unnamed(group: ParamGroup) -> dict[str, object]:
-    """Return a group's hyperparameters without its name, which says its degree."""
-    return {key: value for key, value in group.hyperparameters.items() if key != "name"}
 
 
 def _bundles(groups: Sequence[_Group], *, apart: bool) -> Iterator[list[_Group]]:

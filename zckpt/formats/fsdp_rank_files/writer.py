@@ -18,7 +18,7 @@ from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
-from zckpt.formats.consolidated.model import Tensors, model_tensors
+from zckpt.formats.consolidated.model import trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.directory import (
@@ -35,7 +35,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
 from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, flat_state, plain_tensor
 from zckpt.formats.fsdp_rank_files.kept import ONE, extra_state, of_single_ranks, one_group, own_tree, ranks_with_state
 from zckpt.formats.fsdp_rank_files.readings import FLAT
-from zckpt.formats.fsdp_rank_files.units import WRAPPED, Units, matching, members_of
+from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
 from zckpt.formats.group_values import refuse_several
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
@@ -54,36 +54,28 @@ def lay_out(job: Job) -> TargetFiles:
     Raises UsageError: ranks that cannot be, or FSDP1 without the units that it wraps; UnsupportedError: state that
     these files have no place for.
     """
-    _refuse(job.checkpoint)
+    refuse_trees(job.checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
+    refuse_unnamed(job.checkpoint, "by which ranks number them as the model does")
+    refuse_several(job.checkpoint, "these files have")
     target, version = _target(job), _version(job)
     checkpoint, said = job.checkpoint, _notes(job.checkpoint, target)
     if job.options.groups == ONE and checkpoint.param_groups:
         checkpoint, changed = one_group(checkpoint)
         said += changed
-    chosen = model_tensors(checkpoint, None, tied="duplicate", exclude_frozen=False)
-    tensors = {name: (slot, slot.dtype) for name, (slot, _) in chosen.items()}  # 16-bit masters, too, as they are
-    slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
-    tree = optimizer_tree(checkpoint, slots) if checkpoint.param_groups else None
     units = _units(job, target) if version == FSDP1 else None
-    writer = _Ranks(checkpoint, target, tensors, tree, units)
+    writer = _Ranks(checkpoint, target, units)
     config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
     files = [
         TargetFile(CONFIG_NAME, len(config), [Literal(0, config)]),
         torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, units)),
         *_copies(job),
     ]
-    ranks = Lazily(writer.files, target.world_size * (2 if tree is None else 3))
+    ranks = Lazily(writer.files, target.world_size * (2 if writer.optimizer is None else 3))
     return TargetFiles(
         Lazily(lambda: iter([*files, *ranks]), len(files) + len(ranks)),
         notes=said,
         copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")},
     )
-
-
-def _refuse(checkpoint: Checkpoint) -> None:
-    refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
-    refuse_unnamed(checkpoint, "by which ranks number them as the model does")
-    refuse_several(checkpoint, "these files have")
 
 
 def _target(job: Job) -> Target:
@@ -132,15 +124,11 @@ def _units(job: Job, target: Target) -> list[str]:
 class _Ranks:
     """Lays out the files of one rank after the other."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, target: Target, tensors: Tensors, tree: dict[object, Any] | None,
-        units: list[str] | None,
-    ) -> None:  # fmt: skip
-        self.checkpoint, self.target, self.tensors, self.units = checkpoint, target, tensors, units
+    def __init__(self, checkpoint: Checkpoint, target: Target, units: list[str] | None) -> None:
+        self.checkpoint, self.target, self.units = checkpoint, target, units
+        self.tensors = trained_tensors(checkpoint)  # 16-bit masters, too, as they are
         self.whole = units is not None and target.world_size == 1  # FSDP1 of one rank cuts nothing
-        owners = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
-        members = members_of(units, owners) if units is not None else None
-        self.optimizer = None if tree is None else self._optimizer(tree, members)
+        self.optimizer = self._optimizer() if checkpoint.param_groups else None
 
     def files(self) -> Iterator[TargetFile]:
         """Yield the files of all ranks."""
@@ -172,10 +160,14 @@ class _Ranks:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
         return root
 
-    def _optimizer(self, tree: dict[object, Any], members: Units | None) -> dict[str, Any]:
+    def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
+        slots = [name for name in self.checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
+        tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots)
         groups = [{k: v for k, v in one.items() if k != "param_names"} for one in tree["param_groups"]]
-        if members is not None:
+        if self.units is not None:
+            owners = [one.name for one in self.checkpoint.parameters.values() if one.tied_to is None]
+            members = members_of(self.units, owners)
             groups[0]["params"] = list(range(len(members)))
             return {"state": flat_state(self.checkpoint, tree, members), "param_groups": groups}
         names = [name for group in self.checkpoint.param_groups for name in group.parameters]
