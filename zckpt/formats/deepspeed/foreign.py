@@ -37,7 +37,7 @@ KEPT_IF_KNOWN = ("global_samples", "sparse_tensor_module_names")
 """Keys that DeepSpeed does without: samples are counted from steps, and 0.19 has no modules of sparse gradients."""
 
 
-def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) -> Checkpoint:
+def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool = False) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
     Parameters
@@ -45,6 +45,8 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
     stage : {1, 2, 3}
     staged : bool
         Whether layers are to be dealt to stages of a pipeline.
+    bf16 : bool
+        Whether its optimizer is to be BF16_Optimizer, of stage 1.
 
     Raises
     ------
@@ -67,17 +69,8 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False) ->
         if parameter.tied_to is None and parameter.group is None:
             parameters[parameter.name] = replace(parameter, frozen=True)
     converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
-    converted.origin = _origin(converted, stage, layers)
+    converted.origin = _origin(converted, stage, layers, bf16=bf16)
     return converted
-
-
-def as_bf16_optimizer(members: Sequence[OptimizerShard]) -> list[OptimizerShard]:
-    """Return optimizer files as BF16_Optimizer has them, of those that ZeRO-1 has."""
-    made = []
-    for one in members:
-        content = {key: value for key, value in one.content.items() if key != "clip_grad" or value is not None}
-        made.append(replace(one, bf16_optimizer=True, content={**content, "ds_version": VERSION}))
-    return made
 
 
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
@@ -162,13 +155,14 @@ def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:
     return replace(parameter, slots=slots, state={})
 
 
-def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object]) -> Origin:
+def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf16: bool) -> Origin:
     """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
     tag = origin(checkpoint).get("tag")
     name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
     directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
     model = _model(checkpoint, layers)
-    return Origin(directory, model, [_optimizer(checkpoint, stage)], rules=rules_of_whole(model, checkpoint.parameters))
+    members = [_optimizer(checkpoint, stage, bf16=bf16)]
+    return Origin(directory, model, members, rules=rules_of_whole(model, checkpoint.parameters))
 
 
 def _steps(checkpoint: Checkpoint) -> int:
@@ -240,11 +234,14 @@ def _dtype(checkpoint: Checkpoint) -> str:
     return max(numels, key=lambda dtype: numels[dtype], default="float32")
 
 
-def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
+def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool) -> OptimizerShard:
     """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer."""
     content, _ = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint))
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
         content = {**content, "clip_grad": clipping}
+    if bf16:
+        content = {key: value for key, value in content.items() if key != "clip_grad" or value is not None}
+        content = {**content, "ds_version": VERSION}
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
     shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
     root: dict[str, object] = {"optimizer_state_dict": content, "ds_config": None, "ds_version": VERSION}
@@ -253,7 +250,7 @@ def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
         _file(root),
         stage,
         elastic=False,
-        bf16_optimizer=False,
+        bf16_optimizer=bf16,
         masters=[view(new_storage("float32", 0), (0,)) for _ in checkpoint.param_groups],
         tensors=[],
         scalars=[],

@@ -189,7 +189,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             groups = with_hyperparameters(found.param_groups, [dict(one) for one in training.hyperparameters])
             found = replace(found, param_groups=groups)
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
-        found = foreign.as_deepspeed(found, stage=options.stage or 1)
+        found = foreign.as_deepspeed(found, stage=options.stage or 1, bf16=training.bf16_optimizer)
     found.origin = _configured(found, training)
     target = decide(found, options, zenflow=False)
     own, trained = target.ranks[training.mp_rank].parameters, {name for names in training.groups for name in names}
@@ -266,11 +266,8 @@ def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
     known = origin.model.configuration
     config = known if isinstance(known, dict) else {}
     changed = {**section(config, "zero_optimization"), "sub_group_size": training.sub_group_size}
-    members = origin.members
-    if training.bf16_optimizer and not members[0].bf16_optimizer:
-        members = foreign.as_bf16_optimizer(members)
     model = replace(origin.model, configuration={**config, "zero_optimization": changed})
-    return replace(origin, model=model, members=members)
+    return replace(origin, model=model)
 
 
 def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Checkpoint:

@@ -234,13 +234,12 @@ def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None
     """Return the frozen parameters: whole, or under ZeRO-3 one rank's shards."""
     shards = OrderedMapping()
     for parameter in frozen:
-        slot, numel = _weight(parameter), parameter.numel
-        if rank is None:
-            contents = slot_contents(slot, parameter.name, 0, 0, numel)
-            shards[parameter.name] = view(new_storage(slot.dtype, numel, list(contents)), parameter.shape)
-            continue
-        start, count = shard_share(numel, target.world_size, rank)
-        held = shard_numel(numel, target.world_size)
-        contents = slot_contents(slot, parameter.name, start, 0, count)
-        shards[parameter.name] = view(new_storage(slot.dtype, held, list(contents)), (held,))
+        slot, numel, shape = _weight(parameter), parameter.numel, parameter.shape
+        start, count = 0, numel
+        if rank is not None:
+            start, count = shard_share(numel, target.world_size, rank)
+            numel = shard_numel(numel, target.world_size)
+            shape = (numel,)
+        contents = list(slot_contents(slot, parameter.name, start, 0, count))
+        shards[parameter.name] = view(new_storage(slot.dtype, numel, contents), shape)
     return shards

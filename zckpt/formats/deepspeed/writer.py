@@ -85,7 +85,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
         checkpoint = replace(checkpoint, param_groups=with_hyperparameters(checkpoint.param_groups, given))
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
-    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options))
+    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options), bf16=bf16)
     strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
@@ -93,8 +93,6 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
     made = origin_of(converted)
-    if bf16 and made is not None:
-        converted.origin = made = replace(made, members=foreign.as_bf16_optimizer(made.members))
     if options.slice_rules is not None and made is not None:
         converted.origin = replace(made, rules=read_rules(Path(options.slice_rules)), rules_path=options.slice_rules)
     target = _decide(converted, _recut(options, options.world_size, stage))
