@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +180,6 @@ def names_of(engine: Any) -> list[str]:
     return [name for names in training_of(engine).numbered for name in names]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """Bytes of a file for the first rank."""
-
-    name: str
-    literal: Literal
-
-
 def write(ranks: Ranks, path: Path, files: Sequence[TargetFile], others: Sequence[str], names: Sequence[str]) -> None:
     """Write a checkpoint together with the other ranks.
 
@@ -242,32 +235,22 @@ def _laid_out(
     ranks.do(lambda: None if reading is None else reading.begin())
     while True:
         laid = ranks.do(lambda: None if reading is None else reading.attempt())
-        asked = ranks.from_first(None if reading is None else (reading.sizes, reading.single))
-        if asked is None or not any(asked):
+        asked: set[tuple[str, int]] | None = ranks.from_first(None if reading is None else reading.asked)
+        if not asked:
             return laid
-        sent = ranks.gather(list(_answer(files, *asked)))
+        own = [(file.name, one) for file in files for one in file.literals]
+        sent = ranks.gather({(name, one.offset): bytes(one.data) for name, one in own if (name, one.offset) in asked})
         if reading is not None:
             reading.take(sent)
 
 
-def _answer(files: Sequence[TargetFile], sizes: int, single: set[tuple[str, int]]) -> list[_Sent]:
-    """Return the bytes of this rank that the first asks for: up to a size, and some by their offsets."""
-    return [
-        _Sent(file.name, Literal(one.offset, bytes(one.data)))
-        for file in files
-        for one in file.literals
-        if SENT_NBYTES < len(one.data) <= sizes or (file.name, one.offset) in single
-    ]
-
-
 class _Reading:
-    """The first rank's, which opens what all have sent; what is still to be sent is in `sizes` and `single`."""
+    """The first rank's, which opens what all have sent; what is still to be sent, by file and offset, is `asked`."""
 
     def __init__(
         self, ranks: Ranks, held: HeldFiles, told: Sequence[dict[str, Sketch]], path: Path, names: Sequence[str]
     ) -> None:
-        self.sizes = 0
-        self.single: set[tuple[str, int]] = set()
+        self.asked: set[tuple[str, int]] = set()
         self._ranks, self._held, self._told, self._path, self._names = ranks, held, told, path, names
         self._most = SENT_NBYTES
         self._rank_of: dict[str, int] = {}
@@ -284,7 +267,7 @@ class _Reading:
 
     def attempt(self) -> ByRank | None:
         """Return what each rank writes; None where more is to be sent before."""
-        self.sizes, self.single = 0, set()
+        self.asked = set()
         directory = self._held.directory
         try:
             checkpoint = open_checkpoint(directory)
@@ -303,8 +286,8 @@ class _Reading:
             for span in entry.slot.spans:
                 name = self._name(span.path) if span.path != ZEROS else None
                 if name is not None and not self._held.files[name].has(span.offset):
-                    self.single.add((name, span.offset))
-        if self.single:
+                    self.asked.add((name, span.offset))
+        if self.asked:
             return None
         # Client state must hold nothing that only unpickling would make again.
         tree = {**checkpoint.metadata, "optimizer": dict(checkpoint.optimizer_metadata)}
@@ -316,27 +299,23 @@ class _Reading:
             ]
         return laid
 
-    def take(self, every: Sequence[Sequence[_Sent]]) -> None:
+    def take(self, every: Sequence[Mapping[tuple[str, int], bytes]]) -> None:
         """Take what ranks have sent."""
-        for rank, sent in enumerate(every):
-            more: dict[str, list[Literal]] = {}
-            for one in sent:
-                more.setdefault(one.name, []).append(one.literal)
-            for name, literals in more.items() if rank else ():
-                known = self._told[rank][name]
-                known.literals.extend(literals)
-                self._held.files[name].take(known.literals)
+        for (name, offset), data in chain.from_iterable(sent.items() for sent in every):
+            known = self._told[self._rank_of[name]][name].literals
+            known.append(Literal(offset, data))
+            self._held.files[name].take(known)
 
     def _wants_more(self) -> bool:
         """Tell whether bytes were asked for that are not here; then all of that size are to be sent."""
+        held = self._held.files
+        absent = [(name, *one) for files in self._told[1:] for name, its in files.items() for one in its.absent]
         sizes = [
             nbytes
-            for files in self._told
-            for name, one in files.items()
-            for offset, nbytes in one.absent
-            if any(offset <= missed < offset + nbytes for missed in self._held.files[name].missed)
+            for name, offset, nbytes in absent
+            if any(offset <= missed < offset + nbytes for missed in held[name].missed)
         ]
-        for one in self._held.files.values():
+        for one in held.values():
             one.missed.clear()
         if not sizes:
             return False
@@ -350,7 +329,7 @@ class _Reading:
             )
         while self._most < max(sizes):
             self._most *= GROWTH
-        self.sizes = self._most
+        self.asked = {(name, at) for name, at, nbytes in absent if nbytes <= self._most and not held[name].has(at)}
         return True
 
     def _name(self, path: str) -> str:
