@@ -93,11 +93,6 @@ def has_cores() -> bool:
     return (os.cpu_count() or 1) >= 2 * ranks
 
 
-def stages(engine: Any) -> int:
-    """Return how many stages of a pipeline an engine is of."""
-    return int(getattr(engine, "num_stages", 1))
-
-
 def experts_over(engine: Any) -> int | None:
     """Return over how many ranks an engine spreads experts; None where it has none, or their groups do not say.
 

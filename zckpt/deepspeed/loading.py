@@ -38,7 +38,6 @@ from zckpt.deepspeed.engine import (
     kind_that_keeps,
     names_folder,
     replaced_method,
-    stages,
     training_of,
 )
 from zckpt.engine.checking import Checks, watching
@@ -223,7 +222,7 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
     kind = kind_that_keeps(engine)
     if kind is not None:
         topology, over = checkpoint.topology, experts_over(engine)
-        has_same = (topology.dp, topology.pp) == (engine.dp_world_size, stages(engine))
+        has_same = (topology.dp, topology.pp) == (engine.dp_world_size, int(getattr(engine, "num_stages", 1)))
         if checkpoint.format == "deepspeed" and has_same and over in (None, topology.ep):
             if optimizer:
                 check_goes_on(engine, checkpoint)

@@ -39,10 +39,6 @@ from zckpt.storage.stand_ins import FILES, forget_all, new_base, stand_in
 from zckpt.training.directory import new_identity, write_laid_out, write_rank
 
 
-class NotHereError(SourceError):
-    """Bytes are asked for that are in another process's memory."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """A file as another process is told of it.
@@ -88,13 +84,13 @@ class Held:
         return self._first(offset) is not None
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes at byte `offset`. Raises NotHereError: the first is not here."""
+        """Fill `buffer` with the bytes at byte `offset`. Raises SourceError: the first is not here."""
         first, end = self._first(offset), offset + len(buffer)
         if first is None:
             if not len(buffer):
                 return
             self.missed.append(offset)
-            raise NotHereError("has bytes that another rank has", path=self.path)
+            raise SourceError("has bytes that another rank has", path=self.path)
         done = offset
         for one in self._literals[first:]:
             if one.offset >= end:

@@ -24,7 +24,15 @@ from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankFiles, RankReader, add, elements, rules_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.state_dicts import looks_like_optimizer, optimizer_rules
-from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, read_scalars, with_scalars
+from zckpt.formats.torch_files.tensors import (
+    as_mapping,
+    by_name,
+    carried,
+    describe,
+    identity_of,
+    read_scalars,
+    with_scalars,
+)
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.storage.files import opened, read_at, read_json
@@ -54,11 +62,6 @@ class Model:
     modules: tuple[str, ...] = ()
     sums: list[dict[int, tuple[int, int]]] = field(default_factory=list)
 
-    @property
-    def tells_parameters(self) -> bool:
-        """Whether FSDP has shown of any tensor that it is a parameter: then the others are buffers."""
-        return any(one[0].is_parameter for one in self.held.values())
-
 
 def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     """Give a checkpoint the parameters and buffers of all ranks' files.
@@ -69,7 +72,9 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     for rank, path in enumerate(paths):
         with about(path):
             file = read_torchfile(path)
-            root = _root(file)
+            root = file.root
+            if not isinstance(root, dict) or not root:
+                raise DamagedFileError("unexpected content", expected="a state dict", found=brief(root, 60))
             tree = {name: elements(node) for name, node in root.items()}
             checkpoint.files.append(replace(describe(file, "model", dp_rank=rank, rules=rules_of("*")), tree=tree))
             records = file.records if has_checksums(file.records) else ()
@@ -110,12 +115,6 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     return model
 
 
-def _root(file: TorchFile) -> dict[object, object]:
-    if not isinstance(file.root, dict) or not file.root:
-        raise DamagedFileError("unexpected content", expected="a state dict", found=brief(file.root, 60))
-    return file.root
-
-
 def _place(checkpoint: Checkpoint, model: Model) -> None:
     """Turn tensors into parameters and buffers.
 
@@ -123,7 +122,7 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
     buffers and so are the running statistics of a batch norm.
     """
     owners: dict[tuple[object, ...], str] = {}
-    is_shown = model.tells_parameters
+    is_shown = any(one[0].is_parameter for one in model.held.values())
     dtypes = {name: held[0].dtype for name, held in model.held.items()}
     for name, held in model.held.items():
         found = model.files.joined(WEIGHT, name, list(enumerate(held)))
@@ -203,18 +202,13 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
                 _check_groups(found.groups, groups, rank)
             single = _add(found, rank, file, state)
         described = describe(file, "optimizer", dp_rank=rank, rules=_rules(rank, single))
-        checkpoint.files.append(replace(described, tree=_tree(file)))
+        root = as_mapping(file.root, file.path)
+        seen = {
+            key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
+            for key, slots in as_mapping(root.get("state", {})).items()
+        }
+        checkpoint.files.append(replace(described, tree={**root, "state": seen}))
     return found
-
-
-def _tree(file: TorchFile) -> object:
-    """Return what the inventory has to look at."""
-    root = file.root if isinstance(file.root, dict) else {}
-    state = {
-        key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
-        for key, slots in root.get("state", {}).items()
-    }
-    return {**root, "state": state}
 
 
 def _rules(rank: int, single: Sequence[str]) -> tuple[Rule, ...]:
