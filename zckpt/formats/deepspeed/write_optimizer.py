@@ -19,10 +19,19 @@ from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, slot_keys
+from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned, slot_keys
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
-from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
-from zckpt.state import MASTER, CutSpans, Extent, Parameter, Slot
+from zckpt.formats.torch_files.writer import (
+    Content,
+    FromFile,
+    PackContent,
+    SlotContent,
+    SlotTensor,
+    new_storage,
+    value_node,
+    view,
+)
+from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -30,16 +39,10 @@ from zckpt.state.partition import (
     shard_numel,
     shard_share,
 )
-from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
+from zckpt.torchfile import Global, Object, OrderedMapping, Tensor, node_of
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import PackedSlot
-
-
-from zckpt.formats.deepspeed.target import Unpartitioned
-from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import WEIGHT
-from zckpt.torchfile import node_of
 
 
 def slot_contents(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
