@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
-from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned, slot_keys
@@ -289,7 +288,11 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
         held[group.index] = [*held.get(group.index, ()), *numbers]  # experts may be a part of a group
         groups[group.index] = _hyperparameters(target, mp, rank, group, held[group.index])
     joined(states, aliases(source), len(source.masters), len(masters))
-    apart = {GROUPS_KEY: partition_groups(target, mp.groups, rank)} if auto_layers(target.origin.model) else {}
+    apart: dict[str, object] = {}
+    if auto_layers(target.origin.model):
+        from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
+
+        apart[GROUPS_KEY] = partition_groups(target, mp.groups, rank)
     return {
         "partition_count": target.world_size,
         "optimizer_state_dict": {"state": states, "param_groups": [*groups.values()]},

@@ -28,16 +28,8 @@ Units = list[list[str]]
 
 def units_in(modules: Iterable[str]) -> list[str]:
     """Return the names of the modules that FSDP1 has wrapped, without what it has put into names."""
-    found: dict[str, None] = {}
-    for module in modules:
-        if module.rpartition(".")[2] == WRAPPED:
-            found[_bare(module)] = None
-    return list(found)
-
-
-def _bare(module: str) -> str:
-    """Return the name of a module without what wrappers have put there; the root's is empty."""
-    return plain_name(f"{module}.x").rpartition(".")[0]
+    wrapped = (module for module in modules if module.rpartition(".")[2] == WRAPPED)
+    return list(dict.fromkeys(plain_name(f"{module}.x").rpartition(".")[0] for module in wrapped))
 
 
 def members_of(units: Sequence[str], names: Sequence[str]) -> Units:
@@ -96,13 +88,13 @@ def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
         modules.update(dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1)))
     found: dict[str, None] = {"": None}
     for pattern in patterns:
-        steps = pattern.strip().split(".")
-        fits = [one for one in modules if _fits(one.split("."), steps)]
+        stripped = pattern.strip()
+        fits = [
+            one
+            for one in modules
+            if one.count(".") == stripped.count(".") and all(map(fnmatchcase, one.split("."), stripped.split(".")))
+        ]
         if not fits:
             raise UsageError("units names no module", expected="names such as layers.*", found=repr(pattern))
         found.update(dict.fromkeys(fits))
     return in_order(found, [plain_name(name) for name in names])
-
-
-def _fits(parts: Sequence[str], steps: Sequence[str]) -> bool:
-    return len(parts) == len(steps) and all(fnmatchcase(a, b) for a, b in zip(parts, steps, strict=True))
