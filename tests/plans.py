@@ -6,8 +6,8 @@ import os
 
 from zckpt.engine.cast import Array
 from zckpt.engine.checking import Checked, Checks
+from zckpt.engine.copy import read_extent
 from zckpt.engine.plan import Plan
-from zckpt.engine.read import read_extent
 from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot
 from zckpt.storage.files import Sources

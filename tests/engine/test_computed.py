@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tests.plans import write_directory
 from tests.strategies import shapes, tilings
 from zckpt.engine.computed import Computed
+from zckpt.engine.copy import read_extent
 from zckpt.engine.low_rank import Kept, LowRank
 from zckpt.engine.means import Decayed, Mean
 from zckpt.engine.plan import Plan, plan
-from zckpt.engine.read import read_extent
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import LayoutError
@@ -151,7 +151,7 @@ def test_the_right_factor_is_read_once(tmp_path: Path) -> None:
     right = np.ones(2800, np.float32)
     for _ in range(2):
         inputs = [lambda: np.ones(700, np.float32), lambda: np.ones(4, np.float32), lambda: reads.append(1) or right]
-        function.compute(inputs)
+        function.compute(inputs, 0, 0)
     assert reads == [1]
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.computed import Computed
-from zckpt.engine.requantise import Floats, Portion, Requantised, by_torchao, nearest
+from zckpt.engine.means import Mean
+from zckpt.engine.requantise import Portion, Requantised, by_torchao, nearest
 from zckpt.state import Slot
 
 BLOCK = 64
@@ -15,13 +16,15 @@ BLOCK = 64
 
 def made(values: np.ndarray, qmap: np.ndarray | None, *, packed: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales, of values in two portions."""
-    slot = Computed("x", "float32", values.shape, (), function=Floats(Slot("x", "float32", values.shape, ())))
+    slot = Computed(
+        "x", "float32", values.shape, (), function=Mean((Slot("x", "float32", values.shape, ()),), "float32", (1.0,))
+    )
     half = len(values) // 2
     portions = (Portion(half, 0, slot), Portion(len(values) - half, half, slot))
     its = None if qmap is None else Slot("qmap", "float32", qmap.shape, ())
     inputs = [values[:half].copy, values[half:].copy, lambda: qmap]
     found = [
-        Requantised(portions, BLOCK, its, scales, by_torchao, packed).compute(inputs[: 2 if qmap is None else 3])
+        Requantised(portions, BLOCK, its, scales, by_torchao, packed).compute(inputs[: 2 if qmap is None else 3], 0, 0)
         for scales in (False, True)
     ]
     return found[0], found[1]

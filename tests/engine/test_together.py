@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zckpt.engine.copy import read_extent
 from zckpt.engine.fine import Cut, is_fine
 from zckpt.engine.packs import PackedSlot
 from zckpt.engine.plan import plan
-from zckpt.engine.read import read_extent
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.engine.targets import Checksum, Hole, TargetFile
 from zckpt.engine.together import read_together

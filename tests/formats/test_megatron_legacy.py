@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.truth import assert_slots_equal
 from zckpt.compare.weights import rounds_to
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import Layout, Member, Placed, between, fit, lay_out
 from zckpt.formats.megatron.order import orders

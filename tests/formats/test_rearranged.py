@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.formats import rearranged as module
 from zckpt.formats.rearranged import rearranged
 from zckpt.formats.safetensors.file import read_header

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.engine.test_plan import indices
 from tests.strategies import cuts, extents, tilings
-from zckpt.engine.copy import pieces
+from zckpt.engine.copy import pieces, read_extent, read_piece
 from zckpt.engine.plan import Fill, fill
-from zckpt.engine.read import read_extent, read_piece
 from zckpt.engine.targets import Hole
 from zckpt.naming.apply import mapped
 from zckpt.naming.document import parse_map

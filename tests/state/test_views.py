@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.test_plan import indices
 from tests.strategies import extents, storages, tilings
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot, Span
 from zckpt.state.views import concat, narrow, pad, reshape, transpose, unstacked

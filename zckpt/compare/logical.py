@@ -47,7 +47,7 @@ def single(value: object) -> object:
 
 def number_in(slot: Slot) -> Any:  # noqa: ANN401  # of any type
     """Return the number that a slot of no dimension is."""
-    from zckpt.engine.read import read_extent
+    from zckpt.engine.copy import read_extent
     from zckpt.storage.files import Sources
 
     with Sources() as sources:
@@ -59,7 +59,7 @@ def _digest(value: FromFile) -> str | None:
     tensors = sorted(((repr(path), tensor) for path, tensor in walk_tensors(value.node)), key=lambda one: one[0])
     if not tensors:
         return None
-    from zckpt.engine.read import read_extent
+    from zckpt.engine.copy import read_extent
     from zckpt.storage.files import Sources
 
     found = hashlib.blake2b(digest_size=16)

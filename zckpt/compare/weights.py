@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.errors import WeightMismatchError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating, itemsize

@@ -49,8 +49,8 @@ class Function(Protocol):
     def inputs(self, start: int, numel: int) -> Sequence[Input]:
         """Return what elements [start, start + numel) of the flattened tensor are computed from."""
 
-    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
-        """Return the elements of a block, flat.
+    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
+        """Return elements [start, start + numel), flat.
 
         `inputs`: one for each of the block's: reads it, and returns its elements, flat, in memory that may be written
         to.

@@ -17,11 +17,12 @@ import numpy as np
 
 from zckpt.engine.cast import Array, cast, is_finite, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.checking import Overflowed
-from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
+from zckpt.engine.computed import Block, Computed, Function, blocks, flattened
 from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import WIDENED, Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
-from zckpt.state import ZEROS
+from zckpt.engine.workers import BATCH_NBYTES
+from zckpt.state import ZEROS, Extent, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
@@ -51,9 +52,18 @@ class Piece:
     label: str = field(default="", kw_only=True)
 
     @property
+    def moved_nbytes(self) -> int:
+        """Bytes of tensors in it: all of it."""
+        return self.nbytes
+
+    @property
     def is_bytewise(self) -> bool:
         """Whether the bytes are moved as they are."""
         return len(self.copies) == 1 and self.copies[0].is_bytewise
+
+    def paths(self) -> list[str]:
+        """Return the files that it comes from."""
+        return [source.path for copy in self.copies for source in copy.sources if source.path != ZEROS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +100,12 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
         return
     if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in copies):
         for copy in (part for whole in copies for part in _dense(whole)):
-            for cut in _cut_bytes(copy, most_bytewise) if copy.is_bytewise else _cut(copy, most):
-                yield Piece(cut.offset, cut.nbytes, (cut,), label=hole.label)
+            if copy.is_bytewise and copy.nbytes > most_bytewise:  # where blocks of the target begin: none is in two
+                first = max((most_bytewise - copy.offset % BLOCK_NBYTES) // itemsize(copy.target_dtype), 0)
+                cuts = [_rows(copy, 0, first), *_cut(_rows(copy, first, copy.shape[0] - first), most_bytewise)]
+            else:
+                cuts = [*_cut(copy, most_bytewise if copy.is_bytewise else most)]
+            yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in cuts if cut.numel)
         return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
     for piece in _interleaved(copies, origin, hole.offset, hole.offset + hole.nbytes, most):
@@ -173,17 +187,6 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
-def _cut_bytes(copy: Copy, most: int) -> Iterator[Copy]:
-    """Cut a copy that is moved as it is where blocks of the target begin, so that no block is in two pieces."""
-    size = itemsize(copy.target_dtype)
-    first = (most - copy.offset % BLOCK_NBYTES) // size
-    if copy.nbytes <= most or first < 1:
-        yield from _cut(copy, most)
-        return
-    yield _rows(copy, 0, first)
-    yield from _cut(_rows(copy, first, copy.shape[0] - first), most)
-
-
 def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
     """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
@@ -221,9 +224,11 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
     """
     if isinstance(piece, ComputedPiece):
         block = piece.block
-        inputs = [partial(_elements_of, each, sources) for each in block.inputs]
+        inputs = [partial(read_extent, each.slot, each.extent, sources, dtype=each.dtype) for each in block.inputs]
         with np.errstate(all="ignore"):  # what is no number stays none
-            values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
+            values = piece.function.compute(inputs, block.start, block.numel)[
+                block.skipped : block.skipped + block.kept
+            ]
         return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return in_order(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
@@ -246,7 +251,7 @@ def overflowed(piece: Piece, data: memoryview, sources: Sources) -> list[Overflo
     wrong = ~np.isfinite(np.frombuffer(data, numpy_dtype(dtype)))
     if isinstance(piece, ComputedPiece):
         for each in piece.block.inputs:
-            finite = np.isfinite(_elements_of(each, sources))
+            finite = np.isfinite(read_extent(each.slot, each.extent, sources, dtype=each.dtype))
             if len(finite) == piece.block.numel:
                 wrong &= finite[piece.block.skipped : piece.block.skipped + piece.block.kept]
             else:
@@ -264,21 +269,20 @@ def overflowed(piece: Piece, data: memoryview, sources: Sources) -> list[Overflo
 
 
 def is_endless(piece: Piece, data: memoryview) -> bool:
-    """Tell whether bytes that a piece became, alone or with others like it, may hold values that overflowed."""
+    """Tell whether bytes that a piece became, alone or with others like it, may hold values that overflowed.
+
+    A finite element can become one that is not where a type is narrower, or several are added.
+    """
     dtype = _dtype_of(piece)
-    if not is_floating(dtype) or not (isinstance(piece, ComputedPiece) or any(map(_may_overflow, piece.copies))):
+    types = [(copy.source_dtype, copy.target_dtype) for copy in piece.copies if len(copy.sources) == 1]
+    kept = not isinstance(piece, ComputedPiece) and len(types) == len(piece.copies)
+    if not is_floating(dtype) or (kept and all(a == b or (a, b) in WIDENED for a, b in types)):
         return False
     return not is_finite(np.frombuffer(data, numpy_dtype(dtype)))
 
 
 def _dtype_of(piece: Piece) -> str:
     return piece.dtype if isinstance(piece, ComputedPiece) else piece.copies[0].target_dtype
-
-
-def _may_overflow(copy: Copy) -> bool:
-    """Tell whether a finite element can become one that is not: where a type is narrower, or several are added."""
-    types = copy.source_dtype, copy.target_dtype
-    return len(copy.sources) > 1 or (types[0] != types[1] and types not in WIDENED)
 
 
 def _values(copy: Copy, sources: Sources) -> Array:
@@ -303,98 +307,97 @@ def _converted(arrays: Iterable[Array], copy: Copy) -> Array:
 
 
 def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
-    """Return the elements of a copy as an array of its shape, read with one read where its strides allow."""
+    """Return the elements of a copy as an array of its shape, read with one read where its strides allow.
+
+    Of those that lie far apart, what lies near each other is read at once in a file that is elsewhere; of one here, the
+    pages that they are on, through mappings.
+    """
     dtype = numpy_dtype(copy.source_dtype)
     if source.path == ZEROS:
         return np.zeros(copy.shape, dtype)
     reach = reach_of(copy.shape, source.strides, dtype.itemsize)
-    if reach <= 2 * copy.numel * dtype.itemsize:
-        buffer = bytearray(reach)
-        sources.read(source.path, source.offset, memoryview(buffer))
-        gathered: Array = np.ndarray(copy.shape, dtype, buffer, strides=source.strides)
+    gathered: Array
+    if reach > 2 * copy.numel * dtype.itemsize and found(source.path) is None:
+        gathered = np.empty(copy.shape, dtype)
+        gather_mapped(gathered, sources.descriptor(source.path), source.offset, source.strides, path=source.path)
+        sources.touch(source.path, source.offset, reach)
         return gathered
-    if found(source.path) is not None:
-        return _gather_rows(copy, source, sources, dtype)
-    return _gather_mapped(copy, source, sources, reach)
-
-
-def _gather_rows(copy: Copy, source: Strided, sources: Sources, dtype: np.dtype[np.generic]) -> Array:
-    """Gather elements that lie far apart in a file that is elsewhere: what lies near each other is read at once."""
-    gathered: Array = np.empty(copy.shape, dtype)
-    for index, part in _rows_of(copy.shape, source, dtype.itemsize):
-        buffer = bytearray(part.nbytes)
-        sources.read(source.path, part.offset, memoryview(buffer))
-        gathered[index] = np.ndarray(part.shape, dtype, buffer, strides=part.strides)
+    parts = list(_near(copy.shape, source, dtype.itemsize))
+    if len(parts) > 1:
+        gathered = np.empty(copy.shape, dtype)
+    for index, offset, nbytes, shape, strides in parts:
+        buffer = bytearray(nbytes)
+        sources.read(source.path, offset, memoryview(buffer))
+        part: Array = np.ndarray(shape, dtype, buffer, strides=strides)
+        if len(parts) == 1:
+            return part.reshape(copy.shape)
+        gathered[index] = part
     return gathered
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Elements of a strided source that are read at once: `nbytes` bytes from `offset` on have them all."""
-
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+_Near = tuple[tuple["int | slice", ...], int, int, tuple[int, ...], tuple[int, ...]]
+"""Elements that are read at once: their index, the offset and number of bytes that have them, shape and strides."""
 
 
-def _rows_of(shape: tuple[int, ...], source: Strided, size: int) -> Iterator[tuple[tuple[int | slice, ...], _Part]]:
-    """Yield the parts of a source that are read at once, each with the index of its elements.
+def _near(shape: tuple[int, ...], source: Strided, size: int) -> Iterator[_Near]:
+    """Yield the parts of a source that are read at once.
 
     Dimensions are taken apart, the one of the largest steps first, until most of what is read is needed, or little is
     read in all.
     """
     steps = sorted(range(len(shape)), key=lambda dim: -source.strides[dim])
-    apart = 0
-    while apart < len(steps):
-        rest = steps[apart:]
-        reach = size + sum((shape[dim] - 1) * source.strides[dim] for dim in rest)
-        if reach <= max(2 * size * math.prod(shape[dim] for dim in rest), NEAR_NBYTES):
+    for apart in range(len(steps) + 1):
+        inner = sorted(steps[apart:])
+        sizes, strides = tuple(shape[dim] for dim in inner), tuple(source.strides[dim] for dim in inner)
+        reach = reach_of(sizes, strides, size)
+        if reach <= max(2 * size * math.prod(sizes), NEAR_NBYTES):
             break
-        apart += 1
-    inner = sorted(steps[apart:])
-    reach = size + sum((shape[dim] - 1) * source.strides[dim] for dim in inner)
     for at in np.ndindex(*(shape[dim] for dim in steps[:apart])):
-        place = dict(zip(steps[:apart], at, strict=True))
-        offset = source.offset + sum(n * source.strides[dim] for dim, n in place.items())
-        index = tuple(place.get(dim, slice(None)) for dim in range(len(shape)))
-        yield index, _Part(offset, reach, tuple(shape[d] for d in inner), tuple(source.strides[d] for d in inner))
+        chosen = dict(zip(steps[:apart], at, strict=True))
+        offset = source.offset + sum(n * source.strides[dim] for dim, n in chosen.items())
+        yield tuple(chosen.get(dim, slice(None)) for dim in range(len(shape))), offset, reach, sizes, strides
 
 
-def ranges_read(some: Sequence[Piece]) -> Iterator[Range]:
+def ranges_read(some: Iterable[Piece]) -> Iterator[Range]:
     """Yield which bytes of which files pieces read, for `ahead`; of computed ones, none, for they say so later."""
     for piece in some:
         for copy in () if isinstance(piece, ComputedPiece) else piece.copies:
-            size = itemsize(copy.source_dtype)
             for source in copy.sources:
                 if found(source.path) is not None:
-                    for _, part in _rows_of(copy.shape, source, size):
-                        yield source.path, part.offset, part.nbytes
+                    parts = _near(copy.shape, source, itemsize(copy.source_dtype))
+                    yield from ((source.path, offset, nbytes) for _, offset, nbytes, _, _ in parts)
 
 
-def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) -> Array:
-    """Gather elements that lie far apart through mappings of the file: only the pages they are on are read."""
-    gathered: Array = np.empty(copy.shape, numpy_dtype(copy.source_dtype))
-    gather_mapped(gathered, sources.descriptor(source.path), source.offset, source.strides, path=source.path)
-    sources.touch(source.path, source.offset, reach)
-    return gathered
+def pieces_of(hole: Hole, most: int = BATCH_NBYTES) -> Iterator[Piece]:
+    """Return a hole in pieces of at most `most` bytes."""
+    return pieces(Fill(hole, tuple(fill(hole))), most, most)
 
 
-def _elements_of(one: Input, sources: Sources) -> Array:
-    """Return what a block needs of a slot, flat."""
-    result = np.empty(one.extent.numel, numpy_dtype(one.dtype))
-    view = memoryview(result.view(np.uint8).data) if one.extent.numel else memoryview(b"")
-    hole = Hole(0, one.slot.name, one.slot, one.extent, one.dtype)
-    for piece in pieces(Fill(hole, tuple(fill(hole))), hole.nbytes, hole.nbytes):
-        into = view[piece.offset : piece.offset + piece.nbytes]
-        source = piece.copies[0].sources[0]
-        if piece.is_bytewise:
-            sources.read(source.path, source.offset, into)
-        elif len(piece.copies) == 1 and piece.copies[0].is_plain:
-            start = piece.offset // result.itemsize
-            _read_cast(piece.copies[0], sources, result[start : start + piece.copies[0].numel])
-        else:
-            into[:] = elements(piece, sources)
+def read_piece(piece: Piece, into: memoryview, sources: Sources) -> memoryview:
+    """Read a piece into a buffer, at its offset, and return it; what is moved as it is is not copied on the way."""
+    view = into[piece.offset : piece.offset + piece.nbytes]
+    copy = piece.copies[0] if len(piece.copies) == 1 and not isinstance(piece, ComputedPiece) else None
+    if copy is not None and copy.is_bytewise:
+        sources.read(copy.sources[0].path, copy.sources[0].offset, view)
+    elif copy is not None and copy.is_plain:
+        _read_cast(copy, sources, np.frombuffer(view, numpy_dtype(copy.target_dtype)))
+    else:
+        view[:] = elements(piece, sources)
+    return view
+
+
+def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | None = None) -> Array:
+    """Return the elements of an extent of a slot, flat.
+
+    `dtype`: element type of the result; by default the slot's own. Raises LayoutError: the slot's spans do not cover
+    the extent exactly once; DamagedFileError: a file ends too early.
+    """
+    dtype = dtype or slot.dtype
+    result = np.empty(extent.numel, numpy_dtype(dtype))
+    if extent.numel:
+        view = memoryview(result.view(np.uint8).data)
+        for piece in pieces_of(Hole(0, slot.name, slot, extent, dtype)):
+            read_piece(piece, view, sources)
     return result
 
 

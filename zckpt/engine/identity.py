@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from zckpt.engine.copy import ComputedPiece
 from zckpt.engine.low_rank import Kept
 from zckpt.engine.packs import Pack, PackedSlot
-from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import CutPiece
 from zckpt.errors import shown
 from zckpt.state import CutFiles, Slot
 
 if TYPE_CHECKING:
-    from zckpt.engine.computed import Function
     from zckpt.engine.write import AnyPiece, Batch
 
 KEY_NBYTES = 16
 """Of a digest: no two of the batches of any number of runs share one."""
 
-PLAIN = (str, int, float, bool, type(None))
+PLAIN = (str, int, float, type(None))
 
 
 def key_of(batch: Batch, name: str) -> str | None:
@@ -37,14 +36,13 @@ def key_of(batch: Batch, name: str) -> str | None:
 
     `name`: of the target file within the target.
     """
-    digest = blake2b(digest_size=KEY_NBYTES)
-    digest.update(repr((name, batch.checksummed, bool(batch.watched))).encode("utf-8", "surrogatepass"))
+    digest = blake2b(repr((name, batch.checksummed, bool(batch.watched))).encode("utf-8", "surrogatepass"),
+                     digest_size=KEY_NBYTES)  # fmt: skip
     try:
-        for piece in batch.pieces:
-            for one in _of(piece):
-                data = one if isinstance(one, (bytes, memoryview)) else repr(one).encode("utf-8", "surrogatepass")
-                digest.update(len(data).to_bytes(8, "little"))
-                digest.update(data)
+        for one in chain.from_iterable(map(_of, batch.pieces)):
+            data = one if isinstance(one, (bytes, memoryview)) else repr(one).encode("utf-8", "surrogatepass")
+            digest.update(len(data).to_bytes(8, "little"))
+            digest.update(data)
     except _UnknownError:
         return None
     return digest.hexdigest()
@@ -69,44 +67,28 @@ def _of(piece: AnyPiece) -> Iterator[object]:
     elif isinstance(piece, ComputedPiece):
         block = piece.block
         yield "computed", piece.offset, piece.nbytes, piece.dtype, block.start, block.numel, block.skipped, block.kept
-        yield _of_function(piece.function)
+        yield _of_value(piece.function)
         for each in block.inputs:
-            yield each.extent, each.dtype, _of_slot(each.slot)
+            slot, spans = each.slot, (each.slot.spans, *each.slot.replicas)
+            yield each.extent, each.dtype, slot.shape, slot.dtype, slot.factors
+            yield [[replace(one, path=whole(one.path)) for one in some] for some in spans]
     else:
-        yield piece.offset, piece.nbytes, [_of_copy(copy) for copy in piece.copies]
+        for copy in piece.copies:
+            yield replace(copy, sources=tuple(replace(one, path=whole(one.path)) for one in copy.sources))
 
 
-def _of_copy(one: Copy) -> tuple[object, ...]:
-    sources = [(whole(source.path), source.offset, source.strides) for source in one.sources]
-    dtypes = one.source_dtype, one.target_dtype, one.byteorder, one.unresolved
-    return (one.shape, sources, *dtypes, one.offset, one.strides)
-
-
-def _of_slot(slot: Slot) -> tuple[object, ...]:
-    return slot.shape, slot.dtype, slot.factors, [_of_spans(spans) for spans in (slot.spans, *slot.replicas)]
-
-
-def _of_spans(spans: object) -> list[tuple[object, ...]]:
-    return [
-        (one.extent, whole(one.path), one.offset, one.dtype, one.byteorder, one.strides, one.unresolved)
-        for one in spans  # type: ignore[attr-defined]  # a sequence of spans, or a rule that gives them
-    ]
-
-
-def _of_function(function: Function) -> tuple[object, ...]:
-    """Return what a function computes, but for the slots, which are the inputs of its blocks."""
-    kind = type(function)
-    if not is_dataclass(function):
+def _of_value(value: object) -> object:
+    """Return what a function is made of, but for the slots, which are the inputs of its blocks."""
+    if isinstance(value, (Slot, Kept)):
+        return None
+    if isinstance(value, tuple):
+        return list(map(_of_value, value))
+    if isinstance(value, PLAIN):
+        return value
+    if not is_dataclass(value):
         raise _UnknownError
-    values = []
-    for one in fields(function):
-        value = getattr(function, one.name)
-        every = value if isinstance(value, tuple) else (value,)
-        if all(isinstance(each, PLAIN) for each in every):
-            values.append((one.name, value))
-        elif not all(isinstance(each, (Slot, Kept)) for each in every):
-            raise _UnknownError
-    return kind.__module__, kind.__qualname__, values
+    kind = type(value)
+    return kind.__module__, kind.__qualname__, [_of_value(getattr(value, one.name)) for one in fields(value)]
 
 
 @lru_cache(maxsize=16)

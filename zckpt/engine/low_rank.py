@@ -112,7 +112,7 @@ class LowRank:
         slots = self.base, self.left, self.right
         return [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
 
-    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:  # noqa: ARG002
         """Return rows of the slot with the product added."""
         read_base, read_left, read_right = inputs
         right = self.kept.get(self.right, read_right)

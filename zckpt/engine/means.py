@@ -53,7 +53,7 @@ class Mean(_OfSeveral):
 
     weights: tuple[float, ...]
 
-    def compute(self, inputs: Inputs) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002  # alike everywhere
         """Return the mean of a block."""
         number = numpy_dtype(self.dtype).type
         alike = len(set(self.weights)) == 1
@@ -79,7 +79,7 @@ class Decayed(_OfSeveral):
 
     decay: float
 
-    def compute(self, inputs: Inputs) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002  # alike everywhere
         """Return the mean of a block."""
         number = numpy_dtype(self.dtype).type
         first, *others = inputs

@@ -90,8 +90,7 @@ def write_pieces(
             continue
         for piece in some:
             crc = _write_piece(piece, target, sources, buffer, checksummed, cloned)
-            nbytes = len(piece.data) if isinstance(piece, Literal) else piece.nbytes
-            seen.append(Seen(path, piece.offset, nbytes, crc))
+            seen.append(Seen(path, piece.offset, piece.nbytes, crc))
     return seen
 
 

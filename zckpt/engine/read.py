@@ -10,19 +10,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from zckpt.engine.cast import Array, cast, numpy_dtype
+from zckpt.engine.cast import cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
-from zckpt.engine.copy import Piece, elements, overflowed, pieces, ranges_read
-from zckpt.engine.plan import Copy, Fill, fill
+from zckpt.engine.copy import Piece, overflowed, pieces_of, ranges_read, read_piece
+from zckpt.engine.gather import reach_of
+from zckpt.engine.plan import fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
-from zckpt.errors import UnsupportedError
+from zckpt.engine.workers import READERS, Workers, batched
+from zckpt.errors import about
 from zckpt.state import ZEROS, Extent, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
-from zckpt.storage.files import Sources, check_nbytes
+from zckpt.storage.files import check_nbytes
 
 Batch = TypeVar("Batch")
 
@@ -70,7 +71,8 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bo
     SourceError
         A file cannot be read.
     """
-    batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
+    every = ((piece, one.into) for one, hole in zip(reads, _holes(reads), strict=True) for piece in pieces_of(hole))
+    batches = list(batched(every, lambda one: one[0].nbytes))
     checks = checks or watched_by()
     some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
     checks.expect(source.path for copy in some for source in copy.sources if source.path != ZEROS)
@@ -99,72 +101,32 @@ def check_reads(reads: Iterable[Read]) -> None:
     """
     needed: dict[str, int] = {}
     casts: dict[tuple[str, str], str] = {}
-    indexes = SpanIndexes()
-    for read in reads:
-        reaching = indexes.reaching(read.slot, read.extent)
-        for copy in fill(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
+    for hole in _holes(reads):
+        for copy in fill(hole):
             casts.setdefault((copy.source_dtype, copy.target_dtype), copy.sources[0].path)
-            for path, end in _ends(copy):
-                needed[path] = max(needed.get(path, 0), end)
+            for source in copy.sources if copy.sources[0].path != ZEROS else ():
+                end = source.offset + reach_of(copy.shape, source.strides, itemsize(copy.source_dtype))
+                needed[source.path] = max(needed.get(source.path, 0), end)
     for (before, after), path in casts.items():
-        try:
+        with about(path):
             if before != after:
                 cast(np.empty(0, numpy_dtype(before)), after)
-        except UnsupportedError as error:
-            raise UnsupportedError(error.message, path=path) from error
     for path, nbytes in needed.items():
         check_nbytes(path, nbytes)
     watched_by().expect(needed)
 
 
-def _ends(copy: Copy) -> Iterator[tuple[str, int]]:
-    """Yield which files a copy reads from, and the byte behind the last one that it reads."""
-    for source in copy.sources if copy.sources[0].path != ZEROS else ():
-        steps = zip(copy.shape, source.strides, strict=True)
-        yield source.path, source.offset + sum((n - 1) * step for n, step in steps) + itemsize(copy.source_dtype)
-
-
-def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | None = None) -> Array:
-    """Return the elements of an extent of a slot, flat.
-
-    `dtype`: element type of the result; by default the slot's own. Raises LayoutError: the slot's spans do not cover
-    the extent exactly once; DamagedFileError: a file ends too early.
-    """
-    dtype = dtype or slot.dtype
-    result = np.empty(extent.numel, numpy_dtype(dtype))
-    view = memoryview(result.view(np.uint8).data) if extent.numel else memoryview(b"")
-    for piece in _pieces(Hole(0, slot.name, slot, extent, dtype)):
-        read_piece(piece, view, sources)
-    return result
-
-
-def _pieces(hole: Hole) -> Iterator[Piece]:
-    return pieces(Fill(hole, tuple(fill(hole))), BATCH_NBYTES, BATCH_NBYTES)
-
-
-def _all_pieces(reads: Iterable[Read]) -> Iterator[tuple[Piece, memoryview]]:
-    """Yield pieces and the memory that each goes to."""
+def _holes(reads: Iterable[Read]) -> Iterator[Hole]:
+    """Yield what is to be read as holes, with only those spans that each needs."""
     indexes = SpanIndexes()
     for read in reads:
-        reaching = indexes.reaching(read.slot, read.extent)
-        for piece in _pieces(Hole(0, read.name or read.slot.name, reaching, read.extent, read.dtype)):
-            yield piece, read.into
+        slot = indexes.reaching(read.slot, read.extent)
+        yield Hole(0, read.name or read.slot.name, slot, read.extent, read.dtype)
 
 
 def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:
-    with WatchedSources(watched) as sources, ahead(ranges_read([piece for piece, _ in batch])):
+    with WatchedSources(watched) as sources, ahead(ranges_read(piece for piece, _ in batch)):
         found: list[Seen] = []
         for piece, into in batch:
             found += overflowed(piece, read_piece(piece, into, sources), sources)
         return [*sources.seen, *found]
-
-
-def read_piece(piece: Piece, into: memoryview, sources: Sources) -> memoryview:
-    """Read a piece into a buffer, at its offset, and return it; what is moved as it is is not copied on the way."""
-    view = into[piece.offset : piece.offset + piece.nbytes]
-    if piece.is_bytewise:
-        source = piece.copies[0].sources[0]
-        sources.read(source.path, source.offset, view)
-    else:
-        view[:] = elements(piece, sources)
-    return view

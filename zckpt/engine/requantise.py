@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -49,27 +49,6 @@ class Portion:
     def inputs(self) -> Sequence[Input]:
         """Return what its elements are computed from."""
         return () if self.slot is None else self.slot.function.inputs(self.start, self.numel)
-
-
-@dataclass(frozen=True, slots=True)
-class Floats:
-    """The values of a slot that is in float32 already."""
-
-    slot: Slot
-
-    step: ClassVar[None] = None
-    """Any elements can be read by themselves."""
-
-    width: ClassVar[int] = 4
-    """Bytes of a float32."""
-
-    def inputs(self, start: int, numel: int) -> list[Input]:
-        """Return the elements themselves."""
-        return [Input(self.slot, Extent.flat(self.slot.shape, start, numel), "float32")]
-
-    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
-        """Return them as they are."""
-        return inputs[0]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +101,15 @@ class Requantised:
         found = [each for one in self.portions for each in one.inputs()]
         return found if self.qmap is None else [*found, Input(self.qmap, Extent.whole(self.qmap.shape), "float32")]
 
-    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:  # noqa: ARG002
         """Return the codes, or the scales."""
         values: Array = np.zeros(self.numel, np.float32)
         at = taken = 0
         for one in self.portions:
             count = len(one.inputs())
             if one.slot is not None:
-                values[at : at + one.numel] = one.slot.function.compute(inputs[taken : taken + count])
+                some = inputs[taken : taken + count]
+                values[at : at + one.numel] = one.slot.function.compute(some, one.start, one.numel)
             at, taken = at + one.numel, taken + count
         qmap = None if self.qmap is None else inputs[taken]()
         found = self.quantise(values, self.block, qmap, self.gives_scales)

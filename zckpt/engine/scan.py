@@ -4,14 +4,13 @@ A set of slots is cut into blocks of as many elements each. The elements of a bl
 as the copier would write them, into buffers that a worker uses over and over; what is found out about them there is the
 caller's. What blocks have in common with others - differences, digests, counts - is put together by the caller too.
 
-Most slots lie flat: whole tensors, and what ZeRO cuts. Those are read without a plan; slices, strides and other types
-are planned. A tensor that says the same elements again and again, as torch's `expand` makes them (strides of 0), may be
-10**12 elements in a file of a kilobyte: whoever looks at elements looks at each stored one once.
+What a rule cuts finely is read together with other blocks; all else is planned, block by block. A tensor that says the
+same elements again and again, as torch's `expand` makes them (strides of 0), may be 10**12 elements in a file of a
+kilobyte: whoever looks at elements looks at each stored one once.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -23,10 +22,8 @@ import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import Array, cast, numpy_dtype
-from zckpt.engine.copy import pieces
+from zckpt.engine.copy import Piece, pieces_of, ranges_read, read_piece
 from zckpt.engine.fine import Cut, fine_cut
-from zckpt.engine.plan import Fill, fill
-from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import read_together
@@ -35,7 +32,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.state import CutSpans, Extent, Slot, Span
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
-from zckpt.storage.distant import Range, ahead
+from zckpt.storage.distant import ahead
 from zckpt.storage.files import PAGE_NBYTES, Sources
 
 BLOCK_NBYTES = 1 << 20
@@ -102,12 +99,8 @@ class SlotSet:
         return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
 
 
-ByteRange = tuple[str, int, int]
-"""Path, offset and number of bytes."""
-
-Source = Slot | CutSpans | tuple[ByteRange, ...]
-"""Where the elements of a block lie: ranges that are read one after the other, a slot that a plan is made for, or a
-rule that cuts them so finely that they are read together with those of other blocks."""
+Source = Slot | CutSpans
+"""Where the elements of a block lie: a slot, or a rule that cuts them so finely that blocks are read together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,41 +204,28 @@ def _reads(batch: Sequence[Block]) -> Iterator[str]:
     """Yield the files in which a batch lies; of a computed slot, whose inputs say it, none."""
     for block in batch:
         for source in block.sources:
-            if isinstance(source, Slot):
-                yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
-            elif isinstance(source, CutSpans):
+            if isinstance(source, CutSpans):
                 yield from Cut(source, block.start, block.numel, 0).paths()
             else:
-                yield from (path for path, _, _ in source)
+                yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
 
 
 def _blocks(
     index: int, one: SlotSet, numel: int | None, most: int, goes_on: Callable[[int], bool] | None
 ) -> Iterator[Block]:
-    widest = one.widest
-    step = numel or max(most // widest, 1)
-    held = [_held(slot, dtype, min(step, one.numel)) for slot, dtype in zip(one.slots, one.dtypes, strict=True)]
+    step = numel or max(most // one.widest, 1)
+    rules = [fine_cut(slot, Extent.flat(slot.shape, 0, min(step, one.numel))) for slot in one.slots]
     indexes = SpanIndexes()
     for start in range(0, one.numel, step):
         if goes_on is not None and not goes_on(index):
             return
         count = min(step, one.numel - start)
-        sources = tuple(_within(way, indexes, start, count) for way in held)
-        yield Block(index, one.label, one.shape, one.dtypes, sources, start, count, count * widest)
-
-
-def _held(slot: Slot, dtype: str, step: int) -> FlatSpans | CutSpans | Slot:
-    return fine_cut(slot, Extent.flat(slot.shape, 0, step)) or flat_spans(slot, dtype) or slot
-
-
-def _within(held: FlatSpans | CutSpans | Slot, indexes: SpanIndexes, start: int, numel: int) -> Source:
-    if isinstance(held, CutSpans):
-        return held
-    if isinstance(held, FlatSpans):
-        return held.byte_ranges(start, numel)
-    if numel == held.numel:
-        return held  # one block needs no index
-    return indexes.reaching(held, Extent.flat(held.shape, start, numel))
+        extent = Extent.flat(one.shape, start, count)
+        sources = tuple(
+            rule or (slot if count == one.numel else indexes.reaching(slot, extent))  # one block needs no index
+            for slot, rule in zip(one.slots, rules, strict=True)
+        )
+        yield Block(index, one.label, one.shape, one.dtypes, sources, start, count, count * one.widest)
 
 
 def look_at_batch(
@@ -260,19 +240,31 @@ def look_at_batch(
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
-    with Sources(direct) as sources, ahead(_ranges(batch)):
+    planned = [_pieces(block) for block in batch]
+    every = (piece for some in planned for each in some for piece in each)
+    with Sources(direct) as sources, ahead(ranges_read(every)):
+        found = iter(planned)
         for some in _together(batch, most):
             cut = _read_cuts(some, sources, most)
             for block in some:
                 arrays = [
-                    cut.pop() if isinstance(source, CutSpans) else _read(block, number, source, buffers, sources)
-                    for number, source in enumerate(block.sources)
+                    cut.pop() if isinstance(source, CutSpans) else _read(block, number, pieces, buffers, sources)
+                    for number, (source, pieces) in enumerate(zip(block.sources, next(found), strict=True))
                 ]
-                found = look(block.index, block.start, arrays)
-                if found is not None:
-                    results.append((block.index, found))
+                seen = look(block.index, block.start, arrays)
+                if seen is not None:
+                    results.append((block.index, seen))
     spare.append(buffers)
     return results
+
+
+def _pieces(block: Block) -> list[list[Piece]]:
+    """Return the pieces of each slot of a block; none of what is read together with others."""
+    extent = Extent.flat(block.shape, block.start, block.numel)
+    return [
+        [] if isinstance(source, CutSpans) else [*pieces_of(Hole(0, block.label, source, extent, dtype), block.nbytes)]
+        for source, dtype in zip(block.sources, block.dtypes, strict=True)
+    ]
 
 
 def _together(batch: Sequence[Block], most: int) -> Iterator[list[Block]]:
@@ -308,17 +300,7 @@ def _read_cuts(batch: Sequence[Block], sources: Sources, most: int) -> list[Arra
     return found[::-1]
 
 
-def _ranges(batch: Sequence[Block]) -> Iterator[Range]:
-    """Yield what a batch reads of slots that lie flat; of others each piece says so itself."""
-    for block in batch:
-        for source in block.sources:
-            if isinstance(source, tuple):
-                yield from source
-
-
-def _read(
-    block: Block, number: int, source: Slot | tuple[ByteRange, ...], buffers: list[Array], sources: Sources
-) -> Array:
+def _read(block: Block, number: int, pieces: Sequence[Piece], buffers: list[Array], sources: Sources) -> Array:
     """Read a block of one slot of its set into the buffer that such slots have."""
     dtype = block.dtypes[number]
     nbytes = block.numel * itemsize(dtype)
@@ -327,79 +309,14 @@ def _read(
     if len(buffers[number]) < nbytes + PAGE_NBYTES:
         buffers[number] = np.frombuffer(sources.room(nbytes), np.uint8)
     view = buffers[number][:nbytes]
-    if isinstance(source, Slot):
-        extent = Extent.flat(block.shape, block.start, block.numel)
-        hole = Hole(0, block.label, source, extent, dtype)
-        for piece in pieces(Fill(hole, tuple(fill(hole))), nbytes, nbytes):
-            read_piece(piece, view.data, sources)
-    elif len(source) == 1:
-        ((path, offset, _),) = source
-        found, _ = sources.window(path, offset, view.data, buffers[number].data)
+    if len(pieces) == 1 and pieces[0].is_bytewise:
+        source = pieces[0].copies[0].sources[0]
+        found, _ = sources.window(source.path, source.offset, view.data, buffers[number].data)
         view = np.frombuffer(found, np.uint8)
     else:
-        at = 0
-        for path, offset, size in source:
-            sources.read(path, offset, view[at : at + size].data)
-            at += size
+        for piece in pieces:
+            read_piece(piece, view.data, sources)
     return view.view(numpy_dtype(dtype))
-
-
-@dataclass(frozen=True, slots=True)
-class FlatSpans:
-    """The spans of a slot that lies flat, in order and without a gap.
-
-    Parameters
-    ----------
-    starts : list of int, elements
-        Where each begins.
-    offsets : list of (str, int)
-        Path and byte offset of each.
-    numel : int, elements
-    size : int, bytes
-        Of an element.
-    """
-
-    starts: list[int]
-    offsets: list[tuple[str, int]]
-    numel: int
-    size: int
-
-    def byte_ranges(self, start: int, numel: int) -> tuple[ByteRange, ...]:
-        """Return where elements [start, start + numel) lie."""
-        found = []
-        index = bisect_right(self.starts, start) - 1
-        end = start + numel
-        while start < end:
-            last = self.starts[index + 1] if index + 1 < len(self.starts) else self.numel
-            count = min(last, end) - start
-            path, offset = self.offsets[index]
-            found.append((path, offset + (start - self.starts[index]) * self.size, count * self.size))
-            start, index = start + count, index + 1
-        return tuple(found)
-
-
-def flat_spans(slot: Slot, dtype: str) -> FlatSpans | None:
-    """Return the spans of a slot; None unless its elements lie flat in them, once, as `dtype` and little-endian."""
-    if slot.replicas:
-        return None
-    for span in slot.spans:
-        if (
-            span.dtype != dtype
-            or not span.is_contiguous
-            or span.extent.sizes != slot.shape
-            or (span.byteorder != "little" and itemsize(dtype) > 1)
-        ):
-            return None
-    spans = sorted((span for span in slot.spans if span.extent.numel), key=lambda span: span.extent.start)
-    at = 0
-    for span in spans:
-        if span.extent.start != at:
-            return None
-        at += span.extent.numel
-    if at != slot.numel:
-        return None
-    starts = [span.extent.start for span in spans]
-    return FlatSpans(starts, [(span.path, span.offset) for span in spans], at, itemsize(dtype))
 
 
 def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:

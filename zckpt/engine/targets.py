@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
@@ -21,6 +21,18 @@ class Literal:
 
     offset: int
     data: bytes | memoryview
+
+    moved_nbytes: ClassVar[int] = 0
+    """Bytes of tensors in it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of it in bytes."""
+        return len(self.data)
+
+    def paths(self) -> Iterable[str]:
+        """Return the files that it comes from: none."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

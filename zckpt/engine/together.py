@@ -49,6 +49,12 @@ class CutPiece:
         """Its size."""
         return self.cut.numel * itemsize(self.dtype)
 
+    moved_nbytes = nbytes
+
+    def paths(self) -> tuple[str, ...]:
+        """Return the files that have some of it."""
+        return self.cut.paths()
+
 
 def cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
     """Yield pieces of at most `most` bytes on both sides for a hole that a rule cuts finely."""

@@ -191,7 +191,7 @@ def parts(one: FilePlan, step: int, checks: Checks) -> Iterator[Part]:
     within: list[Item] = []
     for number, low in enumerate(range(0, max(one.file.nbytes, 1), step)):
         high = min(low + step, one.file.nbytes)
-        within = [item for item in within if _end(item) > low]
+        within = [item for item in within if item.offset + item.nbytes > low]
         while following is not None and following.offset < high:
             within.append(following)
             following = next(items, None)
@@ -211,16 +211,12 @@ def _items(one: FilePlan, checks: Checks) -> Iterator[Item]:
     return heapq.merge(literals, of_fills, *packed, key=attrgetter("offset"))
 
 
-def _end(item: Item) -> int:
-    return item.offset + (len(item.data) if isinstance(item, Literal) else item.nbytes)
-
-
 def make(part: Part, sources: WatchedSources) -> bytearray:
     """Return the bytes of a part; what nothing reaches is zero."""
     buffer = bytearray(part.nbytes)
     view = memoryview(buffer)
     for item in part.items:
-        low, high = max(item.offset, part.offset), min(_end(item), part.offset + part.nbytes)
+        low, high = max(item.offset, part.offset), min(item.offset + item.nbytes, part.offset + part.nbytes)
         into = view[low - part.offset : high - part.offset]
         if isinstance(item, Piece) and item.is_bytewise:
             source = item.copies[0].sources[0]
@@ -248,12 +244,7 @@ def _made(part: Part, checks: Checks, direct: int = 0) -> tuple[bytearray, list[
 
 def _moved(part: Part) -> int:
     """Return how many bytes of tensors begin in a part."""
-    starting = (item for item in part.items if item.offset >= part.offset)
-    return sum(
-        item.nbytes if isinstance(item, Piece) else item.moved_nbytes
-        for item in starting
-        if not isinstance(item, Literal)
-    )
+    return sum(item.moved_nbytes for item in part.items if item.offset >= part.offset)
 
 
 def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
@@ -273,7 +264,7 @@ def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
             path, start = source.path, begins
         if (source.path, begins) != (path, start):
             return None
-        at = max(at, _end(item))
+        at = max(at, item.offset + item.nbytes)
     if at < part.offset + part.nbytes or path in checks.watched or distant.found(path) is None:
         return None
     return path, start + part.offset, part.nbytes

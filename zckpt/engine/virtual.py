@@ -51,7 +51,7 @@ class VirtualFile(io.RawIOBase):
         self._threads = threads
         self._nbytes = file.nbytes
         parts: list[Literal | Hole | Pack] = [*file.literals, *file.holes, *file.packs]
-        self._parts = sorted((part for part in parts if _nbytes(part)), key=lambda part: part.offset)
+        self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: part.offset)
         self._starts = [part.offset for part in self._parts]
         self._at = 0
         self.read_nbytes = 0
@@ -88,7 +88,7 @@ class VirtualFile(io.RawIOBase):
         late: list[tuple[memoryview, memoryview]] = []
         done = start
         for part in self._within(start, end):
-            low, high = max(part.offset, start), min(part.offset + _nbytes(part), end)
+            low, high = max(part.offset, start), min(part.offset + part.nbytes, end)
             _clear(into[done - start : low - start])
             view = into[low - start : high - start]
             done = max(done, high)
@@ -115,12 +115,8 @@ class VirtualFile(io.RawIOBase):
         for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
             if part.offset >= end:
                 return
-            if part.offset + _nbytes(part) > start:
+            if part.offset + part.nbytes > start:
                 yield part
-
-
-def _nbytes(part: Literal | Hole | Pack) -> int:
-    return len(part.data) if isinstance(part, Literal) else part.nbytes
 
 
 def _clear(view: memoryview) -> None:

@@ -28,12 +28,11 @@ from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Target, write_pieces
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Plan
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, cut_pieces, read_together
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state import ZEROS
 from zckpt.state.dtypes import is_floating
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
@@ -309,9 +308,9 @@ class _Files:
             if one.file.checksums:
                 kept = TargetFile(one.file.name, one.file.nbytes, checksums=one.file.checksums)
                 self._open[str(path)] = FilePlan(kept, ()), seen
-                large = (len(literal.data) for literal in one.file.literals if len(literal.data) >= self._large)
-                filled = sum(hole.nbytes for hole in one.file.holes) + sum(pack.nbytes for pack in one.file.packs)
-                self._left[str(path)] = filled + sum(large)
+                large = (literal for literal in one.file.literals if literal.nbytes >= self._large)
+                filled: list[Hole | Pack | Literal] = [*one.file.holes, *one.file.packs, *large]
+                self._left[str(path)] = sum(each.nbytes for each in filled)
             yield path, one
 
     def note(self, batch: Batch, seen: Iterable[Seen]) -> None:
@@ -332,31 +331,14 @@ class _Files:
         patch_checksums(Path(name), *self._open.pop(name))
 
 
-def _moved(piece: AnyPiece) -> int:
-    """Return the bytes of tensors in a piece."""
-    if isinstance(piece, Literal):
-        return 0
-    return piece.moved_nbytes if isinstance(piece, Pack) else piece.nbytes
-
-
 def _task_nbytes(task: _Task) -> int:
-    return sum(_moved(piece) for batch in task.batches for piece in batch.pieces)
+    return sum(piece.moved_nbytes for batch in task.batches for piece in batch.pieces)
 
 
 def _reads(task: _Task) -> Iterator[str]:
     """Yield the files that a task reads; of a pack, those that the format lists from the first to the last."""
-    for piece in (piece for batch in task.batches for piece in batch.pieces):
-        yield from _paths(piece)
-
-
-def _paths(piece: AnyPiece) -> Iterable[str]:
-    if isinstance(piece, Pack):
-        return piece.paths()
-    if isinstance(piece, CutPiece):
-        return piece.cut.paths()
-    if isinstance(piece, Literal):
-        return ()
-    return [source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS]
+    for batch in task.batches:
+        yield from chain.from_iterable(piece.paths() for piece in batch.pieces)
 
 
 def _writes(task: _Task) -> Iterator[str]:
@@ -395,7 +377,7 @@ def _readied(bundle: Bundle, checks: Checks, how: Mapping[str, Any]) -> Bundle:
         pieces = [piece for _, batch in bundle for piece in batch.pieces]
         packs = {(id(each.row), each.low, each.high): each for each in pieces if isinstance(each, Pack)}
         paths = [each.row.paths(each.low, each.high) for each in packs.values()]
-        others = (_paths(each) for each in pieces if not isinstance(each, Pack))
+        others = (each.paths() for each in pieces if not isinstance(each, Pack))
         watched = watched.intersection(chain(*paths, chain.from_iterable(others)))
     return [(name, replace(batch, watched=watched, **how)) for name, batch in bundle]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.plans import read_slot
 from tests.strategies import cuts
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.tensor_parallel import cut, merge

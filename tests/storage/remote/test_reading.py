@@ -123,7 +123,7 @@ def test_columns_of_a_matrix_are_gathered(s3: Served, tmp_path: Path) -> None:
     tensor = torch.arange(6 * (1 << 19), dtype=torch.int32).reshape(6, 1 << 19)
     save_file({"w": tensor}, file)
     checkpoint = zckpt.open(f"{s3.url}/wide.safetensors")
-    from zckpt.engine.read import read_extent
+    from zckpt.engine.copy import read_extent
     from zckpt.state import Extent
     from zckpt.storage.files import Sources
 

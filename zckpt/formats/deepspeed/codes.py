@@ -177,7 +177,8 @@ class Form:
 
 
 def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorage:
-    from zckpt.engine.requantise import Floats, Portion, Requantised, by_bitsandbytes, by_torchao
+    from zckpt.engine.means import Mean
+    from zckpt.engine.requantise import Portion, Requantised, by_bitsandbytes, by_torchao
 
     dtype = "float32" if kind == SCALE else like.codes.dtype
     rule = by_torchao if like.cls else by_bitsandbytes
@@ -186,7 +187,9 @@ def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorag
         portions = tuple(
             Portion(numel, start, slot)
             if slot is None or isinstance(slot, Computed)
-            else Portion(numel, start, Computed(slot.name, "float32", slot.shape, (), function=Floats(slot)))
+            else Portion(
+                numel, start, Computed(slot.name, "float32", slot.shape, (), function=Mean((slot,), "float32", (1.0,)))
+            )
             for slot, start, numel in content
         )
         function = Requantised(portions, block, like.qmap, kind == SCALE, rule, like.per_code == 2)

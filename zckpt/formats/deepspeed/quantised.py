@@ -8,7 +8,6 @@ partition in a dict, torchao each in a tensor of a class of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -219,7 +218,7 @@ def _slots(parameter: Parameter, held: Held) -> dict[str, Slot]:
 
 def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]]) -> Slot:
     """Return one moment of a parameter: computed, or where it is in float32, as it lies there."""
-    from zckpt.engine.blockwise import InPortions, Portion
+    from zckpt.engine.blockwise import Blockwise, Portion
 
     spans: list[Span] = []
     portions: list[Portion] = []
@@ -232,13 +231,10 @@ def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Mom
             offset = own.offset + position * itemsize(codes.dtype)
             spans.append(replace(own, extent=Extent.flat(parameter.shape, extent.start, extent.numel), offset=offset))
         else:
-            [scale] = moment.scale.spans  # with one for each element of a block, as torch's `expand` gives them
-            shape, step = (math.prod(moment.scale.shape), moment.block), (scale.strides or (1,))[0]
-            scale = replace(scale, extent=Extent.whole(shape), strides=(step, 0))
-            its = codes, replace(moment.scale, shape=shape, spans=(scale,)), moment.qmap, moment.per_code == 2
+            its = codes, moment.scale, moment.block, moment.qmap, moment.per_code == 2
             portions.append(Portion(extent.start, extent.numel, position, *its))
     if (spans and portions) or len({(one.qmap is None, one.is_packed) for one in portions}) > 1:
         raise _uncertain(parameter.name, "codes on some ranks, others or floats on others")
     if not portions:
         return Slot(name, "float32", parameter.shape, tuple(spans))
-    return Computed(name, "float32", parameter.shape, (), function=InPortions(tuple(portions)))
+    return Computed(name, "float32", parameter.shape, (), function=Blockwise(tuple(portions)))

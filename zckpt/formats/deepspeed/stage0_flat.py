@@ -144,7 +144,7 @@ def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) ->
 
     from zckpt.compare.weights import ELEMENTS_PER_END, not_rounded
     from zckpt.engine.cast import cast
-    from zckpt.engine.read import read_extent
+    from zckpt.engine.copy import read_extent
 
     first: dict[str, bytes] = {}
     rounded: dict[tuple[int, str], bytes | None] = {}

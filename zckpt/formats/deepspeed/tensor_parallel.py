@@ -284,7 +284,7 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
 
 
 def _sample(slot: Slot, sources: Sources) -> list[Array]:
-    from zckpt.engine.read import read_extent
+    from zckpt.engine.copy import read_extent
 
     last = max(slot.numel - SAMPLED_NUMEL, 0)
     starts = sorted({round(i * last / (SAMPLED_EXTENTS - 1)) for i in range(SAMPLED_EXTENTS)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zckpt.compare.weights import not_rounded
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.state import Extent, Slot
 from zckpt.storage.files import Sources
 

@@ -128,9 +128,9 @@ def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter, path: str
 
 
 def _computed(name: str, codes: Slot, scale: Slot, qmap: Slot | None, block: int, parameter: Parameter) -> Computed:
-    from zckpt.engine.blockwise import Blockwise
+    from zckpt.engine.blockwise import Blockwise, Portion
 
-    function = Blockwise(codes, scale, block, parameter.numel, qmap)
+    function = Blockwise((Portion(0, parameter.numel, 0, codes, scale, block, qmap),))
     return Computed(name, "float32", parameter.shape, (), function=function)
 
 

@@ -71,10 +71,10 @@ class Quantised:
 
     def as_floats(self, name: str) -> Computed:
         """Return the slot that it stands for, in float32."""
-        from zckpt.engine.blockwise import Blockwise
+        from zckpt.engine.blockwise import Blockwise, Portion
 
         numel, is_packed = math.prod(self.shape), self.cls == PACKED
-        every = Blockwise(self.codes, self.scale, self.block, numel, self.qmap, is_packed)
+        every = Blockwise((Portion(0, numel, 0, self.codes, self.scale, self.block, self.qmap, is_packed),))
         function = every if self.floats is None else _SomeFloats(every, self.floats, self.ranges)
         return Computed(name, "float32", self.shape, (), function=function)
 
@@ -90,7 +90,7 @@ class _SomeFloats:
     @property
     def step(self) -> int:
         """One block: it is of one kind."""
-        return self.every.block
+        return self.every.portions[0].block
 
     @property
     def width(self) -> int:
@@ -108,9 +108,9 @@ class _SomeFloats:
             at += count
         return self.every.inputs(start, numel)
 
-    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
         """Return the values of a block."""
-        return inputs[0]() if len(inputs) == 1 else self.every.compute(inputs)
+        return inputs[0]() if len(inputs) == 1 else self.every.compute(inputs, start, numel)
 
 
 def is_quantised(value: object) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from zckpt.engine import Reporter
 from zckpt.engine.cast import Array
 from zckpt.engine.checking import Sum
-from zckpt.engine.read import read_extent
+from zckpt.engine.copy import read_extent
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Budget, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
