@@ -1,8 +1,8 @@
 """Globals of the standard library and of numpy that become plain data or a node, and what it may cost.
 
-A builder takes the arguments that a pickle passes to a function and returns what stands for the result.
-Only functions in a table are known; every other one stays an inert `Object`. The torch table is in
-`rebuild_torch`.
+A builder takes the arguments that a pickle passes to a function and returns what stands for the result: None refuses
+them, and of NotImplemented the call is kept, as that of any function that is in no table: an inert `Object`. The torch
+table is in `rebuild_torch`.
 
 A few bytes of a pickle can copy or hash something large again and again; so everything that costs more
 than its opcode is counted, and the sum must stay within a small multiple of the pickle's size.
@@ -48,19 +48,22 @@ NUMBERS = frozenset({int, float, complex})
 NESTS = frozenset({tuple, nodes.Size, frozenset})
 
 
-class Guard:
-    """Counts the work of one pickle and checks its keys.
+class Context:
+    """What builders may know of the file; counts the work of one pickle and checks its keys.
 
     Parameters
     ----------
     nbytes : int, bytes
         Size of the pickle.
+    byteorder : str
+        Of tensor data: `little` or `big`.
     """
 
-    __slots__ = ("budget", "counts")
+    __slots__ = ("budget", "byteorder", "counts")
 
-    def __init__(self, nbytes: int = 0) -> None:
+    def __init__(self, nbytes: int = 0, byteorder: str = "little") -> None:
         self.budget = FREE_WORK + WORK_PER_BYTE * nbytes
+        self.byteorder = byteorder
         self.counts: dict[int, tuple[object, dict[int, int]]] = {}  # keeps containers, so that ids stay their own
 
     def spend(self, work: int) -> None:
@@ -85,13 +88,11 @@ class Guard:
         PickleError
             With the reason.
         """
-        kind = type(key)
-        if kind in SAFE or (type(key) is int and -SMALL < key < SMALL):
+        if type(key) in SAFE or (type(key) is int and -SMALL < key < SMALL):
             return
-        if kind in NESTS:
-            self.spend(MAX_KEY_NODES - measure(key, MAX_KEY_NODES, MAX_KEY_DEPTH))
-        elif kind not in NUMBERS:
-            raise PickleError(f"a {kind.__name__} is used as a key", expected="something hashable")
+        left = measure(key, MAX_KEY_NODES, MAX_KEY_DEPTH)
+        if type(key) in NESTS:
+            self.spend(MAX_KEY_NODES - left)
         _, counts = self.counts.setdefault(id(container), (container, {}))
         value = hash(key)
         counts[value] = count = counts.get(value, 0) + 1
@@ -100,7 +101,7 @@ class Guard:
 
 
 def measure(key: object, nodes: int, depth: int) -> int:
-    """Return what is left of a budget of `nodes` after walking a nested key."""
+    """Return what is left of a budget of `nodes` after walking a key."""
     kind = type(key)
     if kind not in NESTS:
         if kind not in SAFE and kind not in NUMBERS:
@@ -115,23 +116,6 @@ def measure(key: object, nodes: int, depth: int) -> int:
     return nodes - 1
 
 
-class Context:
-    """What builders may know of the file.
-
-    Parameters
-    ----------
-    byteorder : str
-        Of tensor data: `little` or `big`.
-    guard : Guard
-    """
-
-    __slots__ = ("byteorder", "guard")
-
-    def __init__(self, byteorder: str, guard: Guard) -> None:
-        self.byteorder = byteorder
-        self.guard = guard
-
-
 Builder = Callable[[tuple[object, ...], Context], object]
 
 MAX_DIMENSIONS = 64
@@ -140,15 +124,8 @@ MAX_DIMENSIONS = 64
 MAX_ELEMENTS = (1 << 63) - 1
 """Elements of a tensor: torch counts in int64."""
 
-
 HASHED = 2
 """Work for a member of a new set or mapping: at least the bytes that it takes in a pickle."""
-
-
-def wrong(function: str, args: tuple[object, ...]) -> PickleError:
-    """Return the error for a known function called with arguments it does not take."""
-    kinds = ", ".join(type(arg).__name__ for arg in args[:12])
-    return PickleError(f"{function} is called with arguments it does not take", found=f"({kinds})")
 
 
 def integers(value: object, what: str) -> tuple[int, ...]:
@@ -163,84 +140,74 @@ def integers(value: object, what: str) -> tuple[int, ...]:
 
 def ordered_dict(args: tuple[object, ...], context: Context) -> object:
     """Build `OrderedDict()` or, as Python 2 wrote it, `OrderedDict([[key, value], ...])`."""
-    mapping = nodes.OrderedMapping()
-    if not args:
-        return mapping
-    if len(args) != 1 or not isinstance(args[0], (list, tuple)):
-        raise wrong("OrderedDict", args)
-    context.guard.spend(HASHED * len(args[0]))
-    for pair in args[0]:
+    mapping, pairs = nodes.OrderedMapping(), args[0] if args else ()
+    if len(args) > 1 or not isinstance(pairs, (list, tuple)):
+        return None
+    context.spend(HASHED * len(pairs))
+    for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise wrong("OrderedDict", args)
-        context.guard.check_key(mapping, pair[0])
+            return None
+        context.check_key(mapping, pair[0])
         mapping[pair[0]] = pair[1]
     return mapping
 
 
 def default_dict(args: tuple[object, ...], _: Context) -> object:
     """Build `defaultdict(factory)`."""
-    if len(args) > 1 or (args and not isinstance(args[0], (nodes.Global, nodes.Object, type(None)))):
-        raise wrong("defaultdict", args)
-    return nodes.DefaultMapping(*args)
+    match args:
+        case () | (nodes.Global() | nodes.Object() | None,):
+            return nodes.DefaultMapping(*args)
+    return None
 
 
-def members(name: str, args: tuple[object, ...], context: Context) -> set[object]:
-    """Return the elements passed to `set` or `frozenset`."""
+def make_set(args: tuple[object, ...], context: Context) -> set[object] | None:
+    """Build a `set`."""
     found: set[object] = set()
-    if len(args) > 1 or (args and not isinstance(args[0], (list, tuple, set, frozenset))):
-        raise wrong(name, args)
     elements = args[0] if args else ()
-    context.guard.spend(HASHED * len(elements))  # type: ignore[arg-type]  # one of the four
-    for element in elements:  # type: ignore[attr-defined]
-        context.guard.check_key(found, element)
+    if len(args) > 1 or not isinstance(elements, (list, tuple, set, frozenset)):
+        return None
+    context.spend(HASHED * len(elements))
+    for element in elements:
+        context.check_key(found, element)
         found.add(element)
     return found
 
 
-def make_set(args: tuple[object, ...], context: Context) -> object:
-    """Build a `set`."""
-    return members("set", args, context)
-
-
 def make_frozenset(args: tuple[object, ...], context: Context) -> object:
     """Build a `frozenset`."""
-    return frozenset(members("frozenset", args, context))
+    found = make_set(args, context)
+    return None if found is None else frozenset(found)
 
 
-def encode(args: tuple[object, ...], context: Context) -> object:
-    """Build bytes from `_codecs.encode(text, "latin1")`, the form bytes have in protocols 0 to 2."""
-    if len(args) != 2 or not isinstance(args[0], str) or args[1] not in ("latin1", "latin-1"):
-        raise wrong("_codecs.encode", args)
-    context.guard.spend(len(args[0]))
-    try:
-        return args[0].encode("latin-1")
-    except UnicodeEncodeError:
-        raise PickleError("bytes written as text that is not latin-1") from None
+def make_bytes(args: tuple[object, ...], context: Context) -> bytes | None:
+    """Build `bytes()` or `bytes(data)`; a length is refused, for it could be any.
 
-
-def make_bytes(args: tuple[object, ...], context: Context) -> object:
-    """Build `bytes()` or `bytes(data)`; a length is refused, for it could be any."""
-    if not args:
-        return b""
-    if len(args) != 1 or not isinstance(args[0], (bytes, bytearray, list)):
-        raise wrong("bytes", args)
-    context.guard.spend(len(args[0]))
-    return bytes(octets(args[0]) if isinstance(args[0], list) else args[0])
+    In protocols 0 to 2 they are `_codecs.encode(text, "latin1")`.
+    """
+    match args:
+        case ():
+            return b""
+        case (str(text), "latin1" | "latin-1"):
+            context.spend(len(text))
+            try:
+                return text.encode("latin-1")
+            except UnicodeEncodeError:
+                raise PickleError("bytes written as text that is not latin-1") from None
+        case (bytes() | bytearray() as data,):
+            context.spend(len(data))
+            return bytes(data)
+        case (list() as values,):
+            context.spend(len(values))
+            if not all(isinstance(value, int) and 0 <= value <= 255 for value in values):
+                raise PickleError("bytes written as a list", expected="integers from 0 to 255")
+            return bytes(values)
+    return None
 
 
 def make_bytearray(args: tuple[object, ...], context: Context) -> object:
     """Build `bytearray()`, `bytearray(data)` or `bytearray(text, "latin-1")`."""
-    if len(args) == 2:
-        return bytearray(encode(args, context))  # type: ignore[call-overload]
-    return bytearray(make_bytes(args, context))  # type: ignore[call-overload]
-
-
-def octets(values: list[object]) -> list[int]:
-    """Return a list of integers that are bytes."""
-    checked = [value for value in values if isinstance(value, int) and 0 <= value <= 255]
-    if len(checked) != len(values):
-        raise PickleError("bytes written as a list", expected="integers from 0 to 255")
-    return checked
+    found = make_bytes(args, context)
+    return None if found is None else bytearray(found)
 
 
 def make_complex(args: tuple[object, ...], _: Context) -> object:
@@ -248,14 +215,12 @@ def make_complex(args: tuple[object, ...], _: Context) -> object:
     match args:
         case (float(real), float(imaginary)):
             return complex(real, imaginary)
-    raise wrong("complex", args)
+    return None
 
 
 def make_slice(args: tuple[object, ...], _: Context) -> object:
-    """Build a `slice` of integers; any other stays an inert object."""
-    if len(args) == 3 and all(arg is None or type(arg) is int for arg in args):
-        return slice(*args)
-    return nodes.Object(nodes.Global("builtins", "slice"), args)
+    """Build a `slice` of integers."""
+    return slice(*args) if len(args) == 3 and all(arg is None or type(arg) is int for arg in args) else NotImplemented
 
 
 def make_range(args: tuple[object, ...], _: Context) -> object:
@@ -263,77 +228,66 @@ def make_range(args: tuple[object, ...], _: Context) -> object:
     match args:
         case (int(start), int(stop), int(step)) if step:
             return range(start, stop, step)
-    raise wrong("range", args)
+    return None
 
 
 def reconstructor(args: tuple[object, ...], _: Context) -> object:
     """Build what `copyreg._reconstructor(cls, base, state)` would: an instance in protocols 0 and 1."""
-    if len(args) != 3 or not isinstance(args[0], (nodes.Global, nodes.Object)):
-        raise wrong("copyreg._reconstructor", args)
-    if args[0] == NAMESPACE:
-        return nodes.Namespace()
-    return nodes.Object(args[0], args[1:], how="reconstructor")
+    match args:
+        case (nodes.Global() | nodes.Object() as cls, _, _):
+            return nodes.Namespace() if cls == NAMESPACE else nodes.Object(cls, args[1:], how="reconstructor")
+    return None
 
 
 def numpy_dtype(args: tuple[object, ...], _: Context) -> object:
     """Build `numpy.dtype(code, align, copy)`."""
-    if not args:
-        raise wrong("numpy.dtype", args)
-    if not isinstance(args[0], str) or not args[0]:
-        return nodes.Object(nodes.Global("numpy", "dtype"), args)
-    return NumpyDType(args[0], args[1:])
+    match args:
+        case ():
+            return None
+        case (str(code), *flags) if code:
+            return NumpyDType(code, tuple(flags))
+    return NotImplemented
 
 
 def numpy_scalar(args: tuple[object, ...], context: Context) -> object:
     """Build `numpy.core.multiarray.scalar(dtype, data)`."""
-    if not args or not isinstance(args[0], NumpyDType):
-        return nodes.Object(nodes.Global("numpy._core.multiarray", "scalar"), args)
-    dtype, data = args[0], raw(args[1], context) if len(args) == 2 else None
-    structured = dtype.state is not None and any(part is not None for part in dtype.state[2:5])
-    if not isinstance(data, bytes) or structured or len(dtype.state or ()) > 8:
-        return nodes.Object(nodes.Global("numpy._core.multiarray", "scalar"), args)
-    if dtype.itemsize is not None and len(data) != dtype.itemsize:
-        raise PickleError("numpy scalar", expected=f"{dtype.itemsize} bytes", found=len(data))
-    return NumpyScalar(dtype.text, data)
+    match args:
+        case (NumpyDType() as dtype, value):
+            data, state = raw(value, context), dtype.state or ()
+            if not isinstance(data, bytes) or len(state) > 8 or any(part is not None for part in state[2:5]):
+                return NotImplemented
+            if dtype.itemsize is not None and len(data) != dtype.itemsize:
+                raise PickleError("numpy scalar", expected=f"{dtype.itemsize} bytes", found=len(data))
+            return NumpyScalar(dtype.text, data)
+    return NotImplemented
 
 
 def numpy_array(args: tuple[object, ...], _: Context) -> object:
     """Build the empty array that `numpy.core.multiarray._reconstruct` makes; its state fills it."""
-    if len(args) != 3 or not isinstance(args[0], nodes.Global):
-        raise wrong("numpy _reconstruct", args)
-    return NumpyArray(cls=args[0])
+    match args:
+        case (nodes.Global() as cls, _, _):
+            return NumpyArray(cls=cls)
+    return None
 
 
 def numpy_buffer(args: tuple[object, ...], context: Context) -> object:
     """Build the array of `numpy._core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5."""
-    if len(args) < 4 or not isinstance(args[1], NumpyDType) or args[3] not in ("C", "F") or any(args[4:]):
-        return nodes.Object(nodes.Global("numpy._core.numeric", "_frombuffer"), args)
-    array = NumpyArray(cls=nodes.Global("numpy", "ndarray"))
-    shape = integers((args[2],) if type(args[2]) is int else args[2], "shape")
-    array.fill(shape, args[1], raw(args[0], context), fortran_order=args[3] == "F")
-    return array
+    match args:
+        case (data, NumpyDType() as dtype, shape, "C" | "F" as order, *others) if not any(others):
+            array = NumpyArray(cls=nodes.Global("numpy", "ndarray"))
+            sizes = integers((shape,) if type(shape) is int else shape, "shape")
+            array.fill(sizes, dtype, raw(data, context), fortran_order=order == "F")
+            return array
+    return NotImplemented
 
 
 def raw(data: object, context: Context) -> object:
     """Return the data of an array or scalar as bytes; a list of objects as it is."""
     if isinstance(data, (str, bytearray)):
-        context.guard.spend(len(data))
+        context.spend(len(data))
         # Python 2 strings were read as UTF-8
         return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
     return data
-
-
-def fill_array(array: NumpyArray, state: object, context: Context) -> None:
-    """Set the state of an array: (version, shape, dtype, fortran order, data).
-
-    Raises
-    ------
-    PickleError
-        It is something else.
-    """
-    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], NumpyDType):
-        raise PickleError("numpy array", expected="its state of five parts", found=type(state).__name__)
-    array.fill(integers(state[1], "shape"), state[2], raw(state[4], context), fortran_order=bool(state[3]))
 
 
 NAMESPACE = nodes.Global("argparse", "Namespace")
@@ -349,7 +303,7 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ("builtins", "slice"): make_slice,
     ("builtins", "range"): make_range,
     ("builtins", "xrange"): make_range,
-    ("_codecs", "encode"): encode,
+    ("_codecs", "encode"): lambda args, context: make_bytes(args, context) if len(args) == 2 else None,
     ("copyreg", "_reconstructor"): reconstructor,
     ("numpy", "dtype"): numpy_dtype,
     ("numpy._core.multiarray", "scalar"): numpy_scalar,

@@ -13,12 +13,12 @@ from zckpt.errors import PickleError, UnsupportedError
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import NumpyArray
-from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers, wrong
+from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers
 
 TENSOR = nodes.Global("torch", "Tensor")
 
 
-def dense(args: tuple[object, ...], dtype: object, context: Context, rebuild: str) -> nodes.Tensor:
+def dense(args: tuple[object, ...], dtype: object, byteorder: str, rebuild: str) -> nodes.Tensor:
     """Build a dense tensor from (storage, storage offset, shape, strides, ...).
 
     Raises
@@ -51,12 +51,13 @@ def dense(args: tuple[object, ...], dtype: object, context: Context, rebuild: st
                 expected=f"at least {(last + 1) * info.itemsize} bytes",
                 found=storage.nbytes,
             )
-    return nodes.Tensor(storage, info.name, shape, strides, start, context.byteorder, rebuild=rebuild)
+    return nodes.Tensor(storage, info.name, shape, strides, start, byteorder, rebuild=rebuild)
 
 
-def storage_dtype(args: tuple[object, ...]) -> object:
-    """Return the dtype of the storage that is the first argument."""
-    return args[0].dtype if args and isinstance(args[0], nodes.Storage) else None
+def wrong(function: object, args: tuple[object, ...]) -> PickleError:
+    """Return the error for a known function called with arguments it does not take."""
+    kinds = ", ".join(type(arg).__name__ for arg in args[:12])
+    return PickleError(f"{function} is called with arguments it does not take", found=f"({kinds})")
 
 
 def hooks_of(value: object) -> object | None:
@@ -64,38 +65,33 @@ def hooks_of(value: object) -> object | None:
     return None if isinstance(value, nodes.OrderedMapping) and not value and value.state is None else value
 
 
-def flags(value: object) -> dict[object, object] | None:
-    """Return the conj and neg flags of a tensor; None where there are none."""
-    if value is not None and type(value) is not dict:
-        raise PickleError("tensor metadata", expected="a dict", found=type(value).__name__)
-    return value or None
+def plain_tensor(rebuild: str, fewest: int, most: int) -> Builder:
+    """Return the builder of a dense tensor, of a function that takes so many arguments.
 
+    _rebuild_tensor(storage, offset, size, stride)
+    _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])
+    _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])
+    """
 
-def rebuild_v1(args: tuple[object, ...], context: Context) -> object:
-    """Build `_rebuild_tensor(storage, offset, size, stride)`."""
-    if len(args) != 4 or not isinstance(args[0], nodes.Storage):
-        raise wrong("_rebuild_tensor", args)
-    return dense(args, args[0].dtype, context, "_rebuild_tensor")
+    def build(args: tuple[object, ...], context: Context) -> object:
+        if not fewest <= len(args) <= most or not isinstance(args[0], nodes.Storage):
+            return None
+        dtype: object = args[0].dtype if fewest < 7 else args[6]
+        if fewest == 7 and not isinstance(dtype, (nodes.DType, nodes.Global)):
+            return None
+        tensor = dense(args, dtype, context.byteorder, rebuild)
+        if fewest == 4:
+            return tensor
+        metadata = args[fewest] if len(args) > fewest else None
+        if metadata is not None and type(metadata) is not dict:
+            raise PickleError("tensor metadata", expected="a dict", found=type(metadata).__name__)
+        return with_gradient(tensor, args[4], args[5], metadata or None)
 
-
-def rebuild_v2(args: tuple[object, ...], context: Context) -> object:
-    """Build `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
-    if not 6 <= len(args) <= 7 or not isinstance(args[0], nodes.Storage):
-        raise wrong("_rebuild_tensor_v2", args)
-    tensor = dense(args, args[0].dtype, context, "_rebuild_tensor_v2")
-    return with_gradient(tensor, args[4], args[5], flags(args[6]) if len(args) == 7 else None)
-
-
-def rebuild_v3(args: tuple[object, ...], context: Context) -> object:
-    """Build `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
-    if not 7 <= len(args) <= 8 or not isinstance(args[6], (nodes.DType, nodes.Global)):
-        raise wrong("_rebuild_tensor_v3", args)
-    tensor = dense(args, args[6], context, "_rebuild_tensor_v3")
-    return with_gradient(tensor, args[4], args[5], flags(args[7]) if len(args) == 8 else None)
+    return build
 
 
 def with_gradient(
-    tensor: nodes.Tensor, requires_grad: object, hooks: object, metadata: dict[object, object] | None
+    tensor: nodes.Tensor, requires_grad: object, hooks: object, metadata: dict[object, object] | None = None
 ) -> nodes.Tensor:
     """Return the tensor with what the later arguments say; the same one where they say nothing."""
     hooks = hooks_of(hooks)
@@ -105,22 +101,12 @@ def with_gradient(
 
 
 def parameter(args: tuple[object, ...], _: Context) -> object:
-    """Build `_rebuild_parameter(data, requires_grad, hooks)`."""
-    if len(args) != 3:
-        raise wrong("_rebuild_parameter", args)
-    if not isinstance(args[0], nodes.Tensor):  # a parameter of another kind of tensor: keep the call
-        return nodes.Object(nodes.Global("torch._utils", "_rebuild_parameter"), args)
-    return replace(args[0], is_parameter=True, requires_grad=bool(args[1]), hooks=hooks_of(args[2]))
-
-
-def parameter_with_state(args: tuple[object, ...], _: Context) -> object:
-    """Build `_rebuild_parameter_with_state(data, requires_grad, hooks, state)`."""
-    if len(args) != 4:
-        raise wrong("_rebuild_parameter_with_state", args)
-    if not isinstance(args[0], nodes.Tensor):
-        return nodes.Object(nodes.Global("torch._utils", "_rebuild_parameter_with_state"), args)
-    tensor = replace(args[0], is_parameter=True, requires_grad=bool(args[1]), hooks=hooks_of(args[2]))
-    return with_state(tensor, args[3])
+    """Build `_rebuild_parameter(data, requires_grad, hooks)`, or `_rebuild_parameter_with_state(..., state)`."""
+    match args:
+        case (nodes.Tensor() as data, gradient, hooks, *state) if len(state) <= 1:
+            made = replace(data, is_parameter=True, requires_grad=bool(gradient), hooks=hooks_of(hooks))
+            return with_state(made, state[0]) if state else made
+    return NotImplemented if 3 <= len(args) <= 4 else None  # a parameter of another kind of tensor
 
 
 def with_state(node: nodes.Tensor | nodes.MetaTensor, state: object) -> nodes.Tensor | nodes.MetaTensor:
@@ -137,18 +123,17 @@ def from_type_v2(args: tuple[object, ...], context: Context) -> object:
     as an inert call unless it is a tensor that can carry class and state.
     """
     match args:
-        case (function, cls, tuple(inner), state):
-            pass
-        case _:
-            raise wrong("_rebuild_from_type_v2", args)
-    if isinstance(function, nodes.Global) and isinstance(cls, nodes.Global):
-        builder = TENSOR_BUILDERS.get((MODULES.get(function.module, function.module), function.name))
-        node = None if builder is None else builder(inner, context)
-        if isinstance(node, (nodes.Tensor, nodes.MetaTensor)):
-            if cls != TENSOR:
-                node = replace(node, subclass=cls)
-            return with_state(node, state)
-    return nodes.Object(nodes.Global("torch._tensor", "_rebuild_from_type_v2"), args)
+        case (nodes.Global() as function, nodes.Global() as cls, tuple(inner), state):
+            builder = TENSOR_BUILDERS.get((MODULES.get(function.module, function.module), function.name))
+            node = None if builder is None else builder(inner, context)
+            if builder is not None and node is None:
+                raise wrong(function, inner)
+            if isinstance(node, (nodes.Tensor, nodes.MetaTensor)):
+                return with_state(replace(node, subclass=cls) if cls != TENSOR else node, state)
+            return NotImplemented
+        case (_, _, tuple(), _):
+            return NotImplemented
+    return None
 
 
 def sparse(args: tuple[object, ...], _: Context) -> object:
@@ -160,7 +145,7 @@ def sparse(args: tuple[object, ...], _: Context) -> object:
             return nodes.SparseTensor(layout, (indices, values), integers(shape, "shape"), coalesced)
         case (nodes.Layout() as layout, (compressed, plain, values, shape)):
             return nodes.SparseTensor(layout, (compressed, plain, values), integers(shape, "shape"))
-    raise wrong("_rebuild_sparse_tensor", args)
+    return None
 
 
 def sparse_csr(args: tuple[object, ...], _: Context) -> object:
@@ -169,30 +154,25 @@ def sparse_csr(args: tuple[object, ...], _: Context) -> object:
         case (nodes.Layout() as layout, (rows, columns, values, shape)):
             parts = (rows, columns, values)
             return nodes.SparseTensor(layout, parts, integers(shape, "shape"), rebuild="_rebuild_sparse_csr_tensor")
-    raise wrong("_rebuild_sparse_csr_tensor", args)
+    return None
 
 
 def quantized(args: tuple[object, ...], context: Context) -> object:
     """Build `_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)`."""
-    if len(args) != 7 or not isinstance(args[4], tuple):
-        raise wrong("_rebuild_qtensor", args)
-    tensor = dense(args, storage_dtype(args), context, "_rebuild_qtensor")
-    return nodes.QuantizedTensor(with_gradient(tensor, args[5], args[6], None), args[4])
-
-
-def nested(args: tuple[object, ...], _: Context) -> object:
-    """Build `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`."""
-    if len(args) != 4:
-        raise wrong("_rebuild_nested_tensor", args)
-    return nodes.NestedTensor(*args)
+    match args:
+        case (nodes.Storage() as storage, _, _, _, tuple(quantizer), gradient, hooks):
+            tensor = dense(args, storage.dtype, context.byteorder, "_rebuild_qtensor")
+            return nodes.QuantizedTensor(with_gradient(tensor, gradient, hooks), quantizer)
+    return None
 
 
 def meta(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
-    if len(args) != 4 or not isinstance(args[0], nodes.DType):
-        raise wrong("_rebuild_meta_tensor_no_storage", args)
-    shape, strides = integers(args[1], "shape"), integers(args[2], "strides")
-    return nodes.MetaTensor(args[0].name, shape, strides, bool(args[3]), device=nodes.Device("meta"))
+    match args:
+        case (nodes.DType(dtype), size, stride, gradient):
+            shape, strides = integers(size, "shape"), integers(stride, "strides")
+            return nodes.MetaTensor(dtype, shape, strides, bool(gradient), device=nodes.Device("meta"))
+    return None
 
 
 def wrapper(args: tuple[object, ...], _: Context) -> object:
@@ -210,7 +190,7 @@ def wrapper(args: tuple[object, ...], _: Context) -> object:
         ):
             shape, strides = integers(size, "shape"), integers(stride, "strides")
             return nodes.MetaTensor(dtype, shape, strides, gradient, cls, offset, layout, device)
-    raise wrong("_rebuild_wrapper_subclass", args)
+    return None
 
 
 def on_device(name: str) -> Builder:
@@ -225,53 +205,39 @@ def on_device(name: str) -> Builder:
                 grad,
             ):
                 return nodes.DeviceTensor(data, dtype, device, bool(grad), name)
-        raise wrong(name, args)
+        return None
 
     return build
 
 
-def size(args: tuple[object, ...], _: Context) -> object:
-    """Build `torch.Size(tuple)`."""
-    return nodes.Size(integers(args[0], "torch.Size") if args else ())
-
-
 def device(args: tuple[object, ...], _: Context) -> object:
     """Build `torch.device(type[, index])`, or of one string, `cuda:1`."""
-    if not 1 <= len(args) <= 2 or not isinstance(args[0], str):
-        raise wrong("torch.device", args)
-    kind, index = args[0], args[1] if len(args) == 2 else None
-    if index is None and ":" in kind:
-        kind, _colon, digits = kind.partition(":")
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 6):
-            raise wrong("torch.device", args)
-        index = int(digits)
-    if index is not None and type(index) is not int:
-        raise wrong("torch.device", args)
-    return nodes.Device(kind, index)
+    match args:
+        case (str(kind), int(index)):
+            return nodes.Device(kind, index)
+        case (str(kind),) | (str(kind), None):
+            name, colon, digits = kind.partition(":")
+            if not colon or (digits.isascii() and digits.isdigit() and len(digits) < 6):
+                return nodes.Device(name, int(digits) if colon else None)
+    return None
 
 
-def get_layout(args: tuple[object, ...], _: Context) -> object:
-    """Build `torch.serialization._get_layout(name)`."""
-    if len(args) != 1 or not isinstance(args[0], str):
-        raise wrong("_get_layout", args)
-    return nodes.Layout(args[0])
-
+_UTILS = "torch._utils"
+_ON_DEVICE = ("_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor")
 
 TENSOR_BUILDERS: dict[tuple[str, str], Builder] = {
-    ("torch._utils", "_rebuild_tensor"): rebuild_v1,
-    ("torch._utils", "_rebuild_tensor_v2"): rebuild_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): rebuild_v3,
-    ("torch._utils", "_rebuild_parameter"): parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): parameter_with_state,
-    ("torch._utils", "_rebuild_sparse_tensor"): sparse,
-    ("torch._utils", "_rebuild_sparse_csr_tensor"): sparse_csr,
-    ("torch._utils", "_rebuild_qtensor"): quantized,
-    ("torch._utils", "_rebuild_nested_tensor"): nested,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): meta,
-    ("torch._utils", "_rebuild_wrapper_subclass"): wrapper,
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): on_device("_rebuild_device_tensor_from_numpy"),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): on_device("_rebuild_device_tensor_from_cpu_tensor"),
-    ("torch._utils", "_rebuild_xla_tensor"): on_device("_rebuild_xla_tensor"),
+    (_UTILS, "_rebuild_tensor"): plain_tensor("_rebuild_tensor", 4, 4),
+    (_UTILS, "_rebuild_tensor_v2"): plain_tensor("_rebuild_tensor_v2", 6, 7),
+    (_UTILS, "_rebuild_tensor_v3"): plain_tensor("_rebuild_tensor_v3", 7, 8),
+    (_UTILS, "_rebuild_parameter"): parameter,
+    (_UTILS, "_rebuild_parameter_with_state"): parameter,
+    (_UTILS, "_rebuild_sparse_tensor"): sparse,
+    (_UTILS, "_rebuild_sparse_csr_tensor"): sparse_csr,
+    (_UTILS, "_rebuild_qtensor"): quantized,
+    (_UTILS, "_rebuild_nested_tensor"): lambda args, _: nodes.NestedTensor(*args) if len(args) == 4 else None,
+    (_UTILS, "_rebuild_meta_tensor_no_storage"): meta,
+    (_UTILS, "_rebuild_wrapper_subclass"): wrapper,
+    **{(_UTILS, name): on_device(name) for name in _ON_DEVICE},
 }
 
 ALL_BUILDERS: dict[tuple[str, str], Builder] = {
@@ -279,10 +245,19 @@ ALL_BUILDERS: dict[tuple[str, str], Builder] = {
     **TENSOR_BUILDERS,
     ("torch._tensor", "_rebuild_from_type"): from_type_v2,
     ("torch._tensor", "_rebuild_from_type_v2"): from_type_v2,
-    ("torch", "Size"): size,
+    ("torch", "Size"): lambda args, _: nodes.Size(integers(args[0], "torch.Size") if args else ()),
     ("torch", "device"): device,
-    ("torch.serialization", "_get_layout"): get_layout,
+    ("torch.serialization", "_get_layout"): lambda args, _: (
+        nodes.Layout(args[0]) if len(args) == 1 and isinstance(args[0], str) else None
+    ),
 }
+
+
+def kept_call(function: object, args: tuple[object, ...]) -> nodes.Object:
+    """Return the inert call of a known function, under the name that it has today."""
+    if isinstance(function, nodes.Global):
+        function = nodes.Global(MODULES.get(function.module, function.module), function.name)
+    return nodes.Object(function, args)  # type: ignore[arg-type]  # what a builder was found for is a global
 
 
 MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")

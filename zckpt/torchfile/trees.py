@@ -62,7 +62,7 @@ def children(node: object) -> Iterator[tuple[object, object]]:
 
 _REBUILT = frozenset({
     "torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state",
-    "torch._tensor._rebuild_from_type_v2",
+    "torch._tensor._rebuild_from_type", "torch._tensor._rebuild_from_type_v2",
 })  # fmt: skip
 
 

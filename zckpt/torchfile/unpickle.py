@@ -33,8 +33,8 @@ from zckpt.torchfile.nodes import (
     OrderedMapping,
     Tensor,
 )
-from zckpt.torchfile.rebuild import NAMESPACE, Context, Guard, fill_array
-from zckpt.torchfile.rebuild_torch import Globals
+from zckpt.torchfile.rebuild import NAMESPACE, Context, integers, raw
+from zckpt.torchfile.rebuild_torch import Globals, kept_call, wrong
 
 MAX_INTEGER_BYTES = 1024
 """Of a LONG: Python prints integers of at most 4300 digits, and real ones (random states) have 16 bytes."""
@@ -193,7 +193,7 @@ def set_items(machine: Machine, items: list[object]) -> None:
     if not isinstance(target, dict) or type(target) is Namespace:
         raise cannot(target, "indexed")
     if not _TEXT.issuperset(map(type, keys)):
-        check = machine.context.guard.check_key
+        check = machine.context.check_key
         for key, value in zip(keys, values, strict=True):
             check(target, key)
             target[key] = value
@@ -217,7 +217,7 @@ def add_members(machine: Machine, items: list[object]) -> None:
     if type(target) is not set:
         raise cannot(target, "added to")
     for item in items:
-        machine.context.guard.check_key(target, item)
+        machine.context.check_key(target, item)
         target.add(item)
 
 
@@ -302,7 +302,10 @@ def build(machine: Machine) -> None:
     if type(target) is Object and not target.has_state:
         target.state, target.has_state = given, True
     elif type(target) is NumpyArray and target.dtype_node is None:
-        fill_array(target, given, machine.context)
+        if not isinstance(given, tuple) or len(given) != 5 or not isinstance(given[2], NumpyDType):
+            raise PickleError("numpy array", expected="its state of five parts", found=type(given).__name__)
+        data = raw(given[4], machine.context)
+        target.fill(integers(given[1], "shape"), given[2], data, fortran_order=bool(given[3]))
     elif type(target) is NumpyDType and target.state is None and isinstance(given, tuple):
         target.state = given
     elif type(target) is Namespace and type(given) is dict and not target:
@@ -457,7 +460,7 @@ class Machine:
         self.data = data
         self.pos = start
         self.record = record
-        self.context = Context(byteorder, Guard(len(data) - start))
+        self.context = Context(len(data) - start, byteorder)
         self.persistent = persistent
         self.protocol = 0
         self.stack: list[object] = []
@@ -575,7 +578,10 @@ class Machine:
                     if builder is None or type(args) is not tuple:
                         stack[-1] = Object(callee(stack[-1]), arguments(args))
                     else:
-                        stack[-1] = builder(args, context)
+                        made = builder(args, context)
+                        if made is None:
+                            raise wrong(stack[-1], args)
+                        stack[-1] = kept_call(stack[-1], args) if made is NotImplemented else made
                 elif opcode == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1

@@ -21,7 +21,6 @@ from zckpt.torchfile import (
     MAX_ELEMENTS,
     Context,
     FromFile,
-    Guard,
     NumpyArray,
     NumpyDType,
     NumpyScalar,
@@ -65,7 +64,7 @@ class NodeReader:
     def __init__(self, objects: list[object], storages: Sequence[Storage], storage_path: str, nbytes: int) -> None:
         self._storages = storages
         self._storage_path = storage_path
-        self._context = Context("little", Guard(nbytes))
+        self._context = Context(nbytes)
         self._waiting: deque[tuple[Json, Node]] = deque()
         self._trees: list[object] = []
         self._checked: list[object] = []  # keeps what was read, so that ids stay their own
@@ -149,14 +148,14 @@ class NodeReader:
 
     def _enter(self, shell: dict[object, object], pairs: Iterable[tuple[object, object]]) -> None:
         for key, value in pairs:
-            self._context.guard.check_key(shell, key)
+            self._context.check_key(shell, key)
             if key in shell:
                 raise wrong("dict", "every key once", key)
             shell[key] = value
 
     def _hashable(self, members: list[object], owner: object) -> list[object]:
         for member in members:
-            self._context.guard.check_key(owner, member)
+            self._context.check_key(owner, member)
         return members
 
     def _immutable(self, kind: Kind, found: dict[str, Json]) -> object:
@@ -176,7 +175,7 @@ class NodeReader:
 
     def _tensor(self, values: dict[str, Node]) -> Tensor:
         args = tuple(values.pop(name) for name in ("storage", "storage_offset", "shape", "strides"))
-        node = dense(args, values.pop("dtype"), self._context, values.pop("rebuild"))
+        node = dense(args, values.pop("dtype"), "little", values.pop("rebuild"))
         return replace(node, **values)
 
     def _field(self, kind: Kind, field: Field, found: dict[str, Json]) -> Node:

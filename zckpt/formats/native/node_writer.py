@@ -15,10 +15,10 @@ from zckpt.errors import PickleError, UnsupportedError
 from zckpt.formats.native.document import is_text
 from zckpt.formats.native.node_kinds import BY_CLASS, LEAVES, REQUIRED, SAFE_INTEGER, TAG, Field, Form, Json, Kind, Node
 from zckpt.torchfile import (
+    Context,
     DType,
     FromFile,
     Global,
-    Guard,
     MemoryFormat,
     Mentioned,
     Size,
@@ -55,7 +55,7 @@ class NodeWriter:
         self._shared = _shared(self._roots)
         self._numbers: dict[int, int] = {}
         self._storage_numbers: dict[tuple[str, Storage], int] = {}
-        self._guard = Guard(WORK)
+        self._context = Context(WORK)
         self._waiting: deque[tuple[Node, Json, int, FromFile | None]] = deque()
 
     def write(self, root: object) -> Json:
@@ -142,7 +142,7 @@ class NodeWriter:
         """Refuse keys that the reader refuses."""
         try:
             for key in container:
-                self._guard.check_key(container, key)
+                self._context.check_key(container, key)
         except PickleError as error:
             raise UnsupportedError(f"a value is not written: {error.message}", expected=error.expected) from None
 
