@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from struct import Struct, pack
+from struct import Struct, pack, unpack_from
 from typing import NamedTuple, overload
 
 from zckpt.codes import TRUNCATED
@@ -181,16 +181,6 @@ def read_archive(source: FileRange) -> dict[str, Record]:
     if size > MAX_DIRECTORY:
         raise UnsupportedError("its directory is too large", path=source.path, found=f"{size} bytes")
     entries = read_directory(source, source.read(directory, size), count)
-    check_entries(source, entries)
-    offsets = locate(source, entries, directory)
-    return {
-        entry.name: Record(entry.name, source.base + offset, entry.nbytes, entry.crc32)
-        for entry, offset in zip(entries, offsets, strict=True)
-    }
-
-
-def check_entries(source: FileRange, entries: list[Entry]) -> None:
-    """Refuse an archive whose records have other forms than those of torch.save."""
     root = entries[0].name.partition("/")[0] if entries else ""
     if any(entry.name == f"{root}/constants.pkl" for entry in entries):
         raise UnsupportedError(
@@ -199,14 +189,19 @@ def check_entries(source: FileRange, entries: list[Entry]) -> None:
             expected="a file that torch.save wrote",
             advice="load it with torch.jit.load and save its state_dict() with torch.save",
         )
-    for entry in entries:
-        if not entry.stored:
-            raise UnsupportedError(
-                f"record {entry.name!r} is compressed or encrypted",
-                path=source.path,
-                expected="records stored as they are",
-                advice="load it with torch and save it again with torch.save",
-            )
+    packed = next((entry for entry in entries if not entry.stored), None)
+    if packed is not None:
+        raise UnsupportedError(
+            f"record {packed.name!r} is compressed or encrypted",
+            path=source.path,
+            expected="records stored as they are",
+            advice="load it with torch and save it again with torch.save",
+        )
+    offsets = locate(source, entries, directory)
+    return {
+        entry.name: Record(entry.name, source.base + offset, entry.nbytes, entry.crc32)
+        for entry, offset in zip(entries, offsets, strict=True)
+    }
 
 
 def damaged(source: FileRange, message: str, **details: object) -> DamagedFileError:
@@ -283,21 +278,15 @@ def zip64_sizes(source: FileRange, name: str, extra: bytes, fields: tuple[int, i
     """Return size, packed size and header offset with the 64-bit values of the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
-        kind = int.from_bytes(extra[at : at + 2], "little")
-        size = int.from_bytes(extra[at + 2 : at + 4], "little")
+        kind, size = unpack_from("<HH", extra, at)
         body = extra[at + 4 : at + 4 + size]
         at += 4 + size
         if kind == ZIP64:
-            values = []
-            for value in fields:
-                if value == MAX_32:
-                    if len(body) < 8:
-                        raise damaged(source, f"record {name!r}: its zip64 sizes are cut off")
-                    values.append(int.from_bytes(body[:8], "little"))
-                    body = body[8:]
-                else:
-                    values.append(value)
-            return values[0], values[1], values[2]
+            if len(body) < 8 * fields.count(MAX_32):
+                raise damaged(source, f"record {name!r}: its zip64 sizes are cut off")
+            values = iter(unpack_from(f"<{fields.count(MAX_32)}Q", body))
+            first, second, third = (next(values) if value == MAX_32 else value for value in fields)
+            return first, second, third
     return fields
 
 

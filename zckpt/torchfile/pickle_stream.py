@@ -122,12 +122,6 @@ class Writer:
             raise UnsupportedError(f"a value of type {type(node).__name__} is not written to a torch file")
         return iter((other,))
 
-    def from_file(self, node: FromFile) -> Parts:
-        """Write a part of a file's tree."""
-        before, self.source = self.source, node
-        yield node.node
-        self.source = before
-
     def put(self) -> int:
         """Put what is on top of the stack in the memo; return its number there."""
         number = self.count
@@ -211,6 +205,12 @@ class Writer:
         yield from args
         self.out += b"tR"
 
+    def built(self, state: object, *, is_set: bool | None = None) -> Parts:
+        """Write the state of what is on top of the stack, by default if it is not None."""
+        if state is not None if is_set is None else is_set:
+            yield state
+            self.out += b"b"
+
     def mention(self, storage: Storage, byteorder: str, dtype: str | None) -> None:
         """Write a storage's persistent id.
 
@@ -267,7 +267,13 @@ def set_call(value: set[object] | frozenset[object]) -> Call:
     return BUILTINS, type(value).__name__, (in_order(value),)
 
 
-NESTED[FromFile] = Writer.from_file
+@nested(FromFile)
+def from_file(writer: Writer, part: FromFile) -> Parts:
+    """Write a part of a file's tree."""
+    before, writer.source = writer.source, part
+    yield part.node
+    writer.source = before
+
 
 CALLS |= {
     bytes: bytes_call,
@@ -285,15 +291,11 @@ def tuple_of(writer: Writer, value: tuple[object, ...]) -> Parts:
     """Write a tuple."""
     if not value:
         writer.out += b")"
-    elif len(value) <= 3:
-        yield from value
-        writer.out += (b"\x85", b"\x86", b"\x87")[len(value) - 1]
-        writer.keep(value)
-    else:
-        writer.out += b"("
-        yield from value
-        writer.out += b"t"
-        writer.keep(value)
+        return
+    writer.out += b"(" if len(value) > 3 else b""
+    yield from value
+    writer.out += (b"\x85", b"\x86", b"\x87", b"t")[min(len(value), 4) - 1]
+    writer.keep(value)
 
 
 @nested(list)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from zckpt.errors import UnsupportedError
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Call, Parts, StandFor, Writer, appended, entered, nested
+from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Parts, StandFor, Writer, appended, entered, nested
 from zckpt.torchfile.rebuild import NAMESPACE
 from zckpt.torchfile.rebuild_torch import TENSOR
 from zckpt.torchfile.torch_file import NUMPY, Mentioned, class_of
@@ -40,13 +40,10 @@ def mapping(writer: Writer, node: nodes.OrderedMapping | nodes.DefaultMapping) -
     factory = node.factory if isinstance(node, nodes.DefaultMapping) else None
     writer.function("collections", "OrderedDict" if isinstance(node, nodes.OrderedMapping) else "defaultdict")
     yield from writer.call(() if factory is None else (factory,))
-    if not writer.keep(node):
-        return
-    if node:
-        yield from entered(writer, node.items())
-    if node.state is not None:
-        yield node.state
-        writer.out += b"b"
+    if writer.keep(node):
+        if node:
+            yield from entered(writer, node.items())
+        yield from writer.built(node.state)
 
 
 @nested(nodes.Namespace)
@@ -63,23 +60,7 @@ def namespace(writer: Writer, node: nodes.Namespace) -> Parts:
 @nested(nodes.Object)
 def object_of(writer: Writer, node: nodes.Object) -> Parts:
     """Write the call that a pickle makes an object with, and then what it sets in it."""
-    yield from created(writer, node)
-    if not writer.keep(node):
-        return
-    yield from appended(writer, node.items)
-    if node.entries:
-        yield from entered(writer, node.entries)
-    if node.has_state:
-        yield node.state
-        writer.out += b"b"
-
-
-def created(writer: Writer, node: nodes.Object) -> Parts:
-    """Write the call that makes an object.
-
-    NEWOBJ_EX came with protocol 4; the function of `copyreg` does the same.
-    """
-    if node.how == "newobj_ex":
+    if node.how == "newobj_ex":  # its opcode came with protocol 4
         writer.function(COPYREG, "__newobj_ex__")
         yield from writer.call((node.cls, node.args, node.kwargs or {}))
     elif node.how == "reconstructor":
@@ -95,6 +76,11 @@ def created(writer: Writer, node: nodes.Object) -> Parts:
         writer.out += b"("
         yield from node.args
         writer.out += b"t\x81" if node.how == "newobj" else b"tR"
+    if writer.keep(node):
+        yield from appended(writer, node.items)
+        if node.entries:
+            yield from entered(writer, node.entries)
+        yield from writer.built(node.state, is_set=node.has_state)
 
 
 DTYPE = nodes.Global("numpy", "dtype")
@@ -117,9 +103,8 @@ def dtype(writer: Writer, node: NumpyDType) -> Parts:
     """Write a dtype and its state."""
     writer.function(DTYPE.module, DTYPE.name)
     yield from writer.call((node.code, *node.flags))
-    if writer.keep(node) and node.state is not None:
-        yield node.state
-        writer.out += b"b"
+    if writer.keep(node):
+        yield from writer.built(node.state)
 
 
 @nested(NumpyScalar)
@@ -154,10 +139,10 @@ def array(writer: Writer, node: NumpyArray) -> Parts:
     """Write an array: an empty one, and then its shape, dtype and data as its state."""
     numpy_function(writer, "_reconstruct")
     yield from writer.call((node.cls or NDARRAY, (0,), b"b"))
-    if writer.keep(node) and node.dtype_node is not None:
-        contents = node.data if node.items is None else node.items
-        yield (ARRAY_VERSION, node.shape, node.dtype_node, node.fortran_order, contents)
-        writer.out += b"b"
+    contents = node.data if node.items is None else node.items
+    state = (ARRAY_VERSION, node.shape, node.dtype_node, node.fortran_order, contents)
+    if writer.keep(node):
+        yield from writer.built(state, is_set=node.dtype_node is not None)
 
 
 UTILS = "torch._utils"
@@ -169,18 +154,30 @@ def tensor(writer: Writer, node: nodes.Tensor) -> Parts:
     """Write a dense tensor, within its class, its attributes or a parameter where it has them."""
     wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
     state = node.state if node.attributes is None else node.attributes
-    if node.is_parameter:
-        yield from parameter(writer, node, state, wrapped=wrapped)
-    elif wrapped:
-        yield from from_type(writer, node, state)
+    with_state = node.is_parameter and wrapped and node.subclass is None
+    if node.is_parameter:  # its class, where it has one, is that of its data
+        writer.function(UTILS, "_rebuild_parameter_with_state" if with_state else "_rebuild_parameter")
+        writer.out += b"("
+    if wrapped and not with_state:
+        writer.function("torch._tensor", "_rebuild_from_type_v2")
+        writer.out += b"("
+        writer.function(UTILS, function_of(node))
+        yield node.subclass or TENSOR
+        yield from arguments(writer, node)
+        yield state
+        writer.out += b"tR"
     else:
         writer.function(UTILS, function_of(node))
         yield from arguments(writer, node)
         writer.out += b"R"
-    later = node.state if not wrapped or node.attributes is not None else None
-    if writer.keep(node) and later is not None:
-        yield later
-        writer.out += b"b"
+    if node.is_parameter:
+        yield node.requires_grad
+        yield from hooks(writer, node.hooks)
+        if with_state:
+            yield state
+        writer.out += b"tR"
+    if writer.keep(node):
+        yield from writer.built(node.state if not wrapped or node.attributes is not None else None)
 
 
 def is_slots(state: object) -> bool:
@@ -191,35 +188,6 @@ def is_slots(state: object) -> bool:
 def function_of(node: nodes.Tensor) -> str:
     """Return the function that rebuilds a dense tensor: the newest that does."""
     return NEW if class_of(node.storage, node.dtype) is None or node.rebuild == NEW else "_rebuild_tensor_v2"
-
-
-def parameter(writer: Writer, node: nodes.Tensor, state: object, *, wrapped: bool) -> Parts:
-    """Write a parameter: its class, where it has one, is that of its data."""
-    with_state = wrapped and node.subclass is None
-    writer.function(UTILS, "_rebuild_parameter_with_state" if with_state else "_rebuild_parameter")
-    writer.out += b"("
-    if node.subclass is not None:
-        yield from from_type(writer, node, state)
-    else:
-        writer.function(UTILS, function_of(node))
-        yield from arguments(writer, node)
-        writer.out += b"R"
-    yield node.requires_grad
-    yield from hooks(writer, node.hooks)
-    if with_state:
-        yield state
-    writer.out += b"tR"
-
-
-def from_type(writer: Writer, node: nodes.Tensor, state: object) -> Parts:
-    """Write a tensor of a class, or one with attributes."""
-    writer.function("torch._tensor", "_rebuild_from_type_v2")
-    writer.out += b"("
-    writer.function(UTILS, function_of(node))
-    yield node.subclass or TENSOR
-    yield from arguments(writer, node)
-    yield state
-    writer.out += b"tR"
 
 
 def arguments(writer: Writer, node: nodes.Tensor) -> Parts:
@@ -284,15 +252,14 @@ def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
         function = nodes.Global("torch._tensor", "_rebuild_from_type_v2")
     writer.function(function.module, function.name)
     yield from writer.call(args)
-    if writer.keep(node) and not wrapped and node.state is not None:
-        yield node.state
-        writer.out += b"b"
+    if writer.keep(node):
+        yield from writer.built(None if wrapped else node.state)
 
 
-def sparse_call(node: nodes.SparseTensor) -> Call:
-    """Return the call for a sparse tensor."""
+def sparse_parts(node: nodes.SparseTensor) -> tuple[object, ...]:
+    """Return the parts of a sparse tensor as its call takes them."""
     known = () if node.is_coalesced is None else (node.is_coalesced,)
-    return UTILS, node.rebuild, (node.layout, (*node.parts, nodes.Size(node.shape), *known))
+    return (*node.parts, nodes.Size(node.shape), *known)
 
 
 LEAVES |= {
@@ -310,10 +277,9 @@ CALLS |= {
         "_rebuild_nested_tensor",
         (node.buffer, node.sizes, node.strides, node.offsets),
     ),
+    nodes.SparseTensor: lambda node: (UTILS, node.rebuild, (node.layout, sparse_parts(node))),
     nodes.DeviceTensor: lambda node: (UTILS, node.rebuild, (node.data, node.dtype, node.device, node.requires_grad)),
 }
-
-CALLS[nodes.SparseTensor] = sparse_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ often a hostile file refers to its parts.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import isfinite
+from typing import Any
 
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
@@ -67,40 +69,37 @@ class Renderer:
         self.left -= 1
         if self.left < 0:
             return CUT
-        if isinstance(node, (list, tuple, set, frozenset, dict, nodes.Object, NumpyArray)) or type(node) in PARTS:
-            if id(node) in self.inside:
-                return CYCLE
-            if len(self.inside) > MAX_DEPTH:
-                return CUT
-            self.inside.add(id(node))
-            try:
-                return self.render_container(node)
-            finally:
-                self.inside.discard(id(node))
-        return render_scalar(node)
+        render = self._container(node)
+        if render is None:
+            return render_scalar(node)
+        if id(node) in self.inside:
+            return CYCLE
+        if len(self.inside) > MAX_DEPTH:
+            return CUT
+        self.inside.add(id(node))
+        try:
+            return render(node)
+        finally:
+            self.inside.discard(id(node))
 
-    def render_container(self, node: object) -> object:
-        """Return a container or a node with parts as JSON-able data."""
+    def _container(self, node: object) -> Callable[[Any], object] | None:
+        """Return what renders a container or a node with parts; None of a scalar."""
         if isinstance(node, dict):
-            return self.render_dict(node)
+            return self.render_dict
         if isinstance(node, (set, frozenset)):
-            return sorted(self.render_list(node), key=lambda value: (type(value).__name__, str(value)))
+            return lambda members: sorted(self.render_list(members), key=lambda one: (type(one).__name__, str(one)))
         if isinstance(node, (list, tuple)):
-            return self.render_list(node)
-        return self.render_node(node)
+            return self.render_list
+        kinds: dict[type, Callable[[Any], object]]
+        kinds = {nodes.Object: self.render_object, NumpyArray: self.render_array, nodes.Tensor: self.render_tensor}
+        return kinds.get(type(node)) or (self.render_parts if type(node) in PARTS else None)
 
-    def render_node(self, node: object) -> object:
-        """Return a node with parts as JSON-able data."""
-        if isinstance(node, nodes.Object):
-            return self.render_object(node)
-        if isinstance(node, NumpyArray):
-            return self.render_array(node)
-        if isinstance(node, nodes.Tensor):
-            return self.render_tensor(node)
+    def render_parts(self, node: object) -> object:
+        """Return some fields of a node under its name."""
         name, fields = PARTS[type(node)]
         return {name: self.render_dict({field: getattr(node, field) for field in fields})}
 
-    def render_list(self, members: list[object] | tuple[object, ...] | set[object] | frozenset[object]) -> list[object]:
+    def render_list(self, members: Iterable[object]) -> list[object]:
         """Return elements as a list, cut where the limit is reached."""
         result: list[object] = []
         for node in members:
@@ -115,17 +114,12 @@ class Renderer:
         pairs: list[object] = []
         for key, value in mapping.items():
             shown = self.render(value)
-            text = key if isinstance(key, str) else self.key_text(key)
+            text = key if isinstance(key, str) else str(self.render(key))
             result[text] = shown
             pairs.append([text, shown])
             if self.left < 0:
                 break
         return result if len(result) == len(pairs) else {"pairs": pairs}
-
-    def key_text(self, key: object) -> str:
-        """Return a key that is no string as one."""
-        shown = self.render(key)
-        return shown if isinstance(shown, str) else str(shown)
 
     def render_object(self, node: nodes.Object) -> object:
         """Return an object of an unknown class."""
@@ -135,7 +129,8 @@ class Renderer:
         if name == "collections.Counter" and len(node.args) == 1 and isinstance(node.args[0], dict):
             return self.render(node.args[0])
         if name == "collections.deque" and not node.has_state:
-            return self.render_list(node.items or first_list(node))
+            first = node.args[0] if node.args else ()
+            return self.render_list(node.items or (first if isinstance(first, (list, tuple)) else ()))
         result: dict[str, object] = {"class": name}
         if isinstance(node.cls, nodes.Object):
             result["callable"] = self.render(node.cls)
@@ -167,7 +162,6 @@ class Renderer:
 
 
 PARTS: dict[type, tuple[str, tuple[str, ...]]] = {
-    nodes.Tensor: ("tensor", ()),
     nodes.MetaTensor: ("tensor without data", ("dtype", "shape", "subclass", "attributes", "state")),
     nodes.SparseTensor: ("sparse tensor", ("layout", "shape", "parts")),
     nodes.QuantizedTensor: ("quantized tensor", ("tensor", "quantizer")),
@@ -185,12 +179,6 @@ def is_enum_like(node: nodes.Object) -> bool:
         and isinstance(node.cls, nodes.Global)
         and not (node.has_state or node.kwargs or node.items or node.entries)
     )
-
-
-def first_list(node: nodes.Object) -> list[object]:
-    """Return the first argument of a call if it is a list or tuple, as a list."""
-    first = node.args[0] if node.args else ()
-    return list(first) if isinstance(first, (list, tuple)) else []
 
 
 def render_scalar(node: object) -> object:

@@ -32,7 +32,7 @@ from zckpt.storage.files import FileRange, collector_paused, open_range
 from zckpt.torchfile.archive import AlikeRecords, Record, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
-from zckpt.torchfile.trees import check_tree
+from zckpt.torchfile.trees import check_depth
 from zckpt.torchfile.unpickle import Machine, TruncatedPickleError
 
 MAX_PICKLE = 1 << 30
@@ -157,7 +157,7 @@ def run_pickle(
     root = machine.run()
     if machine.pos != len(data):
         raise PickleError(f"{record} goes on after STOP", expected=f"{machine.pos} bytes", found=len(data))
-    check_tree(root, record)
+    check_depth(root, record=record)
     return machine, root
 
 
@@ -301,7 +301,7 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
     table = StorageTable(find, legacy=True)
     machine = Machine(data, start=position, record="pickle 4", persistent=table)
     root = machine.run()
-    check_tree(root, "pickle 4")
+    check_depth(root, record="pickle 4")
     return TorchFile(
         source.path,
         source.nbytes,

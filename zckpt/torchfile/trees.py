@@ -141,7 +141,7 @@ def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], nodes.Tenso
                 path.pop()
 
 
-def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
+def check_depth(root: object, heights: dict[int, int] | None = None, record: str = "") -> None:
     """Refuse a tree that is nested too deep; a cycle does not make it deeper.
 
     Parameters
@@ -149,6 +149,8 @@ def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
     root : object
     heights : dict of int to int, levels
         Of objects that were checked before, by identity, and are still there; those checked now are added.
+    record : str
+        Named in the error.
 
     Raises
     ------
@@ -180,7 +182,8 @@ def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
             if highest and height > highest[-1]:
                 highest[-1] = height
         if len(open_nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
-            raise PickleError("it is nested too deep", expected=f"at most {MAX_DEPTH} levels")
+            what = f"{record}: " if record else ""
+            raise PickleError(f"{what}it is nested too deep", expected=f"at most {MAX_DEPTH} levels")
 
 
 def inner(node: object) -> list[object]:
@@ -198,20 +201,6 @@ def inner(node: object) -> list[object]:
         if type(part) not in LEAVES:
             below.append(part)
     return [child for child in below if type(child) is not nodes.Tensor or not is_leaf(child)] if below else below
-
-
-def check_tree(root: object, record: str) -> None:
-    """Refuse a tree that is nested too deep, naming the record.
-
-    Raises
-    ------
-    PickleError
-        It is.
-    """
-    try:
-        check_depth(root)
-    except PickleError as error:
-        raise PickleError(f"{record}: {error.message}", expected=error.expected) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +225,15 @@ class Digests:
     def of(self, root: object) -> bytes:
         """Return the digest of a tree."""
         known = self._known(root)
-        levels = [] if known is not None else [self._level(None, root)]
+        levels: list[_Level] = []
+        if known is None:
+            self._open(levels, None, root)
         while levels:
             level = levels[-1]
             for step, child in level.below:
                 known = self._known(child)
                 if known is None:
-                    levels.append(self._level(step, child))
+                    self._open(levels, step, child)
                     break
                 level.parts.append((_step(level.node, step), known))
             else:
@@ -256,7 +247,8 @@ class Digests:
         """Return all there is to say about a node that has nothing below it; None for any other."""
         if type(node) is nodes.Tensor:
             return f"Tensor {node.dtype} {node.shape} {node.strides} {node.storage_offset} {node.storage}"
-        return None if is_container(node) else f"{type(node).__name__} {node!r}"
+        is_container = isinstance(node, (dict, list, tuple, set, frozenset, FromFile)) or type(node) in PARTS
+        return None if is_container else f"{type(node).__name__} {node!r}"
 
     def kind(self, node: object) -> str:
         """Return all there is to say about a node but what is below it."""
@@ -266,10 +258,6 @@ class Digests:
     def below(self, node: object) -> Iterator[tuple[object, object]]:
         """Yield what is directly below a node, each with its key, index or field name."""
         return children(node) if not isinstance(node, FromFile) else iter([("node", node.node)])
-
-    def _level(self, step: object, node: object) -> _Level:
-        self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
-        return _Level(step, node, self.below(node), [])
 
     def _known(self, node: object) -> bytes | None:
         value = self.value(node)
@@ -284,10 +272,9 @@ class Digests:
         self._found[id(node)] = node, found
         return found
 
-
-def is_container(node: object) -> bool:
-    """Tell whether others can be below a node."""
-    return isinstance(node, (dict, list, tuple, set, frozenset, FromFile)) or type(node) in PARTS
+    def _open(self, levels: list[_Level], step: object, node: object) -> None:
+        self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
+        levels.append(_Level(step, node, self.below(node), []))
 
 
 def _hash(text: str) -> bytes:

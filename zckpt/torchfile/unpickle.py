@@ -155,11 +155,6 @@ def pop(machine: Machine) -> None:
         machine.since_mark()
 
 
-def put(machine: Machine, index: int) -> None:
-    """Run PUT and MEMOIZE: keep the top of the stack."""
-    machine.memo[index] = machine.stack[-1]
-
-
 def tuple_of(count: int) -> Opcode:
     """Run TUPLE1, TUPLE2 and TUPLE3: of so many from the stack."""
 
@@ -201,13 +196,6 @@ def set_items(machine: Machine, items: list[object]) -> None:
     target.update(zip(keys, values, strict=True))
 
 
-def make_dict(machine: Machine) -> None:
-    """Run DICT, of keys and values since the mark."""
-    items = machine.since_mark()
-    machine.stack.append({})
-    set_items(machine, items)
-
-
 def add_members(machine: Machine, items: list[object]) -> None:
     """Run ADDITEMS: to the set on top of the stack, or to an object that behaves as one."""
     target = machine.stack[-1]
@@ -221,13 +209,12 @@ def add_members(machine: Machine, items: list[object]) -> None:
         target.add(item)
 
 
-def make_frozenset(machine: Machine) -> None:
-    """Run FROZENSET: of the members since the mark."""
+def filled(machine: Machine, empty: object, fill: Callable[[Machine, list[object]], None]) -> object:
+    """Return a new container with what was pushed since the mark."""
     items = machine.since_mark()
-    members: set[object] = set()
-    machine.stack.append(members)
-    add_members(machine, items)
-    machine.stack[-1] = frozenset(members)
+    machine.stack.append(empty)
+    fill(machine, items)
+    return machine.stack.pop()
 
 
 def cannot(target: object, what: str) -> PickleError:
@@ -271,22 +258,10 @@ def newobj_ex(machine: Machine) -> None:
     machine.stack[-1] = Object(callee(machine.stack[-1]), arguments(args), kwargs, how="newobj_ex")
 
 
-def inst(machine: Machine) -> None:
-    """Run INST: the class from two lines of text, arguments since the mark."""
-    cls = global_line(machine)
-    args = machine.since_mark()
-    machine.stack.append(new(cls, tuple(args), "inst"))
-
-
-def obj(machine: Machine) -> None:
+def obj(machine: Machine) -> object:
     """Run OBJ: class and arguments since the mark."""
     cls, *args = machine.since_mark() or [None]
-    machine.stack.append(new(cls, tuple(args), "obj"))
-
-
-def persid(_: Machine) -> None:
-    """Run PERSID: an id as text."""
-    raise PickleError("a persistent id that torch does not write", found="text")
+    return new(cls, tuple(args), "obj")
 
 
 def binpersid(machine: Machine) -> None:
@@ -321,17 +296,25 @@ def unknown(machine: Machine) -> None:
     raise PickleError("not a pickle opcode", found=f"byte 0x{machine.data[machine.pos - 1]:02x}")
 
 
-def extension(_: Machine) -> None:
-    """Run EXT1, EXT2 and EXT4: their meaning is in a registry of the process that wrote the file."""
-    raise UnsupportedError("the pickle uses the extension registry", advice="save it again with torch.save")
-
-
-def out_of_band(_: Machine) -> None:
-    """Run NEXT_BUFFER and READONLY_BUFFER: those buffers travel outside of the pickle."""
-    raise UnsupportedError("the pickle refers to buffers outside of the file", advice="save it again with torch.save")
-
-
 Opcode = Callable[["Machine"], object]
+
+
+def refusing(error: ZckptError) -> Opcode:
+    """Return an opcode that no file can have."""
+
+    def refuse(_: Machine) -> None:
+        raise type(error)(error.message, found=error.found, advice=error.advice)
+
+    return refuse
+
+
+extension = refusing(UnsupportedError("the pickle uses the extension registry", advice="save it again with torch.save"))
+"""EXT1, EXT2 and EXT4: their meaning is in a registry of the process that wrote the file."""
+
+out_of_band = refusing(
+    UnsupportedError("the pickle refers to buffers outside of the file", advice="save it again with torch.save")
+)
+"""NEXT_BUFFER and READONLY_BUFFER: those buffers travel outside of the pickle."""
 
 
 def pushing(value: Opcode) -> Opcode:
@@ -379,8 +362,8 @@ _TABLE: dict[bytes, Opcode] = {
     b"1": lambda machine: machine.since_mark(),
     b"2": pushing(lambda machine: machine.stack[-1]),
     b"g": pushing(lambda machine: machine.memo[digits(machine.line(20))]),
-    b"p": lambda machine: put(machine, digits(machine.line(20))),
-    b"\x94": lambda machine: put(machine, len(machine.memo)),
+    b"p": lambda machine: machine.memo.__setitem__(digits(machine.line(20)), machine.stack[-1]),
+    b"\x94": lambda machine: machine.memo.__setitem__(len(machine.memo), machine.stack[-1]),
     b"]": pushing(lambda _: []),
     b"}": pushing(lambda _: {}),
     b")": pushing(lambda _: ()),
@@ -390,8 +373,8 @@ _TABLE: dict[bytes, Opcode] = {
     b"\x85": tuple_of(1),
     b"\x86": tuple_of(2),
     b"\x87": tuple_of(3),
-    b"d": make_dict,
-    b"\x91": make_frozenset,
+    b"d": pushing(lambda machine: filled(machine, {}, set_items)),
+    b"\x91": pushing(lambda machine: frozenset(filled(machine, set(), add_members))),  # type: ignore[call-overload]
     b"a": lambda machine: extend(machine, [machine.stack.pop()]),
     b"e": lambda machine: extend(machine, machine.since_mark()),
     b"s": lambda machine: set_items(machine, [machine.stack.pop(), machine.stack.pop()][::-1]),
@@ -399,9 +382,9 @@ _TABLE: dict[bytes, Opcode] = {
     b"\x90": lambda machine: add_members(machine, machine.since_mark()),
     b"\x81": newobj,
     b"\x92": newobj_ex,
-    b"i": inst,
-    b"o": obj,
-    b"P": persid,
+    b"i": pushing(lambda machine: new(global_line(machine), tuple(machine.since_mark()), "inst")),
+    b"o": pushing(obj),
+    b"P": refusing(PickleError("a persistent id that torch does not write", found="text")),
     b"Q": binpersid,
     b"b": build,
     b"\x82": extension,
