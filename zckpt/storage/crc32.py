@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
+from typing import Any
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
@@ -55,4 +57,17 @@ except ImportError:  # a machine that isal has no wheel for: the same sums, whic
 
     combine = combined
 
-__all__ = ["combine", "crc32"]
+
+def line_of(content: object) -> bytes:
+    """Return a line of JSON, after the CRC-32 of it: one that is not whole can be told."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (crc32(text), text)
+
+
+def content_of(line: bytes) -> Any:  # noqa: ANN401  # whatever JSON has
+    """Return what a line of JSON says; None of one that is not whole."""
+    crc, _, text = line.rstrip(b"\n").partition(b" ")
+    return json.loads(text) if b"%08x" % crc32(text) == crc else None
+
+
+__all__ = ["combine", "content_of", "crc32", "line_of"]

@@ -23,7 +23,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,36 +68,12 @@ def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal 
         One cannot be written; another run is writing it, or has written it meanwhile, or was killed and is to be gone
         on with.
     """
-    for target in targets:
-        _settle_files(target)
-    partials = [partial_name(target) for target in targets]
-    held: list[tuple[int, Path]] = []
-    with ExitStack() as stack:
-        try:
-            for target, partial in zip(targets, partials, strict=True):
-                claim = claimed(partial, directory=False, left=None if journal is None else journal.left)
-                held.append((stack.enter_context(claim), partial))
-                check_target(target, overwrite=overwrite)
-                _keep_mode(partial, target, besides=0o600)
-            _begin(targets[-1], journal)
-            yield partials
-            _check_kept(held)
-            _sync_all(partials, journal)
-            for target, partial in zip(targets, partials, strict=True):
-                _keep_mode(partial, target)
-            _name_files(partials, targets, overwrite=overwrite)
-        except BaseException as error:
-            if interrupted(targets[-1]):
-                forget(targets[-1])  # all is written
-            elif journal is None or not journal.keeps(error):
-                for descriptor, partial in held:
-                    if is_named(descriptor, partial):
-                        partial.unlink(missing_ok=True)
-            raise
-        for parent in {target.parent for target in targets}:
-            sync(parent)
-        if journal is not None:
-            journal.end()
+    for target in targets:  # of a killed run that was naming them together
+        if os.path.lexists(_naming_name(target)):
+            with _list_of(target):
+                _naming_name(target).unlink()
+    with _written(targets, overwrite=overwrite, owned=None, journal=journal) as partials:
+        yield partials
 
 
 @contextmanager
@@ -107,29 +83,56 @@ def written_directory(target: Path, *, overwrite: bool, owned: Owned, journal: J
     `overwrite`: replace a directory that `owned` tells; `owned`: which directories may be replaced. Raises TargetError:
     as for `written_files`.
     """
-    partial = partial_name(target)
-    known = None if os.path.lexists(journal_name(target)) else owned
+    with _written([target], overwrite=overwrite, owned=owned, journal=journal) as partials:
+        yield partials[0]
+
+
+@contextmanager
+def _written(
+    targets: Sequence[Path], *, overwrite: bool, owned: Owned | None, journal: Journal | None
+) -> Iterator[list[Path]]:
+    partials, held, last = [partial_name(target) for target in targets], list[tuple[int, Path]](), targets[-1]
     left = None if journal is None else journal.left
-    with claimed(partial, directory=True, left=left, owned=known) as descriptor:
+    with ExitStack() as stack:
         try:
-            _settle_directory(target, owned)
-            check_target(target, overwrite=overwrite, owned=owned)
-            _keep_mode(partial, target, besides=0o700)
-            _begin(target, journal)
-            yield partial
-            _check_kept([(descriptor, partial)])
-            every = [*partial.rglob("*"), partial]
-            _sync_all(every, journal)
-            for path in every:
-                _keep_mode(path, target / path.relative_to(partial))
-            _name_directory(partial, target, overwrite=overwrite, owned=owned)
+            for target, partial in zip(targets, partials, strict=True):
+                known = None if os.path.lexists(journal_name(target)) else owned
+                claim = claimed(partial, directory=owned is not None, left=left, owned=known)
+                held.append((stack.enter_context(claim), partial))
+                if owned is not None:
+                    _settle_directory(target, owned)
+                check_target(target, overwrite=overwrite, owned=owned)
+                _keep_mode(partial, target, besides=0o600 if owned is None else 0o700)
+            _begin(last, journal)
+            yield partials
+            _check_kept(held)
+            below = [[partial] if owned is None else [*partial.rglob("*"), partial] for partial in partials]
+            _sync_all([path for some in below for path in some], journal)
+            for target, partial, some in zip(targets, partials, below, strict=True):
+                for path in some:
+                    _keep_mode(path, target / path.relative_to(partial))
+            if owned is None:
+                _name_files(partials, targets, overwrite=overwrite)
+            else:
+                _name_directory(partials[0], last, overwrite=overwrite, owned=owned)
         except BaseException as error:
-            kept = journal is not None and journal.keeps(error)
-            if not kept and is_named(descriptor, partial):  # and not what it has taken the place of
-                _remove(partial)
+            if owned is None and interrupted(last):
+                forget(last)  # all is written
+            elif journal is None or not journal.keeps(error):
+                for partial in (partial for descriptor, partial in held if is_named(descriptor, partial)):
+                    _remove(partial)  # and not what it has taken the place of
             raise
+        for parent in {target.parent for target in targets if owned is None}:
+            sync(parent)
         if journal is not None:
             journal.end()
+
+
+def _check_kept(held: Sequence[tuple[int, Path]]) -> None:
+    """Raise TargetError unless each temporary name still stands for what was written."""
+    for descriptor, partial in held:
+        if not is_named(descriptor, partial):
+            raise TargetError("is gone, or something else has its name", path=partial, advice="write it again")
 
 
 def _keep_mode(partial: Path, target: Path, *, besides: int = 0) -> None:
@@ -159,13 +162,6 @@ def _sync_all(paths: Sequence[Path], journal: Journal | None) -> None:
         if journal is not None:
             journal.distrust()
         raise
-
-
-def _check_kept(held: Sequence[tuple[int, Path]]) -> None:
-    """Raise TargetError unless each temporary name still stands for what was written."""
-    for descriptor, partial in held:
-        if not is_named(descriptor, partial):
-            raise TargetError("is gone, or something else has its name", path=partial, advice="write it again")
 
 
 def recover(target: Path, owned: Owned) -> None:
@@ -245,30 +241,25 @@ def _name_directory(partial: Path, target: Path, *, overwrite: bool, owned: Owne
 
 
 def _replace(partial: Path, target: Path, owned: Owned) -> None:
-    if not exchange(partial, target):
-        _replace_in_two_steps(partial, target, owned)
-        return
-    try:
-        check_replaceable(partial, owned)  # in the meantime, somebody may have put something there
-    except TargetError:
-        exchange(partial, target)
-        raise
+    before = partial
+    if exchange(partial, target):
+        try:
+            check_replaceable(partial, owned)  # in the meantime, somebody may have put something there
+        except TargetError:
+            exchange(partial, target)
+            raise
+    else:
+        before = old_name(target)
+        _settle_directory(target, owned)
+        target.rename(before)
+        try:
+            rename_new(partial, target)
+        except BaseException:
+            if not os.path.lexists(target):
+                before.rename(target)
+            raise
     sync(target.parent)
-    _remove(partial)
-
-
-def _replace_in_two_steps(partial: Path, target: Path, owned: Owned) -> None:
-    old = old_name(target)
-    _settle_directory(target, owned)
-    target.rename(old)
-    try:
-        rename_new(partial, target)
-    except BaseException:
-        if not os.path.lexists(target):
-            old.rename(target)
-        raise
-    sync(target.parent)
-    _remove(old)
+    _remove(before)
 
 
 def _remove(path: Path) -> None:
@@ -300,11 +291,9 @@ def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite:
         _name_together(partials, targets)
 
 
-def _settle_files(target: Path) -> None:
-    """Name the files that a killed run was naming together with `target`."""
-    if os.path.lexists(_naming_name(target)):
-        with claimed(_naming_name(target), directory=False, left=lambda found: _go_on(found, target.parent)):
-            _naming_name(target).unlink()
+def _list_of(last: Path) -> AbstractContextManager[int]:
+    """Hold the list of files that are being named together; those are named first that a killed run left in it."""
+    return claimed(_naming_name(last), directory=False, left=lambda found: _go_on(found, last.parent))
 
 
 def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
@@ -313,7 +302,7 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
         raise TargetError("files of several directories are not named together", path=last)
     found = [partial.lstat() for partial in partials]
     waiting = [_Waiting(t.name, one.st_size, one.st_ino) for t, one in zip(targets, found, strict=True)]
-    with claimed(_naming_name(last), directory=False, left=lambda found: _go_on(found, last.parent)) as listed:
+    with _list_of(last) as listed:
         try:
             os.write(listed, json.dumps([[one.name, one.nbytes, one.inode] for one in waiting]).encode())
             os.fsync(listed)
@@ -354,7 +343,8 @@ def _name_all(directory: Path, every: Sequence[_Waiting]) -> None:
     if _is_waiting(directory, last) and os.path.lexists(directory / last.name):
         for one in others:
             if _is_waiting(directory, one):
-                _remove_replaceable(directory / one.name)
+                check_replaceable(directory / one.name)
+                (directory / one.name).unlink(missing_ok=True)
         sync(directory)
         _name_one(directory, last)
         sync(directory)
@@ -367,11 +357,6 @@ def _name_one(directory: Path, one: _Waiting) -> None:
     if _is_waiting(directory, one):
         check_replaceable(directory / one.name)
         partial_name(directory / one.name).replace(directory / one.name)
-
-
-def _remove_replaceable(path: Path) -> None:
-    check_replaceable(path)
-    path.unlink(missing_ok=True)
 
 
 def _is_waiting(directory: Path, one: _Waiting) -> bool:

@@ -12,7 +12,6 @@ on it. A line that is not whole is none. The journal belongs to the run that hol
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
@@ -22,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 
 from zckpt.errors import SourceError, TargetError
-from zckpt.storage.crc32 import crc32
+from zckpt.storage.crc32 import content_of, line_of
 from zckpt.storage.ownership import claimed, kind_of, partial_name
 from zckpt.storage.purpose import Purpose, identity
 from zckpt.storage.room import Room
@@ -269,8 +268,7 @@ def _check_alone(found: os.stat_result, path: Path) -> None:
 
 def _append(file: int, content: object) -> None:
     """Write a line; one that a kill cuts off is ended by the next, which begins with an end of line."""
-    text = json.dumps(content, separators=(",", ":")).encode()
-    line = memoryview(b"\n%08x %b\n" % (crc32(text), text))
+    line = memoryview(b"\n" + line_of(content))
     while line:
         line = line[os.write(file, line) :]
 
@@ -285,20 +283,15 @@ def _read(name: Path) -> tuple[Purpose | None, dict[str, Work]]:
         return None, {}
     with lines:
         for line in lines:
-            content = _content(line)
+            content = content_of(line)
             if isinstance(content, dict) and begun is None:
                 begun = purpose_of(content)
             elif isinstance(content, list) and len(content) == 3:
                 key, written, read = content
-                found[key] = Work(_ranges(written), {path: _ranges(some) for path, some in read.items()})
+                found[key] = Work(
+                    tuple(map(tuple, written)), {path: tuple(map(tuple, some)) for path, some in read.items()}
+                )
     return begun, found
-
-
-def _content(line: bytes) -> object:
-    crc, _, text = line.rstrip(b"\n").partition(b" ")
-    if b"%08x" % crc32(text) != crc:
-        return None
-    return json.loads(text)
 
 
 def purpose_of(content: Mapping[str, object]) -> Purpose:
@@ -309,7 +302,3 @@ def purpose_of(content: Mapping[str, object]) -> Purpose:
         return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
     sources = {path: tuple(one) for path, one in found.sources.items()}
     return replace(found, sources=sources)
-
-
-def _ranges(found: Iterable[tuple[int, int, int | None]]) -> tuple[Range, ...]:
-    return tuple((offset, nbytes, crc) for offset, nbytes, crc in found)

@@ -33,24 +33,12 @@ def remove_leftovers(directory: Path, owned: Owned) -> None:
     """
     with suppress(OSError, TargetError):
         for left in list(directory.iterdir()):
-            target = _target_of(left)
-            if target is None or os.path.lexists(journal_name(target)):
+            name = left.name.removeprefix(".").removesuffix(".zckpt-partial")
+            target = left.with_name(name) if name else left
+            if partial_name(target) != left or os.path.lexists(journal_name(target)):
                 continue
             with suppress(OSError, TargetError):
-                if not _is_quiet(left) or not is_abandoned(left):
-                    continue
-                check_unfinished(left, owned)
-                recover(target, owned)
-
-
-def _is_quiet(left: Path) -> bool:
-    """Tell whether for long nothing in a directory was written."""
-    every = [left, *left.rglob("*")] if left.is_dir() and not left.is_symlink() else [left]
-    return max(path.lstat().st_mtime for path in every) < time.time() - QUIET_S
-
-
-def _target_of(left: Path) -> Path | None:
-    """Return what was to get the name of what has a temporary one; None: it has none."""
-    name = left.name.removeprefix(".").removesuffix(".zckpt-partial")
-    target = left.with_name(name) if name else left
-    return target if partial_name(target) == left else None
+                every = [left, *left.rglob("*")] if left.is_dir() and not left.is_symlink() else [left]
+                if max(path.lstat().st_mtime for path in every) < time.time() - QUIET_S and is_abandoned(left):
+                    check_unfinished(left, owned)
+                    recover(target, owned)

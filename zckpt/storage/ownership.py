@@ -116,22 +116,19 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
         raise TargetExistsError(
             "cannot be replaced", path=target, expected=expected, found=found, advice="choose another name"
         )
-    if owned is not None:
-        _check_owned(target, owned)
-
-
-def _check_owned(directory: Path, owned: Owned) -> None:
+    if owned is None:
+        return
     try:
-        names = list(_below(directory))
+        names = list(_below(target))
     except OSError as error:
         raise TargetError("cannot be read, so it is not replaced", path=error.filename, found=error.strerror) from error
     others = [name for name, is_file in names if not (is_file and (name == FINGERPRINT_NAME or owned.is_own(name)))]
-    if names and not others and not owned.is_marked(directory):
+    if names and not others and not owned.is_marked(target):
         others = [name for name, _ in names]
     if others:
         raise TargetExistsError(
             "holds other files, which replacing it would remove",
-            path=directory,
+            path=target,
             found=_some(others),
             advice="choose a new directory",
         )
@@ -214,19 +211,17 @@ def held(directory: Path) -> Iterator[None]:
 
 def is_abandoned(directory: Path) -> bool:
     """Tell whether a directory is this user's and certainly held by no run; where there are no locks, none is."""
-    if fcntl is None:
-        return False
+    descriptor = -1
     try:
         descriptor = os.open(directory, os.O_RDONLY | _DIRECTORY | _NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.fstat(descriptor).st_uid == os.geteuid()
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fcntl is not None and os.fstat(descriptor).st_uid == os.geteuid()
     except OSError:
         return False
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def is_named(descriptor: int, path: Path) -> bool:
@@ -277,23 +272,16 @@ def _opened(name: Path, *, directory: bool) -> tuple[int, bool]:
             name.mkdir()
             return os.open(name, os.O_RDONLY | _DIRECTORY | _NOFOLLOW), True
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666), True
-    except FileExistsError:
-        _check_left(name, directory=directory)
+    except FileExistsError:  # of what a run of this user may have left
+        found, place = name.lstat(), "in its place"
+        if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
+            what, advice = f"{kind_of(found.st_mode)} {place}", "remove it"
+            raise TargetError("cannot be created", path=name, found=what, advice=advice) from None
+        if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+            what, advice = f"one of another user's {place}", "let them remove it"
+            raise TargetError("cannot be created", path=name, found=what, advice=advice) from None
     flags = os.O_RDONLY | _DIRECTORY if directory else os.O_RDWR
     return os.open(name, flags | _NOFOLLOW | _NONBLOCK), False
-
-
-def _check_left(name: Path, *, directory: bool) -> None:
-    """Raise TargetError unless what is there may have been left by a run of this user."""
-    found = name.lstat()
-    if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
-        raise TargetError(
-            "cannot be created", path=name, found=f"{kind_of(found.st_mode)} in its place", advice="remove it"
-        )
-    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-        raise TargetError(
-            "cannot be created", path=name, found="one of another user's in its place", advice="let them remove it"
-        )
 
 
 def _lock(descriptor: int, name: Path) -> None:

@@ -88,14 +88,11 @@ class Purpose:
             return f"by zckpt {begun.version}, and this is {self.version}"
         if begun.verb != self.verb:
             return f"by `zckpt {begun.verb}`"
-        return self._other_option(begun) or self._other_file(begun)
-
-    def _other_option(self, begun: Purpose) -> str | None:
         for key in sorted(begun.options.keys() | self.options.keys()):
             was, now = (one.options.get(key, "not given") for one in (begun, self))
             if was != now:
                 return f"with other options: {key} was {was} and is {now}"
-        return None
+        return self._other_file(begun)
 
     def _other_file(self, begun: Purpose) -> str | None:
         for path in sorted(begun.sources.keys() | self.sources.keys()):
@@ -103,9 +100,8 @@ class Purpose:
                 return f"from other files: {path} {'is new' if path in self.sources else 'is not read now'}"
             if self.sources[path] != begun.sources[path]:
                 return f"from a file that has changed since: {path}"
-        if (begun.files, begun.nbytes) != (self.files, self.nbytes):
-            return "to other files, or files of other sizes"
-        return None
+        same = (begun.files, begun.nbytes) == (self.files, self.nbytes)
+        return None if same else "to other files, or files of other sizes"
 
 
 def identity(path: str) -> Identity:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -117,8 +117,11 @@ class RemoteFile:
                 "the file ends too early", path=self.shown, expected=f"at least {end} bytes", found=self.nbytes,
                 advice="copy it again from where it came from",
             )  # fmt: skip
-        if not len(buffer) or self._from_window(offset, buffer):
-            return
+        with self._lock:
+            for start, window in self._windows:  # that were fetched ahead
+                if start <= offset and end <= start + len(window):
+                    buffer[:] = window[offset - start : end - start]
+                    return
         if len(buffer) >= LARGE_NBYTES:
             self.fetch_into(offset, buffer)
             return
@@ -131,28 +134,16 @@ class RemoteFile:
 
     def fetch_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with ranges that are fetched at once, and held by nobody."""
-        cuts = [(at, buffer[at : at + REQUEST_NBYTES]) for at in range(0, len(buffer), REQUEST_NBYTES)]
-
-        def one(cut: tuple[int, memoryview]) -> None:
-            at, view = cut
-            view[:] = self._fetch(offset + at, len(view))
-
-        if len(cuts) == 1:
-            one(cuts[0])
-        else:
-            list(fetchers().map(one, cuts))
+        fetch_all(
+            [(self, offset + at, buffer[at : at + REQUEST_NBYTES]) for at in range(0, len(buffer), REQUEST_NBYTES)]
+        )
 
     def _fetch(self, offset: int, nbytes: int) -> bytes:
         return self.store.fetch(self.listed, offset, nbytes, self.shown)
 
-    def _from_window(self, offset: int, buffer: memoryview) -> bool:
-        """Fill `buffer` from what was fetched ahead, if all of it was."""
-        with self._lock:
-            for start, data in self._windows:
-                if start <= offset and offset + len(buffer) <= start + len(data):
-                    buffer[:] = data[offset - start : offset - start + len(buffer)]
-                    return True
-        return False
+    def fetch_once(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` by one request."""
+        buffer[:] = self._fetch(offset, len(buffer))
 
     def hold(self, start: int, data: memoryview) -> None:
         """Hold what was fetched ahead, until it is released."""
@@ -216,24 +207,24 @@ class RemoteFile:
             self._windows.clear()
 
 
+def fetch_all(requests: Sequence[tuple[RemoteFile, int, memoryview]]) -> None:
+    """Make requests for ranges of files, several at once."""
+    if len(requests) == 1:
+        file, offset, view = requests[0]
+        file.fetch_once(offset, view)
+    else:
+        list(fetchers().map(lambda one: one[0].fetch_once(*one[1:]), requests))
+
+
 @contextmanager
 def fetched(ranges: Iterable[tuple[RemoteFile, int, int]]) -> Iterator[None]:
     """Fetch ranges of files at once, near ones together, and hold them while the context lasts."""
     windows = [(file, start, memoryview(bytearray(end - start))) for file, start, end in _coalesced(ranges)]
-    requests = [
+    fetch_all([
         (file, start + at, data[at : at + REQUEST_NBYTES])
         for file, start, data in windows
         for at in range(0, len(data), REQUEST_NBYTES)
-    ]
-
-    def one(request: tuple[RemoteFile, int, memoryview]) -> None:
-        file, start, view = request
-        file.fetch_into(start, view)
-
-    if len(requests) == 1:
-        one(requests[0])
-    else:
-        list(fetchers().map(one, requests))
+    ])  # fmt: skip
     for file, start, data in windows:
         file.hold(start, data)
     try:

@@ -11,13 +11,12 @@ is none. They are written as soon as they are of `RECORD_NBYTES` of files: of sm
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from zckpt.storage.crc32 import crc32
+from zckpt.storage.crc32 import content_of, line_of
 
 RECORD_NBYTES = 4 << 20
 
@@ -51,13 +50,12 @@ class Record:
         """Take a file of the record; they come in order."""
         self._number = number
         for line in data.splitlines():
-            crc, _, text = line.partition(b" ")
-            if b"%08x" % crc32(text) != crc:
-                continue
-            name, *about = json.loads(text)
-            self.files.pop(name, None)
-            if about:
-                self.files[name] = Finished(*about)
+            content = content_of(line)
+            if content is not None:
+                name, *about = content
+                self.files.pop(name, None)
+                if about:
+                    self.files[name] = Finished(*about)
 
     def add(self, name: str, one: Finished) -> None:
         """Note that a file has come; in any thread."""
@@ -84,8 +82,7 @@ class Record:
             return sum(one.nbytes for name, one in self.files.items() if name not in self._unwritten)
 
     def _append(self, content: list[object], nbytes: int) -> None:
-        text = json.dumps(content, separators=(",", ":")).encode()
-        self._lines.append(b"%08x %b\n" % (crc32(text), text))
+        self._lines.append(line_of(content))
         self._nbytes += nbytes
         if self._nbytes >= RECORD_NBYTES:
             self._flush()

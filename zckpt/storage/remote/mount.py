@@ -115,17 +115,14 @@ class Mount:
 
     def _add_listed(self, root: Path, one: Listed) -> None:
         path = root.joinpath(*one.parts)
-        self.add(path, RemoteFile(self.store, one, self._url_of(path)), one.nbytes, one.modified)
+        scheme, *rest = path.relative_to(self._tree).parts
+        self.add(path, RemoteFile(self.store, one, f"{scheme}://{'/'.join(rest)}"), one.nbytes, one.modified)
 
     def add(self, path: Path, file: Distant, nbytes: int, modified: float | None = None) -> None:
         """Add a file, in the place of what has its name."""
         self.remove(path)
         _make_file(path, nbytes, modified)
         self.files[str(path)] = FILES[str(path)] = file
-
-    def _url_of(self, path: Path) -> str:
-        scheme, *rest = path.relative_to(self._tree).parts
-        return f"{scheme}://{'/'.join(rest)}"
 
     def check_unchanged(self) -> None:
         """List once more where ranges do not say of which version they are.

@@ -7,14 +7,14 @@ while it named them need not make any of them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 from zckpt.errors import TargetError
 from zckpt.storage.remote.attempts import ShortBodyError, attempt
 from zckpt.storage.remote.finished import Finished, Record, new_digest
 from zckpt.storage.remote.fsspec_stores import FsspecStore
-from zckpt.storage.remote.stores import Listed
 from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
 
 READ_NBYTES = 8 << 20
@@ -31,7 +31,7 @@ class NamedUploads(Uploads):
         self.kept_in = self.partial.rpartition("/")[2]
         self.journal = self.partial.removesuffix("partial") + "journal"
         self._named: list[str] = []
-        self._sent: dict[str, Finished | None] = {}
+        self.files_sent: dict[str, Finished | None] = {}
         self._record = Record(self._write_record)
         self._keeps = self._resumes = False
 
@@ -55,7 +55,7 @@ class NamedUploads(Uploads):
         return self._record.written_nbytes
 
     def _write_record(self, number: int, data: bytes) -> None:
-        self._write(f"{self.journal}/{number:08d}", self.store.address.shown, data)
+        self._write(f"{self.journal}/{number:08d}", data)
 
     def _read_record(self) -> None:
         """Read what is recorded of files that are there as they came."""
@@ -69,15 +69,25 @@ class NamedUploads(Uploads):
                 del self._record.files[name]
 
     def _is_there(self, name: str, one: Finished) -> bool:
-        found = self.store.described(self._temporary(name))
+        found = self.store.described(self.temporary(name))
         return found is not None and (found.nbytes, found.version) == (one.nbytes, one.version)
 
-    def _write(self, key: str, shown: str, data: bytes) -> None:
-        FileSink(self.store, key, shown).write(len(data), lambda: iter([bytearray(data)]))
+    def _write(self, key: str, data: bytes, shown: str | None = None) -> None:
+        send = partial(self.send, key, len(data), [bytearray(data)])
+        attempt(send, shown or self.store.address.shown, writing=True)
+
+    def send(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> str:
+        """Write a file; return which version the store says that it is. Not `attempt`ed."""
+        self.store.write(key, nbytes, parts)
+        there = self.store.described(key)
+        size = None if there is None else there.nbytes
+        if there is None or size != nbytes:
+            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
+        return there.version
 
     def sent(self) -> Sent:
         """Return what is known of files that have come."""
-        return {name: None if one is None else list(one) for name, one in self._sent.items()}
+        return {name: None if one is None else list(one) for name, one in self.files_sent.items()}
 
     def adopt(self, sent: Sent) -> None:
         """Take over what has temporary names, or a name.
@@ -96,22 +106,17 @@ class NamedUploads(Uploads):
         """Return which files of a note have their names: those without a temporary one whose bytes are those sent."""
         found = []
         for name, about in sent.items():
-            if about is not None and self.store.described(self._temporary(name)) is None:
-                there = self.store.described(self.at(name))
-                if there is not None and self._is(there, Finished(*about)):
+            if about is None or self.store.described(self.temporary(name)) is not None:
+                continue
+            there, (nbytes, digest, _), read = self.store.described(self.at(name)), about, new_digest()
+            if there is not None and there.nbytes == nbytes:
+                for at in range(0, nbytes, READ_NBYTES):
+                    some = min(READ_NBYTES, nbytes - at)
+                    read.update(self.store.fetch(there, at, some, self.store.address.shown))
+                if read.hexdigest() == digest:
                     found.append(name)
         self._named = [self.at(name) for name in found]
         return found
-
-    def _is(self, there: Listed, one: Finished) -> bool:
-        if there.nbytes != one.nbytes:
-            return False
-        digest = new_digest()
-        for offset in range(0, one.nbytes, READ_NBYTES):
-            digest.update(
-                self.store.fetch(there, offset, min(READ_NBYTES, one.nbytes - offset), self.store.address.shown)
-            )
-        return bool(digest.hexdigest() == one.digest)
 
     def discard(self, sent: Sent) -> list[str]:
         """Remove files of a note that have their names."""
@@ -123,7 +128,7 @@ class NamedUploads(Uploads):
 
     def note(self, data: bytes) -> None:
         """Write a file beside the temporary directory."""
-        self._write(f"{self.journal}/{NOTE}", self.store.address.shown, data)
+        self._write(f"{self.journal}/{NOTE}", data)
 
     def noted(self) -> bytes | None:
         """Return what the file holds."""
@@ -133,25 +138,22 @@ class NamedUploads(Uploads):
         """Return the note, if something still has a temporary name."""
         return self.noted() if self.store.below(self.partial) else None
 
-    def _temporary(self, name: str) -> str:
+    def temporary(self, name: str) -> str:
+        """Return the key of a file that has not its name yet."""
         return f"{self.partial}/{name}"
 
     def sink(self, name: str) -> FileSink:
         """Return where a file goes, in a directory of a temporary name."""
-        self._sent[name] = None
-        return FileSink(self.store, self._temporary(name), self.shown(name), self._record if self._keeps else None,
-                        name, self._came)  # fmt: skip
-
-    def _came(self, name: str, one: Finished) -> None:
-        self._sent[name] = one
+        self.files_sent[name] = None
+        return FileSink(self, name, self._record if self._keeps else None)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file under a temporary name."""
-        self._write(self._temporary(name), self.shown(name), data)
+        self._write(self.temporary(name), data, self.shown(name))
 
     def finish(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002  # they keep their names
         """Remove what another run has sent of other files, as with other options: the rest is opened next."""
-        if self._sent:
+        if self.files_sent:
             self._remove_others(names)
 
     def url(self) -> str:
@@ -171,7 +173,7 @@ class NamedUploads(Uploads):
 
     def _remove_others(self, names: Sequence[str]) -> None:
         """Remove what has a temporary name of this target, and is none of these files."""
-        own = {self._temporary(name).strip("/") for name in names}
+        own = {self.temporary(name).strip("/") for name in names}
         for key in self.store.below(self.partial) if self._resumes else ():
             if key.strip("/") not in own:
                 self.store.remove_folder(key)
@@ -188,7 +190,7 @@ class NamedUploads(Uploads):
             target = self.at(name)
             if target not in self._named:
                 self.store.make_folder_of(target)
-                self.store.move(self._temporary(name), target)
+                self.store.move(self.temporary(name), target)
                 self._named.append(target)
 
     def abort(self, *, everything: bool = True) -> None:
@@ -205,60 +207,37 @@ class NamedUploads(Uploads):
 
 
 class FileSink:
-    """A file that is written from its beginning to its end, unless `record` has it; `came` is told."""
+    """A file that is written from its beginning to its end, unless a record has it."""
 
-    def __init__(
-        self,
-        store: FsspecStore,
-        key: str,
-        shown: str,
-        record: Record | None = None,
-        name: str = "",
-        came: Callable[[str, Finished], None] = lambda _name, _one: None,
-    ) -> None:
-        self._store, self._key, self._shown = store, key, shown
-        self._record, self._name, self._came = record, name, came
+    def __init__(self, uploads: NamedUploads, name: str, record: Record | None) -> None:
+        self._uploads, self._name, self._record = uploads, name, record
 
     def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
         """Write a file, from its beginning again if that fails."""
-        record = self._record
+        uploads, name, record = self._uploads, self._name, self._record
+        key, shown = uploads.temporary(name), uploads.shown(name)
         if record is None:
-            attempt(lambda: self._write(nbytes, parts()), self._shown, writing=True)
+            attempt(lambda: uploads.send(key, nbytes, parts()), shown, writing=True)
             return
-        there = record.files.get(self._name)
+        there, digest = record.files.get(name), new_digest()
         if there is not None:
-            if there.nbytes == nbytes and _digest(parts()) == there.digest:
-                self._came(self._name, there)
-                return
-            record.forget(self._name)
-        one = attempt(lambda: self._write_digested(nbytes, parts()), self._shown, writing=True)
-        record.add(self._name, one)
-        self._came(self._name, one)
-
-    def _write_digested(self, nbytes: int, parts: Iterator[bytearray]) -> Finished:
-        digest = new_digest()
-
-        def seen() -> Iterator[bytearray]:
-            for part in parts:
+            for part in parts():
                 digest.update(part)
-                yield part
+            if (there.nbytes, there.digest) == (nbytes, digest.hexdigest()):
+                uploads.files_sent[name] = there
+                return
+            record.forget(name)
 
-        version = self._write(nbytes, seen())
-        return Finished(nbytes, digest.hexdigest(), version)
+        def once() -> Finished:
+            digest = new_digest()
 
-    def _write(self, nbytes: int, parts: Iterator[bytearray]) -> str:
-        """Write; return which version the store says that it is."""
-        self._store.write(self._key, nbytes, parts)
-        there = self._store.described(self._key)
-        size = None if there is None else there.nbytes
-        if there is None or size != nbytes:
-            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
-        return there.version
+            def seen() -> Iterator[bytearray]:
+                for part in parts():
+                    digest.update(part)
+                    yield part
 
+            version = uploads.send(key, nbytes, seen())
+            return Finished(nbytes, digest.hexdigest(), version)
 
-def _digest(parts: Iterator[bytearray]) -> str:
-    digest = new_digest()
-    for part in parts:
-        digest.update(part)
-    found: str = digest.hexdigest()
-    return found
+        uploads.files_sent[name] = one = attempt(once, shown, writing=True)
+        record.add(name, one)
