@@ -154,17 +154,26 @@ class Checks:
     def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """Yield pieces, those that are moved as they are cut where a record begins or ends."""
         for piece in pieces:
-            source = piece.copies[0].sources[0]
+            copy = piece.copies[0]
+            source, end = copy.sources[0], copy.sources[0].offset + piece.nbytes
             if not piece.is_bytewise or source.path not in self.watched:
                 yield piece
                 continue
-            end = source.offset + piece.nbytes
             cuts = [source.offset, *self._bounds(source.path, source.offset, end), end]
+            for low, high in pairwise(cuts) if len(cuts) > 2 else ():
+                at = low - source.offset
+                moved = replace(
+                    copy,
+                    shape=(high - low,),
+                    sources=(Strided(source.path, low, (1,)),),
+                    source_dtype="uint8",
+                    target_dtype="uint8",
+                    offset=copy.offset + at,
+                    strides=(1,),
+                )
+                yield replace(piece, offset=piece.offset + at, nbytes=high - low, copies=(moved,))
             if len(cuts) == 2:
                 yield piece
-                continue
-            for low, high in pairwise(cuts):
-                yield _bytes_of(piece, low - source.offset, high - low)
 
     def _bounds(self, path: str, start: int, end: int) -> list[int]:
         """Return where records begin or end between two offsets in a file."""
@@ -193,7 +202,11 @@ class Checks:
                     some[:] = _merged(some)
                 self._nbytes[one] = self._nbytes.get(one, 0) + each.nbytes
                 if self._nbytes[one] >= one.nbytes:
-                    self._try(one)
+                    tiles = _tiles(some)
+                    if sum(tile.nbytes for tile in tiles) == one.nbytes:
+                        self._note(one, crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, Sources()))
+                    else:
+                        self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
 
     def _sum_of(self, each: Seen) -> Sum | None:
         """Return the record in which all of it lies; None if it is in none, or in several."""
@@ -202,14 +215,6 @@ class Checks:
         if at == len(sums) or each.offset < sums[at].offset:
             return None
         return sums[at] if each.offset + each.nbytes <= sums[at].offset + sums[at].nbytes else None
-
-    def _try(self, one: Sum) -> None:
-        """Check a record if what was seen tiles it."""
-        tiles = _tiles(self._seen[one])
-        if sum(each.nbytes for each in tiles) == one.nbytes:
-            self._note(one, crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, Sources()))
-        else:
-            self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
 
     def _note(self, one: Sum, found: int) -> None:
         self._done.add(one)
@@ -246,7 +251,7 @@ class Checks:
         tasks = []
         for one in self._due():
             seen = self._seen.get(one, [])
-            rest = one.nbytes - _covered(seen)
+            rest = one.nbytes - total(merge((each.offset, each.offset + each.nbytes) for each in seen))
             if one.always or (seen and rest <= max(REST_NBYTES, one.nbytes // REST_FRACTION)):
                 tasks.append((one, _tiles(seen)))
         of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task[0].path)]
@@ -265,8 +270,19 @@ class Checks:
 
     def refuse(self) -> None:
         """Raise DamagedFileError if a record that is done with is damaged."""
-        if self._wrong:
-            raise _damaged(self._wrong)
+        if not self._wrong:
+            return
+        first, found = min(self._wrong, key=lambda one: _place(one[0]))
+        others = f" and {len(self._wrong) - 1} more" if len(self._wrong) > 1 else ""
+        raise DamagedFileError(
+            f"{first.name}{others}: not as it was written",
+            path=first.path,
+            expected=f"CRC-32 {first.crc32:08x}",
+            found=f"{found:08x}",
+            advice="copy the file again from where it came from; `zckpt verify --deep` names all that is damaged, "
+            "--no-checksums (where training loads, verify=False) salvages the rest",
+            code=CHECKSUM,
+        )
 
 
 _WATCHING: ContextVar[Checks] = ContextVar("watching")
@@ -291,28 +307,6 @@ def _place(one: Sum) -> tuple[str, int]:
     return one.path, one.offset
 
 
-def _bytes_of(piece: Piece, start: int, nbytes: int) -> Piece:
-    """Return some bytes of a piece that is moved as it is."""
-    copy = piece.copies[0]
-    source = copy.sources[0]
-    moved = replace(
-        copy,
-        shape=(nbytes,),
-        sources=(Strided(source.path, source.offset + start, (1,)),),
-        source_dtype="uint8",
-        target_dtype="uint8",
-        offset=copy.offset + start,
-        strides=(1,),
-    )
-    return replace(piece, offset=piece.offset + start, nbytes=nbytes, copies=(moved,))
-
-
-def seen_of(piece: Piece, crc: int) -> Seen:
-    """Return what is seen of a source file in a piece that is moved as it is, given its CRC-32."""
-    source = piece.copies[0].sources[0]
-    return Seen(source.path, source.offset, piece.nbytes, crc)
-
-
 def _merged(seen: Iterable[Seen]) -> list[Seen]:
     """Return what was seen in order, what is end to end as one, without what is within another."""
     found: list[Seen] = []
@@ -322,11 +316,7 @@ def _merged(seen: Iterable[Seen]) -> list[Seen]:
         if found and each.offset + each.nbytes <= end and (summed or each.crc32 is None):
             continue
         if found and each.offset == end and summed == (each.crc32 is not None):
-            crc = (
-                combine(last.crc32, each.crc32, each.nbytes)
-                if last.crc32 is not None and each.crc32 is not None
-                else None
-            )
+            crc = combine(last.crc32 or 0, each.crc32 or 0, each.nbytes) if summed else None
             found[-1] = Seen(last.path, last.offset, last.nbytes + each.nbytes, crc)
         else:
             found.append(each)
@@ -343,11 +333,6 @@ def _tiles(seen: Iterable[Seen]) -> list[Seen]:
             found.append(each)
             end = each.offset + each.nbytes
     return found
-
-
-def _covered(seen: Iterable[Seen]) -> int:
-    """Return how many bytes were seen."""
-    return total(merge((each.offset, each.offset + each.nbytes) for each in seen))
 
 
 def _run(tasks: list[tuple[Sum, list[Seen]]]) -> list[int]:
@@ -396,17 +381,3 @@ def _counted(some: Iterable[Overflowed]) -> str:
     for one in sorted(some, key=attrgetter("path", "offset")):
         found[one.path, one.dtype] = found.get((one.path, one.dtype), 0) + one.count
     return listed([f"{count} values of {name} overflow {dtype}" for (name, dtype), count in found.items()])
-
-
-def _damaged(wrong: list[tuple[Sum, int]]) -> DamagedFileError:
-    first, found = min(wrong, key=lambda one: (one[0].path, one[0].offset))
-    others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return DamagedFileError(
-        f"{first.name}{others}: not as it was written",
-        path=first.path,
-        expected=f"CRC-32 {first.crc32:08x}",
-        found=f"{found:08x}",
-        advice="copy the file again from where it came from; `zckpt verify --deep` names all that is damaged, "
-        "--no-checksums (where training loads, verify=False) salvages the rest",
-        code=CHECKSUM,
-    )

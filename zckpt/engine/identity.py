@@ -31,12 +31,9 @@ KEY_NBYTES = 16
 PLAIN = (str, int, float, type(None))
 
 
-def key_of(batch: Batch, name: str) -> str | None:
-    """Return the key of a batch; None if what computes its bytes cannot be told from something else.
-
-    `name`: of the target file within the target.
-    """
-    digest = blake2b(repr((name, batch.checksummed, bool(batch.watched))).encode("utf-8", "surrogatepass"),
+def key_of(batch: Batch) -> str | None:
+    """Return the key of a batch; None if what computes its bytes cannot be told from something else."""
+    digest = blake2b(repr((batch.name, batch.checksummed, bool(batch.watched))).encode("utf-8", "surrogatepass"),
                      digest_size=KEY_NBYTES)  # fmt: skip
     try:
         for one in chain.from_iterable(map(_of, batch.pieces)):

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from zckpt.engine.checking import Seen, WatchedSources, seen_of
+from zckpt.engine.checking import Seen, WatchedSources
 from zckpt.engine.copy import Piece, converted, elements, is_endless, overflowed
-from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import GAP_NBYTES
 from zckpt.storage.clone import clone
@@ -54,54 +53,150 @@ class BufferedTarget:
         write_all(self.descriptor, data, offset)
 
 
-def write_pieces(
-    pieces: Iterable[Piece | Literal],
-    target: Target,
-    sources: WatchedSources,
-    buffer: memoryview,
-    *,
-    path: str,
-    checksummed: bool,
-    recorded: bool = False,
-) -> list[Seen]:
-    """Write pieces of one file; return what was written, with its CRC-32 where that is asked for.
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Writes pieces of one file.
 
     Parameters
     ----------
-    pieces : iterable of Piece or Literal
+    path : str
+        The target's.
     target : Target
     sources : WatchedSources
         Note what was read of the files that they watch.
     buffer : memoryview of bytes
-    path : str
-        The target's.
     checksummed : bool
-        Sum all of it.
-    recorded : bool
-        Sum all of it but for what is cloned, which is not read for that.
+        Sum what is written.
+    sums_clones : bool
+        Also what is cloned, which is read for that.
     """
-    seen: list[Seen] = []
-    cloned = checksummed
-    checksummed = checksummed or recorded
-    for small, some in groupby(pieces, _is_small):
-        if small:
-            for group in _groups((piece for piece in some if isinstance(piece, Piece)), len(buffer)):
-                seen += _write_small(group, target, sources, buffer, path=path, checksummed=checksummed)
-            continue
-        for piece in some:
-            crc = _write_piece(piece, target, sources, buffer, checksummed, cloned)
-            seen.append(Seen(path, piece.offset, piece.nbytes, crc))
-    return seen
+
+    path: str
+    target: Target
+    sources: WatchedSources
+    buffer: memoryview
+    checksummed: bool
+    sums_clones: bool
+
+    def write(self, pieces: Iterable[Piece | Literal]) -> list[Seen]:
+        """Write pieces; return what was written, with its CRC-32 where that is asked for."""
+        seen: list[Seen] = []
+        for is_small, some in groupby(pieces, _is_small):
+            if not is_small:
+                seen += map(self._write_one, some)
+                continue
+            for group in _groups((one for one in some if isinstance(one, Piece)), len(self.buffer)):
+                seen += self._write_small(group) if len(group) > 1 else [self._write_one(group[0])]
+        return seen
+
+    def _write_one(self, piece: Piece | Literal) -> Seen:
+        crc: int | None
+        if isinstance(piece, Literal):  # each step of it while it is in the cache of the core that sums it
+            data, step, total = memoryview(piece.data), len(self.buffer), 0
+            for at in range(0, len(data), step):
+                view = data[at : at + step]
+                total = crc32(view, total) if self.checksummed else 0
+                self.target.write(view, piece.offset + at)
+            crc = total if self.checksummed else None
+        elif piece.is_bytewise:
+            crc = self._move(piece)
+        else:
+            data = elements(piece, self.sources)
+            self.sources.seen += overflowed(piece, data, self.sources)
+            self.target.write(data, piece.offset)
+            crc = crc32(data) if self.checksummed else None
+        return Seen(self.path, piece.offset, piece.nbytes, crc)
+
+    def _move(self, piece: Piece) -> int | None:
+        """Clone or copy contiguous bytes; return their CRC-32 where it is asked for, or the source is watched."""
+        copy = piece.copies[0]
+        source, low, high = copy.sources[0], 0, 0
+        watched = source.path in self.sources.watched
+        if found(source.path) is None:
+            descriptors = self.sources.descriptor(source.path), self.target.descriptor
+            low, high = clone(descriptors[0], source.offset, descriptors[1], copy.offset, copy.nbytes)
+        summed, crc = watched or (self.checksummed if low == high else self.sums_clones), 0
+        for start, end, is_cloned in ((0, low, False), (low, high, True), (high, copy.nbytes, False)):
+            at = start if summed or not is_cloned else end
+            while at < end:
+                most = len(self.buffer) - (copy.offset + at) % PAGE_NBYTES  # the next begins at a page
+                into = self.buffer[: min(most, end - at)]
+                view, phase = self.sources.window(source.path, source.offset + at, into)
+                crc = crc32(view, crc) if summed else 0
+                if not is_cloned:
+                    self.target.write(view, copy.offset + at, phase)
+                at += len(into)
+        if watched:
+            self.sources.seen.append(Seen(source.path, source.offset, piece.nbytes, crc))
+        return crc if summed else None
+
+    def _write_small(self, group: list[Piece]) -> list[Seen]:
+        """Write small pieces whose elements lie end to end on both sides, and fit the buffer together."""
+        placed = self._read_small(group)
+        placed.sort(key=lambda one: one[0].offset)
+        seen: list[Seen] = []
+        views: list[memoryview] = []
+        first = end = 0
+        for some in _alike(placed):
+            (piece, at), (last, last_at) = some[0], some[-1]
+            data = self.buffer[at : last_at + last.copies[0].source_nbytes]
+            if not piece.is_bytewise:
+                data = converted(data, piece.copies[0])
+                endless = is_endless(piece, data)
+            if views and (piece.offset != end or len(views) == VIEWS_AT_ONCE):
+                self._write_views(views, first)
+                views = []
+            first = first if views else piece.offset
+            end = last.offset + last.nbytes
+            views.append(data)
+            for one, _ in some:
+                view = data[one.offset - piece.offset :][: one.nbytes]
+                if not piece.is_bytewise and endless:
+                    self.sources.seen += overflowed(one, view, self.sources)
+                seen.append(Seen(self.path, one.offset, one.nbytes, crc32(view) if self.checksummed else None))
+        self._write_views(views, first)
+        return seen
+
+    def _read_small(self, group: list[Piece]) -> list[tuple[Piece, int]]:
+        """Read what pieces need, by file and offset, over small gaps as far as there is room; return where each is."""
+        needed = [(piece.copies[0].sources[0], piece.copies[0].source_nbytes, piece) for piece in group]
+        needed.sort(key=lambda one: (one[0].path, one[0].offset))
+        spare, at, begin = len(self.buffer) - sum(nbytes for _, nbytes, _ in needed), 0, 0
+        placed = []
+        while begin < len(needed):
+            source, nbytes, _ = needed[begin]
+            low, high, end = source.offset, source.offset + nbytes, begin + 1
+            while end < len(needed) and needed[end][0].path == source.path:
+                gap = needed[end][0].offset - high
+                if gap > min(GAP_NBYTES, spare):
+                    break
+                high, spare = max(high, needed[end][0].offset + needed[end][1]), spare - max(gap, 0)
+                end += 1
+            window = self.buffer[at : at + high - low]
+            read_into(self.sources.descriptor(source.path), low, window, path=source.path)
+            for one, nbytes, piece in needed[begin:end]:
+                start = one.offset - low
+                placed.append((piece, at + start))
+                if source.path in self.sources.watched:
+                    crc = crc32(window[start : start + nbytes])
+                    self.sources.seen.append(Seen(source.path, one.offset, nbytes, crc))
+            at, begin = at + high - low, end
+        return placed
+
+    def _write_views(self, views: Sequence[memoryview], offset: int) -> None:
+        """Write buffers end to end."""
+        done = os.pwritev(self.target.descriptor, views, offset)
+        if done < sum(map(len, views)):  # a signal came, or the disk is full, which the next call says
+            write_all(self.target.descriptor, memoryview(b"".join(views))[done:], offset + done)
 
 
 def _is_small(piece: Piece | Literal) -> bool:
     return (
-        isinstance(piece, Piece)
+        type(piece) is Piece
         and len(piece.copies) == 1
         and piece.nbytes <= SMALL_NBYTES
         and piece.copies[0].is_linear
         and piece.copies[0].source_nbytes <= SMALL_NBYTES
-        and type(piece) is Piece
     )
 
 
@@ -120,72 +215,6 @@ def _groups(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _write_small(
-    group: list[Piece], target: Target, sources: WatchedSources, buffer: memoryview, *, path: str, checksummed: bool
-) -> list[Seen]:
-    """Write small pieces whose elements lie end to end on both sides, and fit the buffer together."""
-    if len(group) == 1:
-        (piece,) = group
-        return [
-            Seen(
-                path, piece.offset, piece.nbytes, _write_piece(piece, target, sources, buffer, checksummed, checksummed)
-            )
-        ]
-    placed = _read_small(group, sources, buffer)
-    placed.sort(key=lambda one: one[0].offset)
-    seen: list[Seen] = []
-    views: list[memoryview] = []
-    first = end = 0
-    for some in _alike(placed):
-        (piece, at), (last, last_at) = some[0], some[-1]
-        data = buffer[at : last_at + last.copies[0].source_nbytes]
-        if not piece.is_bytewise:
-            data = converted(data, piece.copies[0])
-            if is_endless(piece, data):
-                for one, _ in some:
-                    start = one.offset - piece.offset
-                    sources.seen += overflowed(one, data[start : start + one.nbytes], sources)
-        if views and (piece.offset != end or len(views) == VIEWS_AT_ONCE):
-            _write_views(target, views, first)
-            views = []
-        first = first if views else piece.offset
-        end = last.offset + last.nbytes
-        views.append(data)
-        for one, _ in some:
-            start = one.offset - piece.offset
-            crc = crc32(data[start : start + one.nbytes]) if checksummed else None
-            seen.append(Seen(path, one.offset, one.nbytes, crc))
-    _write_views(target, views, first)
-    return seen
-
-
-def _read_small(group: list[Piece], sources: WatchedSources, buffer: memoryview) -> list[tuple[Piece, int]]:
-    """Read what pieces need, by file and offset, over small gaps as far as there is room; return where each is."""
-    needed = [(piece.copies[0].sources[0], piece.copies[0].source_nbytes, piece) for piece in group]
-    needed.sort(key=lambda one: (one[0].path, one[0].offset))
-    spare, at, begin = len(buffer) - sum(nbytes for _, nbytes, _ in needed), 0, 0
-    placed = []
-    while begin < len(needed):
-        source, nbytes, _ = needed[begin]
-        low, high, end = source.offset, source.offset + nbytes, begin + 1
-        while end < len(needed) and needed[end][0].path == source.path:
-            gap = needed[end][0].offset - high
-            if gap > min(GAP_NBYTES, spare):
-                break
-            high, spare = max(high, needed[end][0].offset + needed[end][1]), spare - max(gap, 0)
-            end += 1
-        window = buffer[at : at + high - low]
-        read_into(sources.descriptor(source.path), low, window, path=source.path)
-        for one, nbytes, piece in needed[begin:end]:
-            start = one.offset - low
-            placed.append((piece, at + start))
-            if source.path in sources.watched:
-                crc = crc32(window[start : start + nbytes])
-                sources.seen.append(Seen(source.path, one.offset, nbytes, crc))
-        at, begin = at + high - low, end
-    return placed
-
-
 def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:
     """Yield together pieces that are neighbours in the buffer and in the target, and alike in their types."""
     some: list[tuple[Piece, int]] = []
@@ -197,93 +226,9 @@ def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]
             if (
                 before_at + other.source_nbytes != at
                 or before.offset + before.nbytes != piece.offset
-                or (copy.source_dtype, copy.target_dtype, copy.byteorder, copy.unresolved)
-                != (other.source_dtype, other.target_dtype, other.byteorder, other.unresolved)
+                or copy.change != other.change
             ):
                 yield some
                 some = []
         some.append((piece, at))
     yield some
-
-
-def _write_piece(
-    piece: Piece | Literal,
-    target: Target,
-    sources: WatchedSources,
-    buffer: memoryview,
-    checksummed: bool,
-    cloned: bool,
-) -> int | None:
-    """Write a piece; return its CRC-32 where it is asked for, of a piece that is cloned or of any other."""
-    if isinstance(piece, Literal):
-        return _write_memory(piece, target, len(buffer), checksummed=checksummed)
-    if piece.is_bytewise:
-        return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed, cloned=cloned)
-    data = elements(piece, sources)
-    sources.seen += overflowed(piece, data, sources)
-    target.write(data, piece.offset)
-    return crc32(data) if checksummed else None
-
-
-def _copy_bytes(
-    piece: Piece, target: Target, sources: WatchedSources, buffer: memoryview, *, checksummed: bool, cloned: bool
-) -> int | None:
-    """Clone or copy contiguous bytes; return their CRC-32 where it is asked for, or the source is watched."""
-    copy = piece.copies[0]
-    source = copy.sources[0]
-    watched = source.path in sources.watched
-    low, high = 0, 0
-    if found(source.path) is None:
-        low, high = clone(sources.descriptor(source.path), source.offset, target.descriptor, copy.offset, copy.nbytes)
-    summed = watched or (checksummed if low == high else cloned)
-    crc = _copy_range(copy, 0, low, 0, target, sources, buffer, summed=summed)
-    if summed:
-        crc = _copy_range(copy, low, high, crc, None, sources, buffer, summed=True)
-    crc = _copy_range(copy, high, copy.nbytes, crc, target, sources, buffer, summed=summed)
-    if watched:
-        sources.seen.append(seen_of(piece, crc))
-    return crc if summed else None
-
-
-def _copy_range(
-    copy: Copy,
-    start: int,
-    end: int,
-    crc: int,
-    target: Target | None,
-    sources: WatchedSources,
-    buffer: memoryview,
-    *,
-    summed: bool,
-) -> int:
-    """Read bytes [start, end) of a copy, and write them unless there is no target; return the CRC-32 carried on."""
-    source = copy.sources[0]
-    at = start
-    while at < end:
-        into = buffer[: min(len(buffer) - (copy.offset + at) % PAGE_NBYTES, end - at)]  # the next begins at a page
-        view, phase = sources.window(source.path, source.offset + at, into)
-        if summed:
-            crc = crc32(view, crc)
-        if target is not None:
-            target.write(view, copy.offset + at, phase)
-        at += len(into)
-    return crc
-
-
-def _write_memory(literal: Literal, target: Target, step: int, *, checksummed: bool) -> int | None:
-    """Write what is in memory, each step of it while it is in the cache of the core that sums it; return its CRC-32."""
-    data = memoryview(literal.data)
-    crc = 0
-    for at in range(0, len(data), step):
-        view = data[at : at + step]
-        if checksummed:
-            crc = crc32(view, crc)
-        target.write(view, literal.offset + at)
-    return crc if checksummed else None
-
-
-def _write_views(target: Target, views: Sequence[memoryview], offset: int) -> None:
-    """Write buffers end to end."""
-    done = os.pwritev(target.descriptor, views, offset)
-    if done < sum(map(len, views)):  # a signal came, or the disk is full, which the next call says
-        write_all(target.descriptor, memoryview(b"".join(views))[done:], offset + done)

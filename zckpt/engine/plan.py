@@ -18,7 +18,7 @@ from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import ZEROS, CutSpans, Span
+from zckpt.state import ZEROS, CutSpans, Shape, Span
 from zckpt.state.boxes import (
     Box,
     Located,
@@ -95,6 +95,11 @@ class Copy:
     def source_nbytes(self) -> int:
         """Number of bytes that its elements are in each source."""
         return self.numel * itemsize(self.source_dtype)
+
+    @property
+    def change(self) -> tuple[object, ...]:
+        """What is done to each element."""
+        return self.source_dtype, self.target_dtype, self.byteorder, self.unresolved
 
     @property
     def is_linear(self) -> bool:
@@ -184,28 +189,28 @@ class Plan:
 def plan(files: Iterable[TargetFile]) -> Plan:
     """Meet every hole with the spans that cover it.
 
-    `files`: of files that come `Lazily`, so do the plans, unless they are few. Raises LayoutError: some element of a
-    hole is covered by no span, or by more than one.
+    `files`: of files that come `Lazily`, so do the plans, unless all of them together are within `KEPT_NBYTES`. Raises
+    LayoutError: some element of a hole is covered by no span, or by more than one.
     """
     if not isinstance(files, Lazily):
         return _summed(tuple(_planned(files)))
     few: list[FilePlan] = []
-    found = _summed(Lazily(lambda: _noted(_planned(files), few), len(files)))
+    room = KEPT_NBYTES
+
+    def noted() -> Iterator[FilePlan]:
+        nonlocal room
+        for one in _planned(files):
+            room -= COPY_NBYTES * sum(len(each.copies) for each in one.fills)
+            room -= sum(each.nbytes for each in one.file.literals)
+            few.append(one)
+            if room < 0 or one.file.packs:
+                few.clear()
+                room = -1
+            yield one
+
+    found = _summed(Lazily(noted, len(files)))
     again = tuple(few) if len(few) == len(files) else Lazily(lambda: _planned(files), len(files))
     return replace(found, files=again)
-
-
-def _noted(files: Iterable[FilePlan], few: list[FilePlan]) -> Iterator[FilePlan]:
-    """Yield files; note them, if all of them together are within `KEPT_NBYTES`."""
-    room = KEPT_NBYTES
-    for one in files:
-        copies = sum(len(each.copies) for each in one.fills)
-        room -= COPY_NBYTES * copies + sum(len(each.data) for each in one.file.literals)
-        few.append(one)
-        if room < 0 or one.file.packs:
-            few.clear()
-            room = -1
-        yield one
 
 
 def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
@@ -265,7 +270,7 @@ def fill(hole: Hole) -> list[Copy]:
     if not hole.slot.replicas:
         return copies
     sets = [copies] + [_fill_from(hole, spans) for spans in hole.slot.replicas]
-    cut = [[(c.offset, c.shape, c.strides, c.source_dtype, c.byteorder, c.unresolved) for c in one] for one in sets]
+    cut = [[(c.offset, c.shape, c.strides, c.change) for c in one] for one in sets]
     if any(one != cut[0] for one in cut):
         raise LayoutError(f"{hole.label}: the tensors to be averaged are stored differently")
     return [replace(same[0], sources=tuple(c.sources[0] for c in same)) for same in zip(*sets, strict=True)]
@@ -284,7 +289,7 @@ def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
             low, high = max(have.start, want.start), min(have.start + have.numel, want.start + want.numel)
             if low < high:
                 ranges.append((low, high))
-                copies.append(_flat_copy(hole, span, low, high))
+                copies.append(_copy(hole, span, (high - low,), (low - have.start, low - want.start), ((1,), (1,))))
             continue
         wanted = wanted or list(_located(hole))
         for one in boxes_of(have):
@@ -292,7 +297,10 @@ def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
                 both = intersection(one, box)
                 if both is not None:
                     boxes.append(both)
-                    copies.append(_box_copy(hole, span, both, first + _distance(both, box, steps), steps))
+                    at, strides = locate(have, both, span.strides)
+                    to = first + sum((a - b) * s for a, b, s in zip(both[0], box[0], steps, strict=True))
+                    shape, *merged = _merge(both[1], strides, steps) if both[1] else ((1,), (1,), (1,))
+                    copies.append(_copy(hole, span, shape, (at, to), (merged[0], merged[1])))
     _check_coverage(hole, copies, ranges, boxes)
     return copies
 
@@ -308,38 +316,18 @@ def _located(hole: Hole) -> Iterator[Located]:
             yield from factored(box, *place, by_axis)
 
 
-def _distance(one: Box, other: Box, steps: Sequence[int]) -> int:
-    return sum((a - b) * s for a, b, s in zip(one[0], other[0], steps, strict=True))
-
-
-def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
-    source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
-    source = Strided(span.path, span.offset + (low - span.extent.start) * source_size, (source_size,))
-    offset = hole.offset + (low - hole.extent.start) * target_size
+def _copy(hole: Hole, span: Span, shape: Shape, first: tuple[int, int], steps: tuple[Shape, Shape]) -> Copy:
+    """Return a copy, given where its first element is in the span and in the hole, and strides there: in elements."""
+    sizes = itemsize(span.dtype), itemsize(hole.dtype)
+    strides = [tuple(step * size for step in some) for some, size in zip(steps, sizes, strict=True)]
+    source = Strided(span.path, span.offset + first[0] * sizes[0], strides[0])
+    offset = hole.offset + first[1] * sizes[1]
     return Copy(
-        (high - low,), (source,), span.dtype, hole.dtype, span.byteorder, offset, (target_size,), span.unresolved
+        shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, strides[1], unresolved=span.unresolved
     )
 
 
-def _box_copy(hole: Hole, span: Span, box: Box, target_first: int, target_strides: tuple[int, ...]) -> Copy:
-    """Return the copy of a box to where it lies in the hole: its first element, and strides, in elements."""
-    shape = box[1]
-    source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
-    first, strides = locate(span.extent, box, span.strides)
-    if shape:
-        source_steps = tuple(s * source_size for s in strides)
-        target_steps = tuple(s * target_size for s in target_strides)
-        shape, source_steps, target_steps = _merge(shape, source_steps, target_steps)
-    else:
-        shape, source_steps, target_steps = (1,), (source_size,), (target_size,)
-    source = Strided(span.path, span.offset + first * source_size, source_steps)
-    offset = hole.offset + target_first * target_size
-    return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps, span.unresolved)
-
-
-def _merge(
-    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def _merge(shape: Shape, source: Shape, target: Shape) -> tuple[Shape, Shape, Shape]:
     """Drop dimensions of size one and join neighbours that are contiguous on both sides."""
     dims: list[tuple[int, int, int]] = []
     for size, s, t in zip(shape, source, target, strict=True):

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSour
 from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.fine import Cut
 from zckpt.engine.identity import key_of, names_of, whole
-from zckpt.engine.move import BufferedTarget, Target, write_pieces
+from zckpt.engine.move import BufferedTarget, Mover, Target
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Hole, Literal, TargetFile
@@ -36,7 +35,7 @@ from zckpt.errors import SourceError, TargetError
 from zckpt.state.dtypes import is_floating
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
-from zckpt.storage.distant import Range, ahead
+from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 from zckpt.storage.journal import Journal, Work
 
@@ -61,13 +60,14 @@ AnyPiece = Piece | Pack | CutPiece | Literal
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces of one file that one worker writes in order, and the size of its buffer.
+    """Pieces of one file, of this name within the target, that one worker writes in order; the size of its buffer.
 
     What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
     `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`.
     """
 
     path: str
+    name: str
     pieces: tuple[AnyPiece, ...]
     checksummed: bool
     buffer_nbytes: int = 0
@@ -154,7 +154,7 @@ def write(
             how = {"buffer_nbytes": buffer, "recorded": journal is not None, "direct": direct}
             bundles = (_readied(bundle, checks, how) for bundle in found)
             recording = _Recording(journal, plan.sources, together)
-            portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
+            portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, lambda task: (one.path for one in task.batches))
             run = recording.worker(here=workers.are_here)
             for task, done in workers.run(run, map(recording.task, bundles), portions):
                 recording.note(task, done)
@@ -177,16 +177,16 @@ class _Recording:
         self._here = False
         self._most = most
 
-    def task(self, batches: Sequence[tuple[str, Batch]]) -> _Task:
+    def task(self, batches: Sequence[Batch]) -> _Task:
         """Return batches of files with what is known of them."""
-        known = [self._known(name, batch) for name, batch in batches]
+        known = [self._known(batch) for batch in batches]
         keys, done = tuple(key for key, _ in known), tuple(found for _, found in known)
-        return _Task(tuple(batch for _, batch in batches), keys, done, self._most)
+        return _Task(tuple(batches), keys, done, self._most)
 
-    def _known(self, name: str, batch: Batch) -> tuple[str | None, Ranges | None]:
+    def _known(self, batch: Batch) -> tuple[str | None, Ranges | None]:
         if self._journal is None:
             return None, None
-        key = key_of(batch, name)
+        key = key_of(batch)
         work = None if key is None else self._journal.found.get(key)
         if work is None or not work.read.keys() <= self._names.keys():
             return key, None
@@ -341,10 +341,6 @@ def _reads(task: _Task) -> Iterator[str]:
         yield from chain.from_iterable(piece.paths() for piece in batch.pieces)
 
 
-def _writes(task: _Task) -> Iterator[str]:
-    yield from (batch.path for batch in task.batches)
-
-
 def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]], *, resumes: bool) -> list[Seen]:
     """Make a file of its size, with the literals that are not large; `known` has each file's device and inode."""
     with path.open("r+b" if resumes and path.exists() else "wb") as file:
@@ -366,35 +362,32 @@ def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int,
     return [Seen(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
 
 
-Bundle = list[tuple[str, Batch]]
-"""Batches that are run together, each with the name of its file."""
-
-
-def _readied(bundle: Bundle, checks: Checks, how: Mapping[str, Any]) -> Bundle:
-    """Return a bundle whose batches watch what any of them reads, and are told how to write."""
+def _readied(bundle: Sequence[Batch], checks: Checks, how: Mapping[str, Any]) -> list[Batch]:
+    """Return batches that are run together, which watch what any of them reads, and are told how to write."""
     watched = checks.watched
     if watched:
-        pieces = [piece for _, batch in bundle for piece in batch.pieces]
+        pieces = [piece for batch in bundle for piece in batch.pieces]
         packs = {(id(each.row), each.low, each.high): each for each in pieces if isinstance(each, Pack)}
         paths = [each.row.paths(each.low, each.high) for each in packs.values()]
         others = (each.paths() for each in pieces if not isinstance(each, Pack))
         watched = watched.intersection(chain(*paths, chain.from_iterable(others)))
-    return [(name, replace(batch, watched=watched, **how)) for name, batch in bundle]
+    return [replace(batch, watched=watched, **how) for batch in bundle]
 
 
 def _together(
     files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, together: int
-) -> Iterator[Bundle]:
-    """Yield the batches of files: those that read together, of `together` bytes, as one bundle."""
-    bundle: Bundle = []
-    sharing: list[tuple[Path, str, list[Pack]]] = []
+) -> Iterator[list[Batch]]:
+    """Yield the batches of files that are run together: those that read together, of `together` bytes."""
+    bundle: list[Batch] = []
+    sharing: list[tuple[str, str, list[Pack]]] = []
     nbytes = 0
     for path, one in files:
-        for batch in _batches(path, one, most, large, checks):
-            yield [(one.file.name, batch)]
+        place = str(path), one.file.name
+        for batch in _batches(*place, one, most, large, checks):
+            yield [batch]
         cuts = (piece for fill in one.fills if fill.cut is not None for piece in cut_pieces(fill.hole, fill.cut, most))
         for some in batched(cuts, _held, together):
-            bundle.append((one.file.name, Batch(str(path), some, bool(one.file.checksums))))
+            bundle.append(Batch(*place, some, bool(one.file.checksums)))
             nbytes += sum(map(_held, some))
             if nbytes >= together or len(bundle) == BATCH_ITEMS:
                 yield bundle
@@ -404,7 +397,7 @@ def _together(
             yield from _shared(sharing, most, together)
             sharing = []
         if fine:
-            sharing.append((path, one.file.name, fine))
+            sharing.append((*place, fine))
     if bundle:
         yield bundle
     if sharing:
@@ -416,69 +409,49 @@ def _held(piece: CutPiece) -> int:
     return piece.cut.end - piece.cut.position + piece.nbytes
 
 
-def _shared(sharing: Sequence[tuple[Path, str, list[Pack]]], most: int, together: int) -> Iterator[Bundle]:
+def _shared(sharing: Sequence[tuple[str, str, list[Pack]]], most: int, together: int) -> Iterator[list[Batch]]:
     """Yield the batches of files that have shares of the same rows: of some parameters at a time, what all have."""
     for number, row in enumerate(pack.row for pack in sharing[0][2]):
         for low, high, fits in row.blocks(together):
-            pieces = [(path, name, replace(packs[number], low=low, high=high)) for path, name, packs in sharing]
+            shares = [(path, name, replace(packs[number], low=low, high=high)) for path, name, packs in sharing]
             if fits:
-                yield [(name, Batch(str(path), (piece,), True)) for path, name, piece in pieces]
+                yield [Batch(path, name, (share,), True) for path, name, share in shares]
                 continue
-            for path, name, piece in pieces:
-                for each in piece.pieces(most):
-                    yield [(name, Batch(str(path), (each,), True))]
+            for path, name, share in shares:
+                yield from ([Batch(path, name, (piece,), True)] for piece in share.pieces(most))
 
 
-def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
+def _batches(path: str, name: str, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
     """Yield the batches of what is read by itself."""
     checksummed = bool(one.file.checksums)
     for literal in one.file.literals:
         data = memoryview(literal.data)
         for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
-            block = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
-            yield Batch(str(path), (block,), checksummed)
+            yield Batch(path, name, (Literal(literal.offset + at, data[at : at + BATCH_NBYTES]),), checksummed)
     alone = (fill for fill in one.fills if fill.cut is None)
     found = (piece for fill in alone for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
     for batch in batched(found, lambda piece: piece.nbytes):
-        yield Batch(str(path), batch, checksummed)
+        yield Batch(path, name, batch, checksummed)
     for piece in (piece for pack in one.file.packs if not pack.row.is_fine for piece in pack.pieces(most)):
-        yield Batch(str(path), (piece,), True)
+        yield Batch(path, name, (piece,), True)
 
 
-def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
+def write_batch(batch: Batch) -> Ranges:
     """Write the pieces of a batch in order; return what was written and what was read. May run in another process."""
     descriptor = os.open(batch.path, os.O_WRONLY)
     buffer = memoryview(bytearray(batch.buffer_nbytes))
-    try:
-        sums = {"checksummed": batch.checksummed, "recorded": batch.recorded}
-        with (
-            WatchedSources(batch.watched, len(buffer) if batch.direct else 0) as sources,
-            _target(batch, descriptor) as target,
-            ahead(_ranges(batch)),
-        ):
-            pieces = batch.pieces  # what is read together is literals by now
-            seen = write_pieces(pieces, target, sources, buffer, path=batch.path, **sums)  # type: ignore[arg-type]
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        sources = stack.enter_context(WatchedSources(batch.watched, len(buffer) if batch.direct else 0))
+        target: Target = BufferedTarget(descriptor)
+        if batch.direct:
+            from zckpt.storage.direct import DirectTarget
+
+            target = stack.enter_context(closing(DirectTarget(descriptor, batch.path, len(buffer))))
+        stack.enter_context(ahead(ranges_read(piece for piece in batch.pieces if isinstance(piece, Piece))))
+        is_summed = batch.checksummed or batch.recorded
+        mover = Mover(batch.path, target, sources, buffer, is_summed, batch.checksummed)
+        seen = mover.write(batch.pieces)  # type: ignore[arg-type]  # what is read together is literals by now
         first = min(one.offset for one in seen)
         start_writeback(descriptor, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _target(batch: Batch, descriptor: int) -> Iterator[Target]:
-    if not batch.direct:
-        yield BufferedTarget(descriptor)
-        return
-    from zckpt.storage.direct import DirectTarget
-
-    target = DirectTarget(descriptor, batch.path, batch.buffer_nbytes)
-    try:
-        yield target
-    finally:
-        target.close()
-
-
-def _ranges(batch: Batch) -> Iterator[Range]:
-    """Yield what a batch reads of files that are elsewhere."""
-    return ranges_read([piece for piece in batch.pieces if isinstance(piece, Piece)])
