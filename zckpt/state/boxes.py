@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, product, starmap
 
 from zckpt.state.spans import Extent, Slot, Span, Spans
 
@@ -58,11 +58,7 @@ def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
 
 def intersections(a: Extent, b: Extent) -> Iterator[Box]:
     """Yield the boxes of elements that two extents of a tensor share."""
-    for one in boxes_of(a):
-        for other in boxes_of(b):
-            both = intersection(one, other)
-            if both is not None:
-                yield both
+    yield from filter(None, starmap(intersection, product(boxes_of(a), boxes_of(b))))
 
 
 def intersection(a: Box, b: Box) -> Box | None:
@@ -126,14 +122,10 @@ def overlap(boxes: list[Box]) -> bool:
     active: list[Box] = []
     for box in sorted(boxes, key=lambda one: one[0][axis]):
         active = [a for a in active if a[0][axis] + a[1][axis] > box[0][axis]]
-        if any(_meet(a, box) for a in active):
+        if any(intersection(a, box) for a in active):
             return True
         active.append(box)
     return False
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return all(oa < ob + sb and ob < oa + sa for oa, sa, ob, sb in zip(a[0], a[1], b[0], b[1], strict=True))
 
 
 def bounds(extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -153,27 +145,25 @@ class SpanIndex:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+        shape = slot.factors or slot.shape
         self._sets = [
-            spans if isinstance(spans, Spans) else _SpanSet(slot.factors or slot.shape, spans)
+            spans.reaching if isinstance(spans, Spans) else _reaching(shape, spans)
             for spans in (slot.spans, *slot.replicas)
         ]
 
     def reaching(self, extent: Extent) -> Slot:
         """Return the slot with only those spans that may reach into an extent."""
         low, high = bounds(extent, self.slot.shape)
-        spans, *replicas = (one.reaching(low, high) for one in self._sets)
+        spans, *replicas = (reaching(low, high) for reaching in self._sets)
         return replace(self.slot, spans=spans, replicas=tuple(replicas))
 
 
-class _SpanSet:
-    def __init__(self, shape: tuple[int, ...], spans: Sequence[Span]) -> None:
-        placed = sorted(((*bounds(span.extent, shape), span) for span in spans), key=lambda one: one[:2])
-        self._spans = [span for _, _, span in placed]
-        self._lows = [low for low, _, _ in placed]
-        self._highs = list(accumulate((high for _, high, _ in placed), max))  # of this one and all before
-
-    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
-        return tuple(self._spans[bisect_right(self._highs, low) : bisect_left(self._lows, high)])
+def _reaching(shape: tuple[int, ...], spans: Sequence[Span]) -> Callable[[int, int], tuple[Span, ...]]:
+    """Return what returns those of spans that may have some of elements [low, high) of the flattened tensor."""
+    placed = sorted(((*bounds(span.extent, shape), span) for span in spans), key=lambda one: one[:2])
+    ordered, lows = [span for _, _, span in placed], [low for low, _, _ in placed]
+    highs = list(accumulate((high for _, high, _ in placed), max))  # of this one and all before
+    return lambda low, high: tuple(ordered[bisect_right(highs, low) : bisect_left(lows, high)])
 
 
 class SpanIndexes:
@@ -186,7 +176,6 @@ class SpanIndexes:
         """Return a slot with at least those of its spans that reach into an extent."""
         if not isinstance(slot.spans, Spans) and len(slot.spans) < FEWEST_INDEXED and not slot.replicas:
             return slot
-        index = self._indexes.get(id(slot))
-        if index is None:
-            index = self._indexes[id(slot)] = SpanIndex(slot)
-        return index.reaching(extent)
+        if id(slot) not in self._indexes:
+            self._indexes[id(slot)] = SpanIndex(slot)
+        return self._indexes[id(slot)].reaching(extent)

@@ -121,15 +121,7 @@ class Item:
 
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON-able data."""
-        return {
-            "file": self.file,
-            "place": self.place,
-            "kind": self.kind,
-            "fate": self.fate,
-            "about": self.about,
-            "nbytes": self.nbytes,
-            "count": self.count,
-        }
+        return {name: getattr(self, name) for name in ("file", "place", "kind", "fate", "about", "nbytes", "count")}
 
 
 @dataclass(slots=True)

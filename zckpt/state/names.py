@@ -110,7 +110,9 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     """
     mine, its = _by_short(ours), _by_short(theirs)
     best = _meeting(mine, its)
-    for off_ours, off_theirs in _turns(mine, its):
+    most = [max(map(_count, names), default=0) for names in (mine, its)]
+    turns = [(times + 1, 0) for times in range(most[0])] + [(0, times + 1) for times in range(most[1])]
+    for off_ours, off_theirs in sorted(turns, key=lambda turn: (sum(turn), turn)):  # one or the other, fewest first
         found = _meeting(_shorter(mine, off_ours), _shorter(its, off_theirs))
         both = set(found.values()) & (set(its.values()) - found.keys())
         if len(found) > len(best) and not both:
@@ -124,15 +126,6 @@ def _by_short(names: Iterable[str]) -> dict[str, str]:
 
 def _meeting(mine: Mapping[str, str], its: Mapping[str, str]) -> dict[str, str]:
     return {its[short]: name for short, name in mine.items() if short in its}
-
-
-def _turns(mine: Iterable[str], its: Iterable[str]) -> list[tuple[int, int]]:
-    """Return how often `module.` can be taken off our names and theirs: one or the other, fewest first."""
-    most = [max((_count(name) for name in names), default=0) for names in (mine, its)]
-    return sorted(
-        [(times + 1, 0) for times in range(most[0])] + [(0, times + 1) for times in range(most[1])],
-        key=lambda turn: (sum(turn), turn),
-    )
 
 
 def _count(name: str) -> int:
