@@ -35,7 +35,10 @@ def residue(holes: Iterable[Hole], step: int, indexes: SpanIndexes | None = None
     nbytes: Counter[int] = Counter()
     indexes = indexes or SpanIndexes()
     for hole in holes:
-        if hole.nbytes < LEAST_NBYTES or isinstance(hole.slot, Computed) or not _lies_where_clones_are(hole):
+        first = next(iter(hole.slot.spans), None)
+        if first is None or hole.nbytes < LEAST_NBYTES or isinstance(hole.slot, Computed):
+            continue
+        if first.path == ZEROS or not may_clone(first.path):
             continue
         slot = indexes.reaching(hole.slot, hole.extent)
         for copy in fill(Hole(hole.offset, hole.label, slot, hole.extent, hole.dtype)):
@@ -43,8 +46,3 @@ def residue(holes: Iterable[Hole], step: int, indexes: SpanIndexes | None = None
             if copy.is_bytewise and copy.nbytes >= LEAST_NBYTES and found % step == 0:
                 nbytes[found] += copy.nbytes
     return min(nbytes, key=lambda one: (-nbytes[one], one)) if nbytes else None
-
-
-def _lies_where_clones_are(hole: Hole) -> bool:
-    first = next(iter(hole.slot.spans), None)
-    return first is not None and first.path != ZEROS and may_clone(first.path)

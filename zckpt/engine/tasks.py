@@ -95,10 +95,6 @@ class Known:
         if self.changed is not None and int(found.st_mtime) != self.changed:
             raise self._error("is another file", f"last changed at {self.changed}", int(found.st_mtime))
 
-    def is_cached_here(self) -> bool:
-        """Tell whether what is written to it here is in the cache that the driver syncs."""
-        return self.cached is not None and self.cached == _cached(os.stat(self.path))  # noqa: PTH116
-
     def _error(self, what: str, expected: str | None, found: int | None) -> WorkerError:
         return WorkerError(
             f"{what} on {_host()}, where a worker runs",
@@ -115,20 +111,16 @@ def _looked_at(path: str, *, is_written: bool) -> os.stat_result | None:
         if not is_written:
             return os.stat(path)  # noqa: PTH116
         try:
-            return _opened(path)
+            descriptor = os.open(path, os.O_WRONLY)
         except FileNotFoundError:
             os.close(os.open(os.path.dirname(path) or ".", os.O_RDONLY))  # noqa: PTH120  # NFS: names are asked for anew
-            return _opened(path)
+            descriptor = os.open(path, os.O_WRONLY)
+        try:
+            return os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError:
         return None
-
-
-def _opened(path: str) -> os.stat_result:
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        return os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +163,11 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
         if not wanted():
             raise CancelledError
         results.append(task.work(batch))
-    elsewhere = [file.path for file in task.files if file.changed is None and not file.is_cached_here()]
-    for path in elsewhere:
-        descriptor = os.open(path, os.O_WRONLY)
+    for file in (file for file in task.files if file.changed is None):
+        descriptor = os.open(file.path, os.O_WRONLY)
         try:
-            getattr(os, "fdatasync", os.fsync)(descriptor)
+            if file.cached is None or file.cached != _cached(os.fstat(descriptor)):  # the driver syncs another cache
+                getattr(os, "fdatasync", os.fsync)(descriptor)
         finally:
             os.close(descriptor)
     return results

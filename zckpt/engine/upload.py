@@ -87,6 +87,11 @@ class Part:
     nbytes: int
     items: tuple[Item, ...]
 
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of tensors that begin in it."""
+        return sum(item.moved_nbytes for item in self.items if item.offset >= self.offset)
+
 
 def upload(
     plan: Plan,
@@ -127,7 +132,7 @@ def upload(
     try:
         with Workers(range(count, count + 1), here=True, at_once=count) as workers:
             how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)), workers)
-            for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, how), Portions()):
+            for _, (read, nbytes) in workers.run(lambda work: work(), _work(plan, sinks, step, how), Portions()):
                 checks.add(read)
                 progress.advance(nbytes)
             return checks.finish(workers.map)
@@ -154,10 +159,6 @@ class _EndedError(BaseException):
 
 
 Work = Callable[[], tuple[list[Seen], int]]
-
-
-def _done(work: Work) -> tuple[list[Seen], int]:
-    return work()
 
 
 def _work(plan: Plan, sinks: Sequence[Sink], step: int, how: _How) -> Iterator[Work]:
@@ -239,12 +240,7 @@ def _made(part: Part, checks: Checks, direct: int = 0) -> tuple[bytearray, list[
     some = [item for item in part.items if isinstance(item, Piece)]
     with WatchedSources(checks.watched, direct) as sources, distant.ahead(ranges_read(some)):
         data = make(part, sources)
-    return data, sources.seen, _moved(part)
-
-
-def _moved(part: Part) -> int:
-    """Return how many bytes of tensors begin in a part."""
-    return sum(item.moved_nbytes for item in part.items if item.offset >= part.offset)
+    return data, sources.seen, part.moved_nbytes
 
 
 def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
@@ -271,9 +267,9 @@ def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
 
 
 def _send_part(part: Part, held: Held, sink: PartSink, how: _How) -> tuple[list[Seen], int]:
-    whole_range = None if held.sums else passing(part, how.checks)
+    whole_range = None if held.checksums else passing(part, how.checks)  # or its bytes have to be seen
     if whole_range is not None and sink.copy(part.number, *whole_range):
-        return [], _moved(part)
+        return [], part.moved_nbytes
     with how.taken(part.nbytes):
         data, seen, nbytes = _made(part, how.checks, how.direct)
         for number, ready in held.add(part, data):
@@ -317,32 +313,27 @@ class Held:
     def __init__(self, checksums: Sequence[Checksum], step: int) -> None:
         self._lock = threading.Lock()
         self._step = step
-        self._checksums = sorted(checksums, key=lambda one: one.start)
-        self._starts = [one.start for one in self._checksums]
-        self._ends = [one.end for one in self._checksums]
-        self._missing = [one.end - one.start for one in self._checksums]
-        self._sums: list[list[tuple[int, int, int]]] = [[] for _ in self._checksums]
+        self.checksums = sorted(checksums, key=lambda one: one.start)
+        self._starts = [one.start for one in self.checksums]
+        self._ends = [one.end for one in self.checksums]
+        self._missing = [one.end - one.start for one in self.checksums]
+        self._sums: list[list[tuple[int, int, int]]] = [[] for _ in self.checksums]
         self._waiting: dict[int, int] = {}
         self._patches: dict[int, list[tuple[int, int]]] = {}
         self._data: dict[int, bytearray] = {}
-        for one in self._checksums:
+        for one in self.checksums:
             for number in self._places(one):
                 self._waiting[number] = self._waiting.get(number, 0) + 1
-        for index, one in enumerate(self._checksums):
+        for index, one in enumerate(self.checksums):
             if one.start == one.end:
                 self._state(index)
-
-    @property
-    def sums(self) -> bool:
-        """Whether the file states checksums, so that its bytes have to be seen."""
-        return bool(self._checksums)
 
     def _places(self, one: Checksum) -> set[int]:
         return {at // self._step for offset in one.offsets for at in (offset, offset + 3)}
 
     def sum(self, part: Part, data: bytearray) -> None:
         """Note the bytes of a part."""
-        if not self._checksums:
+        if not self.checksums:
             return
         view, low, high = memoryview(data), part.offset, part.offset + part.nbytes
         sums = []
@@ -358,7 +349,7 @@ class Held:
 
     def _state(self, index: int) -> None:
         """Put a checksum where it belongs."""
-        one, crc = self._checksums[index], crc32(b"")
+        one, crc = self.checksums[index], crc32(b"")
         for _, nbytes, each in sorted(self._sums[index]):
             crc = combine(crc, each, nbytes)
         self._sums[index].clear()
@@ -375,7 +366,7 @@ class Held:
 
     def add(self, part: Part, data: bytearray) -> list[tuple[int, bytearray]]:
         """Take a part; return those that nothing is missing in any more."""
-        if not self._checksums:
+        if not self.checksums:
             return [(part.number, data)]
         self.sum(part, data)
         with self._lock:

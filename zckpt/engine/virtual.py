@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from zckpt.engine.packs import Pack
 from zckpt.engine.read import Read, check_reads, read_all, run_watched
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.workers import batched
-from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -87,7 +86,11 @@ class VirtualFile(io.RawIOBase):
         packed: list[tuple[Pack, int, memoryview]] = []
         late: list[tuple[memoryview, memoryview]] = []
         done = start
-        for part in self._within(start, end):
+        for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
+            if part.offset >= end:
+                break
+            if part.offset + part.nbytes <= start:
+                continue
             low, high = max(part.offset, start), min(part.offset + part.nbytes, end)
             _clear(into[done - start : low - start])
             view = into[low - start : high - start]
@@ -97,41 +100,30 @@ class VirtualFile(io.RawIOBase):
             elif isinstance(part, Pack):
                 packed += _of_pack(part, view, low - part.offset, high - part.offset)
             else:
-                read, skipped = _of_hole(part, view, low - part.offset, high - part.offset)
-                reads.append(read)
-                if read.into.nbytes != view.nbytes:  # an element is asked for in part
-                    late.append((view, read.into[skipped : skipped + view.nbytes]))
+                size, start_in, end_in = itemsize(part.dtype), low - part.offset, high - part.offset
+                first, last = start_in // size, -(-end_in // size)
+                found = view
+                if first * size != start_in or last * size != end_in:  # an element is asked for in part
+                    found = memoryview(bytearray((last - first) * size))
+                    late.append((view, found[start_in - first * size :][: view.nbytes]))
+                extent = replace(part.extent, start=part.extent.start + first, numel=last - first)
+                reads.append(Read(part.slot, extent, part.dtype, found, part.label))
         _clear(into[done - start :])
         self.read_nbytes += sum(read.into.nbytes for read in reads) + sum(one.moved_nbytes for one, _, _ in packed)
         if reads:
             read_all(reads, threads=self._threads)
         if packed:
-            _read_packed(packed, threads=self._threads)
-        for view, found in late:
-            view[:] = found
-
-    def _within(self, start: int, end: int) -> Iterator[Literal | Hole | Pack]:
-        """Yield the parts that reach into bytes [start, end)."""
-        for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
-            if part.offset >= end:
-                return
-            if part.offset + part.nbytes > start:
-                yield part
+            checks = watched_by()
+            checks.expect(path for piece, _, _ in packed for path in piece.paths())
+            batches = batched(packed, lambda one: one[0].nbytes)
+            run_watched(partial(_unpack, checks.watched), batches, checks, threads=self._threads)
+        for view, whole in late:
+            view[:] = whole
 
 
 def _clear(view: memoryview) -> None:
     if len(view):
         view[:] = bytes(len(view))
-
-
-def _of_hole(hole: Hole, view: memoryview, start: int, end: int) -> tuple[Read, int]:
-    """Return the read for bytes [start, end) of a hole, and how many bytes before them it brings."""
-    size = itemsize(hole.dtype)
-    first, last = start // size, -(-end // size)
-    extent: Extent = replace(hole.extent, start=hole.extent.start + first, numel=last - first)
-    whole = first * size == start and last * size == end
-    into = view if whole else memoryview(bytearray((last - first) * size))
-    return Read(hole.slot, extent, hole.dtype, into, hole.label), start - first * size
 
 
 def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[Pack, int, memoryview]]:
@@ -144,13 +136,6 @@ def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tup
         low, high = max(at, start), min(at + piece.nbytes, end)
         found.append((piece, low - at, view[low - start : high - start]))
     return found
-
-
-def _read_packed(packed: Sequence[tuple[Pack, int, memoryview]], *, threads: bool) -> None:
-    batches = batched(packed, lambda one: one[0].nbytes)
-    checks = watched_by()
-    checks.expect(path for piece, _, _ in packed for path in piece.paths())
-    run_watched(partial(_unpack, checks.watched), batches, checks, threads=threads)
 
 
 def _unpack(watched: frozenset[str], batch: Sequence[tuple[Pack, int, memoryview]]) -> list[Seen]:

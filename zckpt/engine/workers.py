@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -117,12 +117,8 @@ def _given(*, here: bool) -> Executor | None:
 
 
 def _at_once(given: Executor | None, threads: range) -> int:
-    return _count(threads) if given is None else workers_of(given)
-
-
-def _count(threads: range) -> int:
-    """Return as many threads as there are cores, within a range."""
-    return min(max(os.cpu_count() or 1, threads[0]), threads[-1])
+    """Return how much an executor runs at once; without one, as many threads as there are cores, within a range."""
+    return min(max(os.cpu_count() or 1, threads[0]), threads[-1]) if given is None else workers_of(given)
 
 
 class Workers:
@@ -186,21 +182,18 @@ class Workers:
             Another process was lost, or cannot do what it is sent.
         """
         if self.are_here:
-            yield from self._run_here(work, batches)
+            remaining = iter(batches)
+            first = list(islice(remaining, 2))
+            if len(first) == 1 and self._is_own:
+                yield first[0], work(first[0])
+            else:
+                yield from self._run(work, chain(first, remaining), QUEUED * self._at_once)
             return
         workers = workers_of(self._pool)
         tasks = tasks_of(work, batches, portions, workers)
         with closing(self._run(results_of, tasks, QUEUED * workers)) as done:
             for task, results in done:
                 yield from zip(task.batches, results, strict=True)
-
-    def _run_here(self, work: Callable[[Item], Result], batches: Iterable[Item]) -> Generator[tuple[Item, Result]]:
-        remaining = iter(batches)
-        first = list(islice(remaining, 2))
-        if len(first) == 1 and self._is_own:
-            yield first[0], work(first[0])
-            return
-        yield from self._run(work, chain(first, remaining), QUEUED * self._at_once)
 
     def _run(self, work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[tuple[Item, Result]]:
         queue: deque[tuple[Item, Future[Result]]] = deque()
@@ -209,11 +202,13 @@ class Workers:
         try:
             while True:
                 for item in islice(remaining, most - len(queue)):
-                    queue.append((item, self._submit(work, item)))
+                    with self._errors():
+                        queue.append((item, self._pool.submit(work, item)))
                 if not queue:
                     return
                 item, future = queue[0]
-                result = self._result(future)
+                with self._errors():
+                    result = future.result()
                 queue.popleft()
                 yield item, result
         finally:
@@ -222,14 +217,5 @@ class Workers:
             if queue and not self.are_here:
                 settled(self._pool)
 
-    def _submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
-        if self.are_here:
-            return self._pool.submit(work, item)
-        with worker_errors(self._pool):
-            return self._pool.submit(work, item)
-
-    def _result(self, future: Future[Result]) -> Result:
-        if self.are_here:
-            return future.result()
-        with worker_errors(self._pool):
-            return future.result()
+    def _errors(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.are_here else worker_errors(self._pool)

@@ -35,21 +35,20 @@ _CLONING = frozenset({0x58465342, 0x9123683E, 0xCA451A4E, 0x7461636F, 0x6969, 0x
 
 def may_clone(path: str) -> bool:
     """Tell whether a file lies on a file system of a kind that clones."""
-    return _kind(os.path.dirname(path) or ".") in _CLONING  # noqa: PTH120  # asked of every tensor
+    return _clones(os.path.dirname(path) or ".")  # noqa: PTH120  # asked of every tensor
 
 
 @lru_cache(maxsize=1 << 10)
-def _kind(folder: str) -> int:
-    """Return what a file system is by the number that Linux gives its kind; 0 where that is not known."""
+def _clones(folder: str) -> bool:
     if sys.platform != "linux":
-        return 0
+        return False
     import ctypes
 
-    found = (ctypes.c_long * 64)()  # a struct statfs, which begins with it, and then some
+    found = (ctypes.c_long * 64)()  # a struct statfs, which begins with the number of its kind, and then some
     function = getattr(ctypes.CDLL(None), "statfs", None)
     if function is None or function(os.fsencode(folder), ctypes.byref(found)) != 0:
-        return 0
-    return found[0] & 0xFFFFFFFF
+        return False
+    return found[0] & 0xFFFFFFFF in _CLONING
 
 
 def cloneable(offset: int, target_offset: int, nbytes: int) -> tuple[int, int]:
