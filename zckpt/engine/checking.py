@@ -24,17 +24,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.codes import CHECKSUM
-from zckpt.engine.plan import FilePlan, Strided
+from zckpt.engine.plan import FilePlan, Piece, Strided
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources
-
-if TYPE_CHECKING:
-    from zckpt.engine.copy import Piece
 
 STEP_NBYTES = 1 << 19
 """Read and summed at once: small enough for the cache of a core, large enough that threads seldom wait for a turn."""

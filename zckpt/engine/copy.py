@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from zckpt.engine.cast import Array, cast, is_finite, mean, numpy_dtype, resolve
 from zckpt.engine.checking import Overflowed
 from zckpt.engine.computed import Block, Computed, Function, blocks, flattened
 from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
-from zckpt.engine.plan import WIDENED, Copy, Fill, Strided, fill
+from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.state import ZEROS, Extent, Slot
@@ -37,33 +37,6 @@ NEAR_NBYTES = 1 << 20
 
 CAST_NBYTES = 1 << 17
 """Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Contiguous bytes of a target file, and the copies that fill them.
-
-    `copies`: one; several where they are interleaved; `label`: what is to be written here, for messages.
-    """
-
-    offset: int
-    nbytes: int
-    copies: tuple[Copy, ...]
-    label: str = field(default="", kw_only=True)
-
-    @property
-    def moved_nbytes(self) -> int:
-        """Bytes of tensors in it: all of it."""
-        return self.nbytes
-
-    @property
-    def is_bytewise(self) -> bool:
-        """Whether the bytes are moved as they are."""
-        return len(self.copies) == 1 and self.copies[0].is_bytewise
-
-    def paths(self) -> list[str]:
-        """Return the files that it comes from."""
-        return [source.path for copy in self.copies for source in copy.sources if source.path != ZEROS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What tells a batch from any other: a digest of which bytes come from where, and of what is done to them. Pure.
+"""Batches, and what tells one from any other: a digest of which bytes come from where, and what is done to them. Pure.
 
 Two batches with the same key write the same bytes to the same place, as long as the source files are what they were. So
 what another run recorded under a key is done, whatever else is different about that run.
@@ -8,27 +8,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from zckpt.engine.copy import ComputedPiece
 from zckpt.engine.low_rank import Kept
 from zckpt.engine.packs import Pack, PackedSlot
+from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import CutPiece
 from zckpt.errors import shown
 from zckpt.state import CutFiles, Slot
 
-if TYPE_CHECKING:
-    from zckpt.engine.write import AnyPiece, Batch
-
 KEY_NBYTES = 16
 """Of a digest: no two of the batches of any number of runs share one."""
 
 PLAIN = (str, int, float, type(None))
+
+AnyPiece = Piece | Pack | CutPiece | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pieces of one file, of this name within the target, that one worker writes in order; the size of its buffer.
+
+    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
+    `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`.
+    """
+
+    path: str
+    name: str
+    pieces: tuple[AnyPiece, ...]
+    checksummed: bool
+    buffer_nbytes: int = 0
+    watched: frozenset[str] = frozenset()
+    recorded: bool = False
+    direct: bool = False
 
 
 def key_of(batch: Batch) -> str | None:

@@ -16,7 +16,8 @@ from itertools import groupby
 from typing import Protocol
 
 from zckpt.engine.checking import Seen, WatchedSources
-from zckpt.engine.copy import Piece, converted, elements, is_endless, overflowed
+from zckpt.engine.copy import converted, elements, is_endless, overflowed
+from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import GAP_NBYTES
 from zckpt.storage.clone import clone

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from zckpt.engine.computed import Computed, range_of
@@ -132,6 +132,33 @@ class Copy:
             and (self.byteorder == "little" or size == 1)
             and self.strides == self.sources[0].strides == (size,)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Contiguous bytes of a target file, and the copies that fill them.
+
+    `copies`: one; several where they are interleaved; `label`: what is to be written here, for messages.
+    """
+
+    offset: int
+    nbytes: int
+    copies: tuple[Copy, ...]
+    label: str = field(default="", kw_only=True)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of tensors in it: all of it."""
+        return self.nbytes
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether the bytes are moved as they are."""
+        return len(self.copies) == 1 and self.copies[0].is_bytewise
+
+    def paths(self) -> list[str]:
+        """Return the files that it comes from."""
+        return [source.path for copy in self.copies for source in copy.sources if source.path != ZEROS]
 
 
 @dataclass(frozen=True, slots=True)

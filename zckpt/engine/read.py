@@ -12,9 +12,9 @@ import numpy as np
 
 from zckpt.engine.cast import cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
-from zckpt.engine.copy import Piece, overflowed, pieces_of, ranges_read, read_piece
+from zckpt.engine.copy import overflowed, pieces_of, ranges_read, read_piece
 from zckpt.engine.gather import reach_of
-from zckpt.engine.plan import fill
+from zckpt.engine.plan import Piece, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import READERS, Workers, batched

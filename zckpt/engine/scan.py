@@ -22,8 +22,9 @@ import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import Array, cast, numpy_dtype
-from zckpt.engine.copy import Piece, pieces_of, ranges_read, read_piece
+from zckpt.engine.copy import pieces_of, ranges_read, read_piece
 from zckpt.engine.fine import Cut, fine_cut
+from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import read_together

@@ -15,7 +15,6 @@ from itertools import pairwise
 import numpy as np
 
 from zckpt.engine.fine import MOST_NBYTES, Cut
-from zckpt.engine.targets import Hole
 from zckpt.state import CutFiles
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
@@ -54,15 +53,6 @@ class CutPiece:
     def paths(self) -> tuple[str, ...]:
         """Return the files that have some of it."""
         return self.cut.paths()
-
-
-def cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
-    """Yield pieces of at most `most` bytes on both sides for a hole that a rule cuts finely."""
-    size = itemsize(hole.dtype)
-    step = max(most // max(size, itemsize(cut.spans.files.dtype)), 1)
-    for at in range(0, cut.numel, step):
-        some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at), 0)
-        yield CutPiece(hole.offset + at * size, hole.label, some, hole.dtype)
 
 
 def element(nbytes: int) -> np.dtype[np.generic]:

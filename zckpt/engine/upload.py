@@ -22,9 +22,9 @@ from typing import Protocol, runtime_checkable
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
-from zckpt.engine.copy import Piece, elements, overflowed, pieces, ranges_read
+from zckpt.engine.copy import elements, overflowed, pieces, ranges_read
 from zckpt.engine.packs import Pack
-from zckpt.engine.plan import FilePlan, Plan
+from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Literal
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import Workers

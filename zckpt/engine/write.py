@@ -22,18 +22,18 @@ import numpy as np
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import cast, is_finite, numpy_dtype
 from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSources, crc_of, patch_checksums
-from zckpt.engine.copy import Piece, pieces, ranges_read
+from zckpt.engine.copy import pieces, ranges_read
 from zckpt.engine.fine import Cut
-from zckpt.engine.identity import key_of, names_of, whole
+from zckpt.engine.identity import Batch, key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Mover, Target
 from zckpt.engine.packs import Pack
-from zckpt.engine.plan import FilePlan, Plan
+from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.tasks import Portions
-from zckpt.engine.together import CutPiece, cut_pieces, read_together
+from zckpt.engine.together import CutPiece, read_together
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state.dtypes import is_floating
+from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
@@ -54,27 +54,6 @@ BUFFERS_PER_WORKER = 4
 
 BUFFERS_OF_DIRECT = 2
 """And what is read into past the page cache, and written from."""
-
-
-AnyPiece = Piece | Pack | CutPiece | Literal
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Pieces of one file, of this name within the target, that one worker writes in order; the size of its buffer.
-
-    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
-    `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`.
-    """
-
-    path: str
-    name: str
-    pieces: tuple[AnyPiece, ...]
-    checksummed: bool
-    buffer_nbytes: int = 0
-    watched: frozenset[str] = frozenset()
-    recorded: bool = False
-    direct: bool = False
 
 
 Ranges = tuple[list[Seen], list[Seen]]
@@ -386,7 +365,7 @@ def _together(
         place = str(path), one.file.name
         for batch in _batches(*place, one, most, large, checks):
             yield [batch]
-        cuts = (piece for fill in one.fills if fill.cut is not None for piece in cut_pieces(fill.hole, fill.cut, most))
+        cuts = (piece for fill in one.fills if fill.cut is not None for piece in _cut_pieces(fill.hole, fill.cut, most))
         for some in batched(cuts, _held, together):
             bundle.append(Batch(*place, some, bool(one.file.checksums)))
             nbytes += sum(map(_held, some))
@@ -403,6 +382,15 @@ def _together(
         yield bundle
     if sharing:
         yield from _shared(sharing, most, together)
+
+
+def _cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
+    """Yield pieces of at most `most` bytes on both sides for a hole that a rule cuts finely."""
+    size = itemsize(hole.dtype)
+    step = max(most // max(size, itemsize(cut.spans.files.dtype)), 1)
+    for at in range(0, cut.numel, step):
+        some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at), 0)
+        yield CutPiece(hole.offset + at * size, hole.label, some, hole.dtype)
 
 
 def _held(piece: CutPiece) -> int:
