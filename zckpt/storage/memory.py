@@ -104,9 +104,9 @@ def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, i
         Where the system tells of processes and control groups.
     """
     most = address_space()
-    mapped = _words(proc / "self" / "statm")
-    if most is not None and mapped:
-        yield "RLIMIT_AS (ulimit -v)", most - int(mapped[0]) * os.sysconf("SC_PAGE_SIZE")
+    mapped = _limit(proc / "self" / "statm")
+    if most is not None and mapped is not None:
+        yield "RLIMIT_AS (ulimit -v)", most - mapped * os.sysconf("SC_PAGE_SIZE")
     yield from _of_groups(proc, groups)
     about = _fields(proc / "meminfo")
     if "MemAvailable" in about:
@@ -153,44 +153,30 @@ def _call(name: str, *arguments: int) -> None:
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
+    """Yield the limits of a group and of those it is in; in a container, the outermost that it sees is its own."""
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if number == "0" and not controllers:
-            yield from _of_version_2(groups, path)
-        elif "memory" in controllers.split(","):
-            yield from _of_version_1(groups / "memory", path)
-
-
-def _of_version_2(root: Path, path: str) -> Iterator[tuple[str, int]]:
-    """Yield the limits of a group and of those it is in; in a container, the outermost that it sees is its own."""
-    for group in _upwards(root, path):
-        most, current = _words(group / "memory.max"), _words(group / "memory.current")
-        if most and current and most[0].isdigit():
-            about = _fields(group / "memory.stat")
-            kept = int(current[0]) - about.get("active_file", 0) - about.get("inactive_file", 0)
-            yield f"memory.max of cgroup /{_named(root, group)}", int(most[0]) - max(kept, 0)
-
-
-def _of_version_1(root: Path, path: str) -> Iterator[tuple[str, int]]:
-    """Yield the limit of a group, which counts those it is in."""
-    for group in _upwards(root, path):
-        about = _fields(group / "memory.stat")
-        most = about.get("hierarchical_memory_limit")
-        if most is not None:
-            if most < _UNLIMITED:
-                kept = about.get("total_rss", 0) + about.get("total_shmem", 0)
-                yield f"memory.limit_in_bytes of cgroup /{_named(root, group)}", most - kept
-            return
-
-
-def _named(root: Path, group: Path) -> str:
-    return "" if group == root else group.relative_to(root).as_posix()
-
-
-def _upwards(root: Path, path: str) -> list[Path]:
-    """Return the directories of a group and of those it is in, innermost first."""
-    steps = [step for step in path.split("/") if step not in ("", "..")]
-    return [root.joinpath(*steps[:count]) for count in range(len(steps), -1, -1)]
+        is_second = number == "0" and not controllers
+        if not is_second and "memory" not in controllers.split(","):
+            continue
+        steps = [step for step in path.split("/") if step not in ("", "..")]
+        for count in range(len(steps), -1, -1):
+            name = "/".join(steps[:count])
+            group = (groups if is_second else groups / "memory") / name
+            about, most, used = (
+                _fields(group / "memory.stat"),
+                _limit(group / "memory.max"),
+                _limit(group / "memory.current"),
+            )
+            if is_second and most is not None and used is not None:
+                kept = used - about.get("active_file", 0) - about.get("inactive_file", 0)
+                yield f"memory.max of cgroup /{name}", most - max(kept, 0)
+            first = about.get("hierarchical_memory_limit")
+            if not is_second and first is not None:  # it counts those that the group is in
+                if first < _UNLIMITED:
+                    kept = about.get("total_rss", 0) + about.get("total_shmem", 0)
+                    yield f"memory.limit_in_bytes of cgroup /{name}", first - kept
+                break
 
 
 def _lines(path: Path) -> list[str]:
@@ -200,8 +186,10 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()
+def _limit(path: Path) -> int | None:
+    """Return the number that a file begins with; None: with none."""
+    words = " ".join(_lines(path)).split()
+    return int(words[0]) if words and words[0].isdigit() else None
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -169,7 +169,8 @@ class S3Sink:
         self.there: dict[int, dict[str, Any]] = {}
         """What the store has of an upload that is gone on with."""
         self._copied: set[int] = set()
-        self._place["UploadId"] = upload or self._call("create_multipart_upload")["UploadId"]
+        self.upload: str = upload or self._call("create_multipart_upload")["UploadId"]
+        self._place["UploadId"] = self.upload
 
     def _call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401
         return self._store.ask(method, {**self._place, **arguments}, self._shown)
@@ -237,9 +238,7 @@ class S3Sink:
 
     def check(self) -> None:
         """Raise TargetError unless the parts that the store has made are as large as they should be."""
-        if not self._copied:
-            return
-        pages = self._store.pages("list_parts", "Parts", self._place, "PartNumberMarker")
+        pages = self._store.pages("list_parts", "Parts", self._place, "PartNumberMarker") if self._copied else ()
         there = {part["PartNumber"]: part["Size"] for part in pages}
         wrong = min((one for one in self._copied if there.get(one) != self.parts[one][1]), default=None)
         if wrong is not None:
@@ -248,10 +247,6 @@ class S3Sink:
                 expected=f"{self.parts[wrong][1]} bytes", found=there.get(wrong),
             )  # fmt: skip
         self._copied.clear()
-
-    def state(self) -> tuple[str, dict[int, tuple[str, int]]]:
-        """Return the upload's id and its parts."""
-        return self._place["UploadId"], self.parts
 
     @property
     def nbytes(self) -> int:
@@ -285,11 +280,11 @@ class S3Sink:
             found = self._store.ask("head_object", self._store.place(self._key), self._shown)
         except TargetError:  # the first error says more
             return False
-        etag = found.get("ETag", "").strip('"')
+        etag, own = found.get("ETag", "").strip('"'), self._etag()
         is_encrypted = bool(found.get("SSEKMSKeyId") or found.get("SSECustomerAlgorithm"))  # then no ETag is an MD5
-        if etag == self._etag() or (_OF_PARTS.fullmatch(etag) and not is_encrypted):
-            return bool(found["ContentLength"] == self.nbytes) and etag == self._etag()
-        return bool(found["ContentLength"] == self.nbytes) and (not surely or self._has_parts())
+        is_told = etag == own or (_OF_PARTS.fullmatch(etag) is not None and not is_encrypted)
+        same = etag == own if is_told else not surely or self._has_parts()
+        return bool(found["ContentLength"] == self.nbytes) and same
 
     def _has_parts(self) -> bool:
         """Read the object; tell whether it is what the parts' ETags say, if these are MD5s."""
@@ -385,7 +380,7 @@ class S3Uploads(Uploads):
         """Return of each upload its id and its parts."""
         for one in self._open.values():
             one.check()
-        return {name: one.state() for name, one in self._open.items()}
+        return {name: (one.upload, one.parts) for name, one in self._open.items()}
 
     def adopt(self, sent: Sent) -> None:
         """Take over uploads whose parts have all come."""

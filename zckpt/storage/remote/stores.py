@@ -167,8 +167,10 @@ class Store(ABC):
                 expected="Content-Length and ranges", advice="download it, and read it from there",
             )  # fmt: skip
         version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
-        times = (info.get(name) for name in _TIMES)
-        return Listed(parts, key, int(size), version, next(filter(None, map(_seconds, times)), None))
+        times = [info[name] for name in _TIMES if info.get(name)]
+        stamps = [time.timestamp() if hasattr(time, "timestamp") else time for time in times]
+        seconds = next((float(stamp) for stamp in stamps if isinstance(stamp, int | float)), None)
+        return Listed(parts, key, int(size), version, seconds)
 
     def fetch(self, one: Listed, offset: int, nbytes: int, shown: str) -> bytes:
         """Return a range of a file, in one request at a time.
@@ -206,10 +208,3 @@ class Store(ABC):
 def _is_file(key: str, info: Mapping[str, Any]) -> bool:
     """Tell a file from a directory, and from the empty object by which some programs mark one."""
     return info.get("type", "file") == "file" and not key.endswith("/")
-
-
-def _seconds(time: object) -> float | None:
-    if isinstance(time, int | float):
-        return float(time)
-    stamp = getattr(time, "timestamp", None)
-    return float(stamp()) if stamp is not None else None

@@ -46,7 +46,12 @@ class HttpStore(Store):
             found = self._info(self.root)
             if found is not None and not found["html"]:
                 return {self.root: found}  # else a directory: some servers have it under its name with a slash only
-        return self._sizes(sorted(self._links(self.root + "/")))
+        from concurrent.futures import ThreadPoolExecutor
+
+        urls = sorted(self._links(self.root + "/"))
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            every = zip(urls, pool.map(self._info, urls), strict=True)
+            return {url: info for url, info in every if info is not None}
 
     def close(self) -> None:
         """Close all connections."""
@@ -87,13 +92,6 @@ class HttpStore(Store):
                 yield from self._links(name, depth + 1)
             else:
                 yield name
-
-    def _sizes(self, urls: list[str]) -> Entries:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
-            every = zip(urls, pool.map(self._info, urls), strict=True)
-            return {url: info for url, info in every if info is not None}
 
     def _listed(self, key: str, info: Mapping[str, Any], root: str | None = None) -> Listed:
         found = super()._listed(key, info, root)
