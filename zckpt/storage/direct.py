@@ -81,17 +81,14 @@ def unavailable(sources: Iterable[str], directory: Path | None = None) -> list[s
     """
     lines = []
     tried: dict[str, str] = {}
-    is_here = is_written = directory is not None and not is_remote(directory)
-    for path in sources:
-        if found(path) is not None:
-            continue
-        is_here = True
+    is_written = directory is not None and not is_remote(directory)
+    for path in (path for path in sources if found(path) is None):
         tried.setdefault(os.path.dirname(path), path)  # noqa: PTH120  # of thousands
     without = [folder or "." for folder, path in sorted(tried.items()) if not _reads(path)]
     if without:
         others = f" and {len(without) - 1} more" if len(without) > 1 else ""
         lines.append(f"{without[0]}{others} is read through the page cache: its file system has no O_DIRECT")
-    if not is_here:
+    if not tried and not is_written:
         lines.append(f"--direct: {'no source' if directory is None else 'neither source nor target'} is on a disk here")
     if directory is not None and is_written and not _writes(directory):
         lines.append(f"{directory} is written through the page cache: its file system has no O_DIRECT")

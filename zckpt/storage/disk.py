@@ -34,20 +34,22 @@ def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
 
     A sync at the end then has little left to wait for: data goes to disk while more is being copied.
     """
-    function = _sync_file_range()
+    function = _of_libc("sync_file_range", "iqqI")
     if function is not None:
         function(descriptor, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
-@lru_cache(maxsize=1)
-def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
+@lru_cache(maxsize=2)
+def _of_libc(name: str, kinds: str) -> Callable[..., int] | None:
+    """Return a function of Linux's C library, whose arguments are of these types of ctypes; None: there is none."""
     if sys.platform != "linux":
         return None
     import ctypes
 
-    function = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        types = {"i": ctypes.c_int, "q": ctypes.c_int64, "I": ctypes.c_uint, "s": ctypes.c_char_p}
+        function.argtypes = [types[kind] for kind in kinds]
     return function
 
 
@@ -104,7 +106,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def _renamed(source: Path, target: Path, flags: int) -> bool:
-    function = _renameat2()
+    function = _of_libc("renameat2", "isisI")
     if function is None:
         return False
     import ctypes
@@ -115,15 +117,3 @@ def _renamed(source: Path, target: Path, flags: int) -> bool:
     if number in _UNSUPPORTED:
         return False
     raise OSError(number, os.strerror(number), str(source), None, str(target))
-
-
-@lru_cache(maxsize=1)
-def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
-    if sys.platform != "linux":
-        return None
-    import ctypes
-
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is not None:
-        function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return function

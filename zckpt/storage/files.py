@@ -200,14 +200,9 @@ class Sources:
         """Return descriptors of a file, the second for direct reads."""
         if path not in self._open:
             if len(self._open) >= OPEN_SOURCES:
-                self._close(next(iter(self._open)))
+                self.close(next(iter(self._open)))
             self._open[path] = open_file(path), opened_directly(path, FLAGS) if self._direct else None
         return self._open[path]
-
-    def _close(self, path: str) -> None:
-        for descriptor in self._open.pop(path):
-            if descriptor is not None:
-                os.close(descriptor)
 
     def read(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at byte `offset` of a file; errors are those of `read_into`."""
@@ -264,10 +259,12 @@ class Sources:
     def touch(self, path: str, offset: int, nbytes: int) -> None:
         """Note that some of these bytes are read otherwise."""
 
-    def close(self) -> None:
-        """Close all."""
-        for path in list(self._open):
-            self._close(path)
+    def close(self, *paths: str) -> None:
+        """Close some, by default all."""
+        for path in paths or tuple(self._open):
+            for descriptor in self._open.pop(path):
+                if descriptor is not None:
+                    os.close(descriptor)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
