@@ -60,7 +60,7 @@ def kill_before(number: int) -> None:
     function = disk._of_libc("renameat2", "isisI")
     if function is not None:
         counted = counting(function)
-        disk._of_libc = lambda _name, _kinds: counted  # type: ignore[assignment, return-value]
+        disk._of_libc = lambda name, _kinds: counted if name == "renameat2" else None  # type: ignore[assignment]
     sys.addaudithook(audit)
 
 
