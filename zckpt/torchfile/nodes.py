@@ -387,8 +387,7 @@ class NumpyDType:
     def byteorder(self) -> str:
         """`<`, `>`, `=` or `|`."""
         order = self.state[1] if self.state and len(self.state) > 1 else "|"
-        if isinstance(order, bytes):
-            order = order.decode("latin-1")
+        order = order.decode("latin-1") if isinstance(order, bytes) else order
         return order if isinstance(order, str) and order in ("<", ">", "=") else "|"
 
     @property
@@ -484,21 +483,20 @@ class NumpyArray:
         if self.items is not None:
             return self.items
         size = len(self.data) // max(prod(self.shape), 1)
-        if size == 0:
-            return []
-        return [decode(self.dtype, self.data[at : at + size]) for at in range(0, len(self.data), size)]
+        return [
+            decode(self.dtype, self.data[at : at + size]) for at in range(0, len(self.data) if size else 0, size or 1)
+        ]
 
 
 def decode(dtype: str, data: bytes) -> object:
     """Return one element of a numpy dtype as a Python value, or `data` where Python has no such type."""
-    order, kind = dtype[:1], dtype[1:2]
-    size = len(data)
-    sign = ">" if order == ">" else "<"
+    order, kind, size = "big" if dtype[:1] == ">" else "little", dtype[1:2], len(data)
+    sign = ">" if order == "big" else "<"
     value: object = data
     if kind == "b":
-        value = data != b"\0" * size
+        value = any(data)
     elif kind in ("i", "u"):
-        value = int.from_bytes(data, "big" if order == ">" else "little", signed=kind == "i")
+        value = int.from_bytes(data, order, signed=kind == "i")  # type: ignore[arg-type]  # one of the two
     elif kind == "f" and size in FLOATS:
         value = unpack(sign + FLOATS[size], data)[0]
     elif kind == "c" and size // 2 in FLOATS:
@@ -506,7 +504,7 @@ def decode(dtype: str, data: bytes) -> object:
     elif kind == "S":
         value = data.rstrip(b"\0")
     elif kind == "U":
-        value = data.decode("utf-32-be" if order == ">" else "utf-32-le", "replace").rstrip("\0")
+        value = data.decode(f"utf-32-{order[0]}e", "replace").rstrip("\0")
     return value
 
 

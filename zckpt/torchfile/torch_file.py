@@ -63,7 +63,9 @@ class StorageTable:
             raise PickleError("a persistent id that torch does not write", found="a long name")
         if type(numel) is not int or not 0 <= numel <= MAX_ELEMENTS:
             raise PickleError(f"storage {key!r}", expected="a size from 0 to 2**63-1", found=f"{numel!r:.40}")
-        dtype = element_type(cls)
+        dtype = "uint8" if cls.name in UNTYPED else FROM_STORAGE.get(cls.name)  # an untyped one holds bytes
+        if dtype is None:
+            raise PickleError("unknown storage class", found=f"{cls.qualified:.100}")
         storage = self._storage(key, dtype, numel * DTYPES[dtype].itemsize, location)
         if self.legacy and pid[5] is not None:
             return self._view(storage, pid[5])
@@ -109,14 +111,6 @@ class StorageTable:
         view = Storage(key, root.dtype, numel * size, root.location, root.offset + start * size)
         self.storages[key] = self._by_id[(key, root.dtype, root.location)] = view
         return view
-
-
-def element_type(cls: Global) -> str:
-    """Return the dtype of a storage class, `torch.FloatStorage`; an untyped one holds bytes."""
-    dtype = "uint8" if cls.name in UNTYPED else FROM_STORAGE.get(cls.name)
-    if dtype is None:
-        raise PickleError("unknown storage class", found=f"{cls.qualified:.100}")
-    return dtype
 
 
 PLAIN = frozenset({type(None), bool, int, float, str})

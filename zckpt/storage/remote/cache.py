@@ -7,6 +7,7 @@ is read ahead of, more each time. `fetched` holds what is known to be needed soo
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -53,8 +54,6 @@ def _pool(_: int) -> ThreadPoolExecutor:
 
 def fetchers() -> ThreadPoolExecutor:
     """Return the threads that wait for stores, this process's own."""
-    import os
-
     return _pool(os.getpid())
 
 

@@ -13,8 +13,8 @@ import atexit
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from zckpt.errors import SourceError, UsageError, show_as_urls
@@ -107,16 +107,15 @@ class Mount:
             found = []
         is_file = any(not one.parts for one in found) or (missing and not found)
         (self.path.parent if is_file else self.path).mkdir(parents=True)
-        for one in found:
-            self._add_listed(self.path, one)
-        for one in self.store.listed_beside() if is_file else ():
-            if one.parts[0] != self.path.name:
-                self._add_listed(self.path.parent, one)
-
-    def _add_listed(self, root: Path, one: Listed) -> None:
-        path = root.joinpath(*one.parts)
-        scheme, *rest = path.relative_to(self._tree).parts
-        self.add(path, RemoteFile(self.store, one, f"{scheme}://{'/'.join(rest)}"), one.nbytes, one.modified)
+        every = [(self.path, one) for one in found]
+        if is_file:
+            beside = self.store.listed_beside()
+            every += [(self.path.parent, one) for one in beside if one.parts[0] != self.path.name]
+        for root, one in every:
+            path = root.joinpath(*one.parts)
+            scheme, *rest = path.relative_to(self._tree).parts
+            file = RemoteFile(self.store, one, f"{scheme}://{'/'.join(rest)}")
+            self.add(path, file, one.nbytes, one.modified)
 
     def add(self, path: Path, file: Distant, nbytes: int, modified: float | None = None) -> None:
         """Add a file, in the place of what has its name."""
@@ -135,14 +134,13 @@ class Mount:
         if self.store.checks_versions or not self.files:
             return
         now = {one.key: (one.nbytes, one.version) for one in self.store.listed()}
-        for path, one in self._listed_below(self.path):
+        for path, one in self._listed_below(self.path).items():
             if now.get(one.key) != (one.nbytes, one.version):
                 raise changed(path)
 
-    def _listed_below(self, folder: Path) -> Iterator[tuple[str, Listed]]:
-        for path, file in self.files.items():
-            if isinstance(file, RemoteFile) and Path(path).is_relative_to(folder):
-                yield path, file.listed
+    def _listed_below(self, folder: Path) -> dict[str, Listed]:
+        every = ((path, file) for path, file in self.files.items() if isinstance(file, RemoteFile))
+        return {path: file.listed for path, file in every if Path(path).is_relative_to(folder)}
 
     def remove(self, path: Path) -> None:
         """Let a name be free, here and not in the store."""
@@ -173,7 +171,7 @@ class Mount:
 
     def keys_below(self, path: Path) -> list[str]:
         """Return what is below a directory, those first that come last when it is written."""
-        return [one.key for _, one in sorted(self._listed_below(path), key=lambda found: found[1].nbytes)]
+        return [one.key for one in sorted(self._listed_below(path).values(), key=lambda one: one.nbytes)]
 
     def close(self) -> None:
         """Remove the tree; nothing of it can be read any more."""
@@ -242,11 +240,6 @@ def check_sources() -> None:
             mount.check_unchanged()
 
 
-@contextmanager
-def mounted(url: str, *, missing: bool = False) -> Iterator[Mount]:
+def mounted(url: str, *, missing: bool = False) -> AbstractContextManager[Mount]:
     """Mount a place while the context lasts; errors are those of `Mount`."""
-    mount = Mount(url, missing=missing)
-    try:
-        yield mount
-    finally:
-        mount.close()
+    return closing(Mount(url, missing=missing))
