@@ -83,8 +83,8 @@ class LowRank:
 
     @property
     def columns(self) -> int:
-        """Elements of a row."""
-        return math.prod(self.base.shape[1:])
+        """Elements of a row, of which there is one at least."""
+        return max(math.prod(self.base.shape[1:]), 1)
 
     @property
     def rank(self) -> int:
@@ -94,7 +94,7 @@ class LowRank:
     @property
     def step(self) -> int:
         """Elements of as many rows as are computed together."""
-        return max(BLOCK_NBYTES // itemsize(self.dtype) // max(self.columns, 1), 1) * max(self.columns, 1)
+        return max(BLOCK_NBYTES // itemsize(self.dtype) // self.columns, 1) * self.columns
 
     @property
     def width(self) -> int:
@@ -103,8 +103,7 @@ class LowRank:
 
     def inputs(self, start: int, numel: int) -> list[Input]:
         """Return the rows of the slot, those of the left factor, and the right factor."""
-        first, count = start // max(self.columns, 1), numel // max(self.columns, 1)
-        rank = self.rank
+        first, count, rank = start // self.columns, numel // self.columns, self.rank
         left = Extent.flat(self.left.shape, first * rank, count * rank)
         if self.transposed:
             left = Extent((0, first), (rank, count), 0, rank * count)

@@ -262,13 +262,6 @@ def settled(executor: Executor) -> None:
         settle()
 
 
-def _first(error: BaseException) -> BaseException:
-    """Return the error that all others came from."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 @contextmanager
 def worker_errors(executor: Executor) -> Iterator[None]:
     """Turn what an executor raises of its own into a WorkerError; errors of a task pass."""
@@ -283,7 +276,10 @@ def worker_errors(executor: Executor) -> Iterator[None]:
     except (ZckptError, OSError, MemoryError):
         raise
     except Exception as error:
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
         raise WorkerError(
-            f"a worker cannot do its task: {type(first := _first(error)).__name__}: {first}",
+            f"a worker cannot do its task: {type(first).__name__}: {first}",
             advice="every worker needs the same zckpt and Python; --debug shows where it failed",
         ) from error

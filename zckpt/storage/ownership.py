@@ -187,12 +187,32 @@ def claimed(name: Path, *, directory: bool, left: Left | None = None, owned: Own
 
     What a killed run left under the name is handed to `left` first, which may want it as it is. With `owned`, only what
     that tells is taken for such. Raises TargetError: another run has it, or it is what this user's runs do not leave.
+
+    Between opening and locking, another run may have renamed its file to the target or removed it; what was opened
+    is then no longer what the name stands for, and must not be touched.
     """
-    descriptor = _claim(name, directory=directory, left=left, owned=owned)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    while True:
+        try:
+            descriptor, is_new = _opened(name, directory=directory)
+        except FileNotFoundError as error:
+            if name.parent.is_dir():
+                continue
+            raise TargetError("its directory is gone", path=name) from error
+        except OSError as error:
+            if isinstance(error, TargetError):
+                raise
+            raise TargetError("cannot be created", path=name, found=error.strerror) from error
+        try:
+            _lock(descriptor, name)
+            if is_named(descriptor, name):
+                if is_new or (left is not None and left(descriptor)):
+                    yield descriptor
+                    return
+                if owned is not None:
+                    check_unfinished(name, owned)
+                _remove_left(name, directory=directory)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -230,39 +250,6 @@ def is_named(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _claim(name: Path, *, directory: bool, left: Left | None, owned: Owned | None) -> int:
-    """Return a locked descriptor of what `name` stands for.
-
-    Between opening and locking, another run may have renamed its file to the target or removed it; what was opened
-    is then no longer what the name stands for, and must not be touched.
-    """
-    while True:
-        try:
-            descriptor, is_new = _opened(name, directory=directory)
-        except FileNotFoundError as error:
-            if name.parent.is_dir():
-                continue
-            raise TargetError("its directory is gone", path=name) from error
-        except OSError as error:
-            if isinstance(error, TargetError):
-                raise
-            raise TargetError("cannot be created", path=name, found=error.strerror) from error
-        try:
-            _lock(descriptor, name)
-            if is_named(descriptor, name):
-                if is_new:
-                    return descriptor
-                if left is not None and left(descriptor):
-                    return descriptor
-                if owned is not None:
-                    check_unfinished(name, owned)
-                _remove_left(name, directory=directory)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
 
 
 def _opened(name: Path, *, directory: bool) -> tuple[int, bool]:

@@ -8,7 +8,7 @@ Sizes are in elements of the storage class. Several tensors may mention one key;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -127,37 +127,17 @@ class PlainParts:
     def __init__(self) -> None:
         self._answers: dict[int, tuple[object, bool]] = {}  # keeps the objects, so that ids stay their own
 
-    def __contains__(self, root: object) -> bool:
-        if type(root) in PLAIN:
+    def __contains__(self, node: object) -> bool:
+        if type(node) in PLAIN:
             return True
-        if type(root) is not dict and type(root) is not list:
+        if type(node) is not dict and type(node) is not list:
             return False
-        if id(root) in self._answers:
-            return self._answers[id(root)][1]
-        open_nodes: list[dict[object, object] | list[object]] = [root]
-        levels = [self._below(root)]
-        while open_nodes:
-            for child in levels[-1]:
-                known = self._answers.get(id(child))
-                if known is None and type(child) in (dict, list):
-                    open_nodes.append(child)  # type: ignore[arg-type]  # one of the two
-                    levels.append(self._below(child))
-                    break
-                if known is None or not known[1]:
-                    return False  # and so is all that is open: it leads here
-            else:
-                levels.pop()
-                node = open_nodes.pop()
-                self._answers[id(node)] = node, True
-        return True
-
-    def _below(self, node: object) -> Iterator[object]:
-        """Yield the containers below one, and something that is not plain if there is any; mark the node as open."""
-        self._answers[id(node)] = node, False
-        if isinstance(node, dict):
-            yield from (key for key in node if type(key) is not str)
-            node = list(node.values())
-        yield from (value for value in node if type(value) not in PLAIN)  # type: ignore[attr-defined]  # one of the two
+        if id(node) not in self._answers:
+            self._answers[id(node)] = node, False  # while it is open: what leads back to it contains itself
+            is_plain = type(node) is list or all(type(key) is str for key in node)
+            values = node.values() if isinstance(node, dict) else node
+            self._answers[id(node)] = node, is_plain and all(value in self for value in values)
+        return self._answers[id(node)][1]
 
 
 @dataclass(slots=True)

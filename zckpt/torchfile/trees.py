@@ -2,14 +2,13 @@
 
 Trees share objects and contain cycles. Two kilobytes of a pickle make lists that contain each other in 2**60 ways, or a
 list that contains itself: whoever goes down every path, as `==`, `repr` and any plain recursion do, never comes back.
-Nothing here recurses, and answers are remembered by object.
+Answers are remembered by object; who recurses goes as deep as `check_depth` allows, and no deeper.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from zckpt.errors import PickleError
 from zckpt.torchfile import nodes
@@ -203,16 +202,6 @@ def inner(node: object) -> list[object]:
     return [child for child in below if type(child) is not nodes.Tensor or not is_leaf(child)] if below else below
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """A node whose digest is not known yet: how its parent leads to it, what is below it, and digests of that."""
-
-    step: object
-    node: object
-    below: Iterator[tuple[object, object]]
-    parts: list[tuple[str, bytes]]
-
-
 class Digests:
     """Digests of what trees say: equal for equal ones, whether or not they share parts. Answers are remembered.
 
@@ -222,26 +211,19 @@ class Digests:
     def __init__(self) -> None:
         self._found: dict[int, tuple[object, bytes]] = {}
 
-    def of(self, root: object) -> bytes:
+    def of(self, node: object) -> bytes:
         """Return the digest of a tree."""
-        known = self._known(root)
-        levels: list[_Level] = []
-        if known is None:
-            self._open(levels, None, root)
-        while levels:
-            level = levels[-1]
-            for step, child in level.below:
-                known = self._known(child)
-                if known is None:
-                    self._open(levels, step, child)
-                    break
-                level.parts.append((_step(level.node, step), known))
-            else:
-                levels.pop()
-                known = self._digest(level.node, level.parts)
-                if levels:
-                    levels[-1].parts.append((_step(levels[-1].node, level.step), known))
-        return known or b""
+        value = self.value(node)
+        if value is not None:
+            return _hash(value)
+        if id(node) not in self._found:
+            self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
+            parts = []
+            for step, child in self.below(node):
+                name = "" if isinstance(node, (list, tuple, set, frozenset)) else repr(step)
+                parts.append((name, self.of(child)))
+            self._found[id(node)] = node, self._digest(node, parts)
+        return self._found[id(node)][1]
 
     def value(self, node: object) -> str | None:
         """Return all there is to say about a node that has nothing below it; None for any other."""
@@ -259,30 +241,13 @@ class Digests:
         """Yield what is directly below a node, each with its key, index or field name."""
         return children(node) if not isinstance(node, FromFile) else iter([("node", node.node)])
 
-    def _known(self, node: object) -> bytes | None:
-        value = self.value(node)
-        if value is not None:
-            return _hash(value)
-        found = self._found.get(id(node))
-        return None if found is None else found[1]
-
     def _digest(self, node: object, parts: list[tuple[str, bytes]]) -> bytes:
         said = sorted(parts) if isinstance(node, (dict, set, frozenset)) else parts
-        found = _hash(f"{self.kind(node)} {said}")
-        self._found[id(node)] = node, found
-        return found
-
-    def _open(self, levels: list[_Level], step: object, node: object) -> None:
-        self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
-        levels.append(_Level(step, node, self.below(node), []))
+        return _hash(f"{self.kind(node)} {said}")
 
 
 def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _step(node: object, step: object) -> str:
-    return "" if isinstance(node, (list, tuple, set, frozenset)) else repr(step)
 
 
 def alike(one: object, other: object) -> bool:
