@@ -16,6 +16,7 @@ from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, Extent, Slot, Span
+from zckpt.state.views import zeros
 
 SIZES = st.sampled_from([1, 2, 2, 3, 4, 5])
 
@@ -90,3 +91,9 @@ def test_elements_are_written_and_read_where_rows_of_boxes_lie_between_each_othe
 
 def hole_of_file(slot: Slot) -> Hole:
     return Hole(0, "weight", slot, Extent.whole(slot.shape), slot.dtype)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 1)])
+def test_zeros_of_any_shape_are_read_from_no_file(shape: tuple[int, ...]) -> None:
+    slot = zeros(Slot("step", "float32", shape, ()), shape)
+    assert np.array_equal(read_slot(slot), np.zeros(shape, np.float32))

@@ -131,6 +131,7 @@ class Copy:
             and not self.unresolved
             and (self.byteorder == "little" or size == 1)
             and self.strides == self.sources[0].strides == (size,)
+            and self.sources[0].path != ZEROS
         )
 
 
