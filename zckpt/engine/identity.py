@@ -14,7 +14,6 @@ from hashlib import blake2b
 from itertools import chain
 
 from zckpt.engine.copy import ComputedPiece
-from zckpt.engine.low_rank import Kept
 from zckpt.engine.packs import Pack, PackedSlot
 from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal
@@ -92,8 +91,8 @@ def _of(piece: AnyPiece) -> Iterator[object]:
 
 
 def _of_value(value: object) -> object:
-    """Return what a function is made of, but for the slots, which are the inputs of its blocks."""
-    if isinstance(value, (Slot, Kept)):
+    """Return what a function is made of, but for slots, which are the inputs of its blocks, and what it only keeps."""
+    if isinstance(value, Slot):
         return None
     if isinstance(value, tuple):
         return list(map(_of_value, value))
@@ -102,7 +101,11 @@ def _of_value(value: object) -> object:
     if not is_dataclass(value):
         raise _UnknownError
     kind = type(value)
-    return kind.__module__, kind.__qualname__, [_of_value(getattr(value, one.name)) for one in fields(value)]
+    return (
+        kind.__module__,
+        kind.__qualname__,
+        [_of_value(getattr(value, one.name)) for one in fields(value) if one.repr],
+    )
 
 
 @lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -79,7 +79,7 @@ class LowRank:
     scale: float
     dtype: str
     transposed: bool
-    kept: Kept
+    kept: Kept = field(repr=False)
 
     @property
     def columns(self) -> int:
