@@ -21,7 +21,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import TRUNCATED
-from zckpt.errors import DamagedFileError, SourceError, UsageError
+from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.storage import distant
 from zckpt.storage.stand_ins import FLAGS as STAND_IN_FLAGS
 
@@ -333,19 +333,18 @@ class FileRange:
 
 @contextmanager
 def open_range(path: str | os.PathLike[str], offset: int, nbytes: int | None) -> Iterator[FileRange]:
-    """Open a file, or a part of it, for reading.
+    """Open a file, or a part of it, for reading; errors that leave without a path name it.
 
     `nbytes`: None: up to the end of the file. Raises SourceError: it does not exist, cannot be opened, or is no regular
     file; DamagedFileError: the range is not within the file, or is empty.
     """
     name = os.fspath(path)
-    with opened(name) as descriptor:
+    with opened(name) as descriptor, about(name):
         size = os.fstat(descriptor).st_size
         length = size - offset if nbytes is None else nbytes
         if offset < 0 or length < 0 or offset + length > size:
             raise DamagedFileError(
                 "a torch file is said to lie outside of it",
-                path=name,
                 expected=f"at most {size} bytes",
                 found=f"bytes {offset} to {offset + length}",
             )

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct, pack, unpack_from
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
@@ -179,13 +179,12 @@ def read_archive(source: FileRange) -> dict[str, Record]:
     """
     count, directory, size = find_directory(source)
     if size > MAX_DIRECTORY:
-        raise UnsupportedError("its directory is too large", path=source.path, found=f"{size} bytes")
-    entries = read_directory(source, source.read(directory, size), count)
+        raise UnsupportedError("its directory is too large", found=f"{size} bytes")
+    entries = read_directory(source.read(directory, size), count)
     root = entries[0].name.partition("/")[0] if entries else ""
     if any(entry.name == f"{root}/constants.pkl" for entry in entries):
         raise UnsupportedError(
             "is a TorchScript archive",
-            path=source.path,
             expected="a file that torch.save wrote",
             advice="load it with torch.jit.load and save its state_dict() with torch.save",
         )
@@ -193,7 +192,6 @@ def read_archive(source: FileRange) -> dict[str, Record]:
     if packed is not None:
         raise UnsupportedError(
             f"record {packed.name!r} is compressed or encrypted",
-            path=source.path,
             expected="records stored as they are",
             advice="load it with torch and save it again with torch.save",
         )
@@ -204,11 +202,9 @@ def read_archive(source: FileRange) -> dict[str, Record]:
     }
 
 
-def damaged(source: FileRange, message: str, **details: object) -> DamagedFileError:
+def damaged(message: str, **details: Any) -> DamagedFileError:  # noqa: ANN401  # those of an error
     """Return an error about the archive as a whole."""
-    error = DamagedFileError(message, path=source.path, **details)  # type: ignore[arg-type]
-    error.advice = error.advice or "copy it again from where it came from"
-    return error
+    return DamagedFileError(message, **details, advice="copy it again from where it came from")
 
 
 def find_directory(source: FileRange) -> tuple[int, int, int]:
@@ -226,9 +222,9 @@ def find_directory(source: FileRange) -> tuple[int, int, int]:
                 break
         at = tail.rfind(b"PK\5\6", 0, at)
     else:
-        raise damaged(source, "is a zip archive cut off before its end", found=f"{source.nbytes} bytes", code=TRUNCATED)
+        raise damaged("is a zip archive cut off before its end", found=f"{source.nbytes} bytes", code=TRUNCATED)
     if disk != first or here != count:
-        raise UnsupportedError("is one of the files of a split archive", path=source.path)
+        raise UnsupportedError("is one of the files of a split archive")
     end = tail_start + at
     locator = end - ZIP64_LOCATOR.size
     if locator >= 0:
@@ -236,45 +232,45 @@ def find_directory(source: FileRange) -> tuple[int, int, int]:
         if magic == b"PK\6\7":
             fields = ZIP64_END.unpack(source.read(zip64_end, ZIP64_END.size))
             if fields[0] != b"PK\6\6" or zip64_end + fields[1] + 12 != locator:
-                raise damaged(source, "its zip64 end record is malformed")
+                raise damaged("its zip64 end record is malformed")
             count, size, offset = fields[7:10]
             end = zip64_end
     if offset + size != end:
-        raise damaged(source, "its central directory is not where it should be", expected=end - size, found=offset)
+        raise damaged("its central directory is not where it should be", expected=end - size, found=offset)
     return count, offset, size
 
 
-def read_directory(source: FileRange, data: bytes, count: int) -> list[Entry]:
+def read_directory(data: bytes, count: int) -> list[Entry]:
     """Return what the central directory says of every record."""
     entries: list[Entry] = []
     names: set[bytes] = set()
     at = 0
     while at < len(data):
         if at + CENTRAL.size > len(data):
-            raise damaged(source, "its central directory is malformed")
+            raise damaged("its central directory is malformed")
         magic, _, _, flags, method, _, _, crc, packed, nbytes, name_size, extra_size, comment, *_, header = (
             CENTRAL.unpack_from(data, at)
         )
         start = at + CENTRAL.size
         at = start + name_size + extra_size + comment
         if magic != b"PK\1\2" or at > len(data):
-            raise damaged(source, "its central directory is malformed")
+            raise damaged("its central directory is malformed")
         raw = data[start : start + name_size]
         name = raw.decode("utf-8", "surrogateescape")
         if MAX_32 in (nbytes, packed, header):
             extra = data[start + name_size : start + name_size + extra_size]
-            nbytes, packed, header = zip64_sizes(source, name, extra, (nbytes, packed, header))
+            nbytes, packed, header = zip64_sizes(name, extra, (nbytes, packed, header))
         if raw in names:
-            raise damaged(source, f"record {name!r} is there twice")
+            raise damaged(f"record {name!r} is there twice")
         stored = not flags & ENCRYPTED and method == 0 and packed == nbytes
         names.add(raw)
         entries.append(Entry(raw, name, header, nbytes, crc, stored=stored))
     if len(entries) != count:
-        raise damaged(source, "its central directory", expected=f"{count} records", found=len(entries))
+        raise damaged("its central directory", expected=f"{count} records", found=len(entries))
     return entries
 
 
-def zip64_sizes(source: FileRange, name: str, extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
+def zip64_sizes(name: str, extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return size, packed size and header offset with the 64-bit values of the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
@@ -283,7 +279,7 @@ def zip64_sizes(source: FileRange, name: str, extra: bytes, fields: tuple[int, i
         at += 4 + size
         if kind == ZIP64:
             if len(body) < 8 * fields.count(MAX_32):
-                raise damaged(source, f"record {name!r}: its zip64 sizes are cut off")
+                raise damaged(f"record {name!r}: its zip64 sizes are cut off")
             values = iter(unpack_from(f"<{fields.count(MAX_32)}Q", body))
             first, second, third = (next(values) if value == MAX_32 else value for value in fields)
             return first, second, third
@@ -300,7 +296,7 @@ def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]
         limit = entries[order[number + 1]].header if number + 1 < len(order) else directory
         needed = LOCAL.size + len(entry.raw_name)
         if entry.header + needed > limit:
-            raise damaged(source, f"record {entry.name!r} overlaps what follows it")
+            raise damaged(f"record {entry.name!r} overlaps what follows it")
         if entry.header + needed > window_start + len(window):
             nbytes = needed if limit - entry.header > CLOSE else min(WINDOW, directory - entry.header)
             window, window_start = source.read(entry.header, nbytes), entry.header
@@ -308,11 +304,10 @@ def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]
         magic, _, flags, method, *_, name_size, extra_size = LOCAL.unpack_from(window, at)
         name = window[at + LOCAL.size : at + LOCAL.size + name_size]
         if magic != b"PK\3\4" or name != entry.raw_name or method != 0 or flags & ENCRYPTED:
-            raise damaged(source, f"record {entry.name!r}: its two headers disagree")
+            raise damaged(f"record {entry.name!r}: its two headers disagree")
         offsets[index] = start = entry.header + LOCAL.size + name_size + extra_size
         if start + entry.nbytes > limit:
             raise damaged(
-                source,
                 f"record {entry.name!r} overlaps what follows it",
                 expected=f"at most {max(limit - start, 0)} bytes",
                 found=entry.nbytes,

@@ -136,7 +136,7 @@ def _differences(source: FileRange, file: TorchFile) -> list[tuple[int, int]]:
     data = {record.name: (record.offset - source.base, record.nbytes) for record in file.records}
     count, directory, size = find_directory(source)
     at = directory
-    for entry in read_directory(source, source.read(directory, size), count):
+    for entry in read_directory(source.read(directory, size), count):
         if entry.name in variable:
             start, nbytes = data[entry.name]
             found += [
