@@ -20,6 +20,7 @@ from zckpt.engine.copy import converted, elements, is_endless, overflowed
 from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import GAP_NBYTES
+from zckpt.engine.workers import grouped
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found
@@ -86,7 +87,8 @@ class Mover:
             if not is_small:
                 seen += map(self._write_one, some)
                 continue
-            for group in _groups((one for one in some if isinstance(one, Piece)), len(self.buffer)):
+            small = (one for one in some if isinstance(one, Piece))
+            for group in grouped(small, lambda one: one.copies[0].source_nbytes, len(self.buffer)):
                 seen += self._write_small(group) if len(group) > 1 else [self._write_one(group[0])]
         return seen
 
@@ -199,21 +201,6 @@ def _is_small(piece: Piece | Literal) -> bool:
         and piece.copies[0].is_linear
         and piece.copies[0].source_nbytes <= SMALL_NBYTES
     )
-
-
-def _groups(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
-    """Yield pieces in groups that are read into a buffer of `most` bytes; one that is too large is a group."""
-    group: list[Piece] = []
-    nbytes = 0
-    for piece in pieces:
-        size = piece.copies[0].source_nbytes
-        if group and nbytes + size > most:
-            yield group
-            group, nbytes = [], 0
-        group.append(piece)
-        nbytes += size
-    if group:
-        yield group
 
 
 def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:

@@ -28,7 +28,7 @@ from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import read_together
-from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
+from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget, grouped
 from zckpt.errors import UnsupportedError
 from zckpt.state import CutSpans, Extent, Slot, Span
 from zckpt.state.boxes import SpanIndexes
@@ -245,7 +245,7 @@ def look_at_batch(
     every = (piece for some in planned for each in some for piece in each)
     with Sources(direct) as sources, ahead(ranges_read(every)):
         found = iter(planned)
-        for some in _together(batch, most):
+        for some in grouped(batch, _cut_nbytes, most):
             cut = _read_cuts(some, sources, most)
             for block in some:
                 arrays = [
@@ -268,18 +268,9 @@ def _pieces(block: Block) -> list[list[Piece]]:
     ]
 
 
-def _together(batch: Sequence[Block], most: int) -> Iterator[list[Block]]:
-    """Yield blocks, as many together as have `most` bytes that are read together."""
-    some: list[Block] = []
-    nbytes = 0
-    for block in batch:
-        size = block.nbytes * sum(isinstance(source, CutSpans) for source in block.sources)
-        if some and nbytes + size > most:
-            yield some
-            some, nbytes = [], 0
-        some.append(block)
-        nbytes += size
-    yield some
+def _cut_nbytes(block: Block) -> int:
+    """Return how much of a block is read together with others."""
+    return block.nbytes * sum(isinstance(source, CutSpans) for source in block.sources)
 
 
 def _read_cuts(batch: Sequence[Block], sources: Sources, most: int) -> list[Array]:

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from zckpt.engine.fine import MOST_NBYTES, Cut
+from zckpt.engine.workers import grouped
 from zckpt.state import CutFiles
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
@@ -83,13 +84,13 @@ def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most:
     with ahead(window for window, _ in joined):
         for (path, offset, nbytes), position in joined:
             sources.read(path, offset, into[position : position + nbytes])
-    tables: list[_Table] = []
-    for table in fine:
-        if tables and sum(one.nbytes for one in tables) + table.nbytes > most:
-            _read(tables, into, sources)
-            tables = []
-        tables.append(table)
-    _read(tables, into, sources)
+    for tables in grouped(fine, lambda table: table.nbytes, most):  # of all, what is in one file before another
+        windows = sorted((*window, number) for number, table in enumerate(tables) for window in table.windows())
+        with ahead(window for window, _, _ in windows):
+            for window, file, number in windows:
+                tables[number].read(sources, window, file)
+        for table in tables:
+            table.put(into)
 
 
 def ranges_of(cuts: Iterable[Cut], most: int) -> Iterator[Range]:
@@ -108,16 +109,6 @@ def _by_width(cuts: Iterable[Cut], most: int) -> tuple[list[Cut], Iterator[_Tabl
         (by_files.setdefault(id(one.spans.files), []) if fine else long).append(one)
     ordered = (sorted(some, key=lambda one: (one.spans.at, _line(one))) for some in by_files.values())
     return long, (_Table(near) for some in ordered for near in _near(some, most))
-
-
-def _read(tables: Sequence[_Table], into: memoryview, sources: Sources) -> None:
-    """Read tables, of all of them what is in one file before what is in another."""
-    windows = sorted((*window, number) for number, table in enumerate(tables) for window in table.windows())
-    with ahead(window for window, _, _ in windows):
-        for window, file, number in windows:
-            tables[number].read(sources, window, file)
-    for table in tables:
-        table.put(into)
 
 
 def _joined(cuts: Sequence[Cut]) -> list[tuple[Range, int]]:

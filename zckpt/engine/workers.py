@@ -74,6 +74,21 @@ def batched(
         yield tuple(batch)
 
 
+def grouped(items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """Yield items in groups of at most `most` bytes; one that is larger is a group."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        nbytes = nbytes_of(item)
+        if group and total + nbytes > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += nbytes
+    if group:
+        yield group
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What all workers together may hold, divided among them.
