@@ -17,7 +17,7 @@ import zckpt
 from tests.cli.console import FIXTURES, run
 from tests.formats.test_quantised_states import State8bit
 from tests.gloo import run as on_ranks
-from zckpt.engine.blockwise import TOGETHER_NUMEL
+from zckpt.engine.computed import BLOCK_NBYTES
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.optim import ZeroOptimizer
 
@@ -219,7 +219,7 @@ def saved(path: Path, weight: torch.Tensor, state: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize(("numel", "block"), [(5000, 2048), (100, 256), (4 * TOGETHER_NUMEL + 77, 256), (129, 128)])
+@pytest.mark.parametrize(("numel", "block"), [(5000, 2048), (100, 256), (BLOCK_NBYTES // 4 + 77, 256), (129, 128)])
 def test_blocks_of_any_size_end_anywhere(numel: int, block: int, nested: bool, tmp_path: Path) -> None:
     pieces = of_bitsandbytes(numel, block, (numel,))
     state = {"step": 3, **({"__bnb_optimizer_quant_state__": pieces} if nested else pieces)}
