@@ -30,7 +30,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         given = param_groups.read_groups(params)
         self._optimizer_class = optimizer_class
         self._is_made = False
-        self._own_state: Any = {}
         Joinable.__init__(self)
         self.process_group = param_groups.read_process_group(process_group)
         self.world_size = dist.get_world_size(self.process_group)
@@ -51,14 +50,12 @@ class ShardedOptimizer(Optimizer, Joinable):
     @property
     def state(self) -> Any:
         """State of this rank's share: that of its local optimizer."""
-        return self.optim.state if "optim" in self.__dict__ else self._own_state
+        return self.optim.state if "optim" in self.__dict__ else {}
 
     @state.setter
     def state(self, value: Any) -> None:
-        if "optim" in self.__dict__:
+        if "optim" in self.__dict__:  # torch's constructor sets it before
             self.optim.state = value
-        else:
-            self._own_state = value
 
     # --- uneven inputs
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -29,12 +29,11 @@ STEP = "step"
 HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The keys of the state of one parameter: those without which no step can go on, and those that it makes itself."""
 
-    required: frozenset[str] = frozenset()
-    optional: frozenset[str] = frozenset()
+    required: frozenset[str]
+    optional: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)

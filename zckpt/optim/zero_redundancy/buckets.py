@@ -112,9 +112,8 @@ def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
 
 def flatten(assignment: BucketAssignment) -> torch.Tensor:
     """Make an assignment's parameters views of its flat tensor, which is made if there is none, and return that."""
-    first = assignment.parameters[0]
-    if assignment.tensor is None or not exchange.is_flat(assignment.tensor, assignment.parameters):
-        numel = sum(p.numel() for p in assignment.parameters)
-        assignment.tensor = torch.empty(numel, dtype=first.dtype, device=first.device)
-        exchange.flatten(assignment.tensor, assignment.parameters)
+    parameters = assignment.parameters
+    if assignment.tensor is None or not exchange.is_flat(assignment.tensor, parameters):
+        assignment.tensor = parameters[0].detach().new_empty(sum(p.numel() for p in parameters))
+        exchange.flatten(assignment.tensor, parameters)
     return assignment.tensor

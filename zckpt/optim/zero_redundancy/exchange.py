@@ -61,7 +61,7 @@ class Bucket:
             return first.data.view(-1)
         if mine:
             return torch.cat([p.data.reshape(-1) for p in self.parameters])
-        return torch.empty(sum(p.numel() for p in self.parameters), dtype=first.dtype, device=first.device)
+        return first.detach().new_empty(sum(p.numel() for p in self.parameters))
 
 
 @dataclass(slots=True)
