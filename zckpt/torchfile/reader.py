@@ -25,7 +25,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
-from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError
+from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, open_range
@@ -109,12 +109,12 @@ def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None) 
     `known`: what was read by the same pickle and the places of records, which shares its tree with what is alike.
     """
     head = source.read(0, min(source.nbytes, 512))
-    with collector_paused():
+    with collector_paused(), about(source.path):
         if head[:4] in (b"PK\3\4", b"PK\5\6"):
             return read_zip(source, known)
         if is_legacy(source):
             return read_legacy(source)
-    raise what_else(source, head)
+        raise what_else(source, head)
 
 
 def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
