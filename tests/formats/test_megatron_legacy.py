@@ -16,7 +16,7 @@ from tests.truth import assert_slots_equal
 from zckpt.compare.weights import rounds_to
 from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
-from zckpt.formats.megatron.buckets import Layout, Member, Placed, between, fit, lay_out
+from zckpt.formats.megatron.buckets import Layout, Member, between, fit, lay_out
 from zckpt.formats.megatron.order import orders
 from zckpt.naming.apply import mapped
 from zckpt.naming.document import parse_map
@@ -79,7 +79,7 @@ def gaps(layout: Layout, members: list[Member]) -> list[tuple[int, int]]:
 def test_a_buffer_is_laid_out_from_its_end() -> None:
     members = [Member("embedding", 192), Member("norm", 12), Member("fc", 240)]
     layout = lay_out(members)
-    assert layout == Layout((Placed("fc", 0, 0), Placed("norm", 0, 256), Placed("embedding", 0, 320)), (512,))
+    assert layout == Layout({"fc": (0, 0), "norm": (0, 256), "embedding": (0, 320)}, (512,))
     assert gaps(layout, members) == [(240, 16), (268, 52)]
     assert fit(members, layout.sizes) == layout
 
@@ -87,7 +87,7 @@ def test_a_buffer_is_laid_out_from_its_end() -> None:
 def test_a_bucket_ends_where_it_has_reached_its_size_and_is_not_padded() -> None:
     members = [Member(str(at), 100) for at in range(5)]
     layout = lay_out(members, 200)
-    assert [(place.bucket, place.start) for place in layout.places] == [(0, 0), (0, 128), (1, 0), (1, 128), (2, 0)]
+    assert [*layout.places.values()] == [(0, 0), (0, 128), (1, 0), (1, 128), (2, 0)]
     assert layout.sizes == (228, 228, 100)
     assert fit(members, layout.sizes) == layout
     assert fit(members, (228, 228, 101)) is None
@@ -97,7 +97,7 @@ def test_a_bucket_ends_where_it_has_reached_its_size_and_is_not_padded() -> None
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     members = [Member("embedding", 192, alone=True), Member("norm", 12)]
     layout = lay_out(members)
-    assert layout == Layout((Placed("norm", 0, 0), Placed("embedding", 1, 0)), (64, 192))
+    assert layout == Layout({"norm": (0, 0), "embedding": (1, 0)}, (64, 192))
     assert layout.starts() == {"norm": 0, "embedding": 64}
     assert gaps(layout, members) == [(12, 52)]
     assert fit(members, layout.sizes) == layout

@@ -33,21 +33,22 @@ local         what the optimizer of one rank has of its parameters
 proof         whether every master there is its weight, rounded
 
 writer        a run's directory with one `torch_dist` checkpoint
-legacy_writer one with legacy files: legacy_target, legacy_state
+legacy_writer one with legacy files: for the ranks of `legacy_target`
 write_common  what both have
-write_groups  param groups as Megatron-Core has them
 own           what a directory that zckpt wrote has besides
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.megatron.directory import FSDP_DTENSOR, LEGACY, ZARR, find_place, is_written, names_own
+from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
+from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -55,36 +56,38 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-_TENSOR: int | None = option(int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T")
-_PIPELINE: int | None = option(
-    int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
-)
-_VIRTUAL: int | None = option(
-    int, None, "Chunks of the model on each stage (virtual pipeline). Default: as SOURCE, or 1.", metavar="V"
-)
-_BOUNDS: str | None = option(
-    str,
-    None,
-    "First layer of each chunk, and the number of layers. Default: as SOURCE, or evenly.",
-    metavar="0,N,...",
-)
-_ROWS: int | None = option(int, None, "Rows of the vocabulary in TARGET's model. Default: SOURCE's.", metavar="ROWS")
-_IMPLEMENTATION: str | None = option(
-    str,
-    None,
-    "Of the model that loads it. Default: as SOURCE's arguments or names, or transformer_engine.",
-    choices=("local", "transformer_engine"),
-)
-_BUCKET: int | None = option(
-    int,
-    None,
-    "Elements after which a bucket of gradients ends in the training; 0: none does. Default: as SOURCE says.",
-    metavar="N",
-)
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What legacy files are for."""
+
+    tensor_parallel_size: int | None = option(
+        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
+    )
+    pipeline_parallel_size: int | None = option(
+        int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
+    )
+    virtual_pipeline_parallel_size: int | None = option(
+        int, None, "Chunks of the model on each stage (virtual pipeline). Default: as SOURCE, or 1.", metavar="V"
+    )
+    stage_bounds: str | None = option(
+        str,
+        None,
+        "First layer of each chunk, and the number of layers. Default: as SOURCE, or evenly.",
+        metavar="0,N,...",
+    )
+    padded_vocab_size: int | None = option(
+        int, None, "Rows of the vocabulary in TARGET's model. Default: SOURCE's.", metavar="ROWS"
+    )
+    ddp_bucket_size: int | None = option(
+        int,
+        None,
+        "Elements after which a bucket of gradients ends in the training; 0: none does. Default: as SOURCE says.",
+        metavar="N",
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(Ranks):
     """What `convert --to megatron` can be given."""
 
     world_size: int = option(int, 1, "Files to spread it over; any parallelism loads it.", metavar="N")
@@ -109,32 +112,25 @@ class Options:
     ckpt_format: str = option(
         str,
         "torch_dist",
-        "As Megatron-LM's; torch: its legacy files, of a number of ranks, which the further options are for.",
+        "As Megatron-LM's; torch: its legacy files, of a number of ranks, which the sizes and bounds are for.",
         choices=("torch_dist", "torch"),
     )
-    tensor_parallel_size: int | None = _TENSOR
-    pipeline_parallel_size: int | None = _PIPELINE
-    virtual_pipeline_parallel_size: int | None = _VIRTUAL
-    stage_bounds: str | None = _BOUNDS
-    padded_vocab_size: int | None = _ROWS
-    transformer_impl: str | None = _IMPLEMENTATION
-    ddp_bucket_size: int | None = _BUCKET
+    transformer_impl: str | None = option(
+        str,
+        None,
+        "Of the model that loads it. Default: as SOURCE's arguments or names, or transformer_engine.",
+        choices=("local", "transformer_engine"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class RecutOptions:
+class RecutOptions(Ranks):
     """What `reshard` of legacy files can be given."""
 
     world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
     expert_parallel_size: int | None = option(
         int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
     )
-    tensor_parallel_size: int | None = _TENSOR
-    pipeline_parallel_size: int | None = _PIPELINE
-    virtual_pipeline_parallel_size: int | None = _VIRTUAL
-    stage_bounds: str | None = _BOUNDS
-    padded_vocab_size: int | None = _ROWS
-    ddp_bucket_size: int | None = _BUCKET
 
 
 class Megatron(Format):
@@ -174,14 +170,12 @@ class Megatron(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Read `.metadata`, the headers of the items, and `common.pt`."""
-        from zckpt.formats.megatron import fsdp_dtensor, legacy, torch_dist
-
-        with about(found.place.path):
-            if found.place.kind == FSDP_DTENSOR:
-                return fsdp_dtensor.read(found.place)
-            if found.place.kind == LEGACY:
-                return legacy.read(found.place.path, found.place.tracker)
-            return torch_dist.read(found.place)
+        place = found.place
+        with about(place.path):
+            checkpoint: Checkpoint = import_module(f"{__name__}.{READERS[place.kind]}").read(place)
+        if place.tracker is not None:
+            checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
+        return checkpoint
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return the files of a run's directory."""
@@ -193,9 +187,7 @@ class Megatron(Format):
                 raise UsageError(f"{other} is for torch_dist: legacy files have one form",
                                  expected="--ckpt-format torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
-        only = ("tensor_parallel_size", "pipeline_parallel_size", "virtual_pipeline_parallel_size", "stage_bounds",
-                "padded_vocab_size", "ddp_bucket_size")  # fmt: skip
-        given = next((name for name in only if getattr(job.options, name) is not None), None)
+        given = next((one.name for one in fields(Ranks) if getattr(job.options, one.name) is not None), None)
         if given is not None:
             raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
                              expected="--ckpt-format torch with it")  # fmt: skip

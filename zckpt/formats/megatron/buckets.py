@@ -50,19 +50,10 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A parameter's place: which bucket, and its first element there."""
-
-    name: str
-    bucket: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """Where all parameters of a buffer are, and how many elements each bucket has."""
+    """Where all parameters of a buffer are, in which bucket and from which element on, and elements of each bucket."""
 
-    places: tuple[Placed, ...]
+    places: dict[str, tuple[int, int]]
     sizes: tuple[int, ...]
 
     @property
@@ -73,7 +64,7 @@ class Layout:
     def starts(self, stored: Sequence[int] | None = None) -> dict[str, int]:
         """Return where each parameter begins, if buckets lie end to end, `stored` elements each."""
         begins = (0, *accumulate(stored or self.sizes))
-        return {place.name: begins[place.bucket] + place.start for place in self.places}
+        return {name: begins[bucket] + start for name, (bucket, start) in self.places.items()}
 
 
 def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layout:
@@ -82,7 +73,7 @@ def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layou
     `members`: in the model's order; `bucket_numel`: a bucket that has reached it takes no more. None: only a shared
     embedding ends one.
     """
-    places: list[Placed] = []
+    places: dict[str, tuple[int, int]] = {}
     sizes: list[int] = []
     end = 0
     for member in reversed(members):
@@ -90,12 +81,12 @@ def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layou
         if member.alone and end:
             sizes.append(start)
             start = 0
-        places.append(Placed(member.name, len(sizes), start))
+        places[member.name] = len(sizes), start
         end = start + member.numel
         if member.alone or (bucket_numel is not None and end >= bucket_numel):
             sizes.append(end)
             end = 0
-    return Layout(tuple(places), (*sizes, end) if end else tuple(sizes))
+    return Layout(places, (*sizes, end) if end else tuple(sizes))
 
 
 def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
@@ -108,7 +99,7 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
     sizes : sequence of int, elements
         Of the buckets, unpadded.
     """
-    places: list[Placed] = []
+    places: dict[str, tuple[int, int]] = {}
     bucket, end = 0, 0
     for member in reversed(members):
         start = _rounded(end)
@@ -116,10 +107,10 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
             bucket, start = bucket + 1, 0
         if bucket >= len(sizes) or start + member.numel > sizes[bucket]:
             return None
-        places.append(Placed(member.name, bucket, start))
+        places[member.name] = bucket, start
         end = start + member.numel
     whole = bucket == len(sizes) - 1 and end == sizes[bucket] if places else not sizes
-    return Layout(tuple(places), tuple(sizes)) if whole else None
+    return Layout(places, tuple(sizes)) if whole else None
 
 
 def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:

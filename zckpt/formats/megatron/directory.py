@@ -41,6 +41,10 @@ FORMAT = "megatron"
 
 TORCH_DIST, LEGACY, FSDP_DTENSOR, ZARR = "torch_dist", "legacy", "fsdp_dtensor", "zarr"
 
+BACKENDS = (TORCH_DIST, ZARR)
+READERS = {TORCH_DIST: "torch_dist", ZARR: "zarr", FSDP_DTENSOR: "fsdp_dtensor", LEGACY: "legacy"}
+"""The module that reads each kind of directory."""
+
 _KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_version"))
 """What Megatron-FSDP's keys are known by: all of one of these are in `.metadata`."""
 
@@ -87,30 +91,35 @@ def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
     is missing or unreadable.
     """
     if path.is_file() or FOLDER.fullmatch(path.name):
-        return _of_rank(path) or _beside(path)
+        return _around(path)
     if not path.is_dir():
         return None
     if tag is not None:
         return _here(path / tag) if is_name(tag) else None
-    here = _here(path)
-    if here is not None:
-        return here
-    inside = next((path / name for name in INSIDE if is_marked(path / name)), None)
-    if inside is not None:
-        return _place(inside)
-    return _tracked(path)
+    inside = (_place(path / name) for name in INSIDE if is_marked(path / name))
+    return _here(path) or next(inside, None) or _tracked(path)
 
 
-def _beside(path: Path) -> NearMiss | None:
-    """Return what to say of a file that is one of a checkpoint."""
-    if not path.is_file() or not is_marked(path.parent):
-        return None
-    if path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None:
-        return NearMiss("is one file of a checkpoint of Megatron-Core", f"give its directory, {path.parent}")
+def _around(path: Path) -> Place | NearMiss | None:
+    """Return the checkpoint of which a path is the only rank's directory, or a file in it; or say what it is of."""
+    is_own = path.is_file()
+    folder = path.parent if is_own else path
+    if FOLDER.fullmatch(folder.name) and (not is_own or path.name in (FILE, OPTIMIZER_FILE)) and is_file(folder / FILE):
+        count = len(folders(folder.parent))
+        if count == 1:
+            return Place(folder.parent, kind=LEGACY)
+        raise ShardError(
+            f"is one rank's part of a checkpoint of Megatron, which has {count}",
+            path=path,
+            advice=f"give its directory, {folder.parent}",
+        )
+    is_known = path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None
+    if is_own and is_known and is_marked(folder):
+        return NearMiss("is one file of a checkpoint of Megatron-Core", f"give its directory, {folder}")
     return None
 
 
-def _here(directory: Path, tracker: Path | None = None) -> Place | NearMiss | None:
+def _here(directory: Path, tracker: Path | None = None) -> Place | None:
     """Return the checkpoint that a directory is; None if it is none."""
     if is_marked(directory):
         return _place(directory, tracker)
@@ -136,22 +145,6 @@ def folders(directory: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(found) if is_file(path / FILE)}
 
 
-def _of_rank(path: Path) -> Place | None:
-    """Return the checkpoint of which a path is the only rank's directory, or a file in it; None for another path."""
-    folder = path.parent if path.is_file() else path
-    is_own = path is folder or path.name in (FILE, OPTIMIZER_FILE)
-    if not FOLDER.fullmatch(folder.name) or not is_own or not is_file(folder / FILE):
-        return None
-    ranks = folders(folder.parent)
-    if len(ranks) == 1:
-        return Place(folder.parent, kind=LEGACY)
-    raise ShardError(
-        f"is one rank's part of a checkpoint of Megatron, which has {len(ranks)}",
-        path=path,
-        advice=f"give its directory, {folder.parent}",
-    )
-
-
 def folder_of(text: str) -> str:
     """Return the name of the directory that a run's file names: an iteration, or a name."""
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
@@ -173,7 +166,7 @@ def is_marked(directory: Path) -> bool:
     return is_file(mark) and MEGATRON_MARK in read_head(str(mark), HEAD_NBYTES)
 
 
-def _tracked(run: Path) -> Place | NearMiss | None:
+def _tracked(run: Path) -> Place | None:
     """Return the checkpoint that a run's file names; None where it names none of this kind.
 
     Megatron-DeepSpeed has such a file, too, beside DeepSpeed's `latest`.
@@ -184,10 +177,8 @@ def _tracked(run: Path) -> Place | NearMiss | None:
     text = read_head(str(tracker), LATEST_NBYTES).decode("utf-8", "replace").strip()
     folder = folder_of(text)
     here = _here(run / folder, tracker) if is_name(folder) else None
-    if here is not None:
+    if here is not None or (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():
         return here
-    if (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():
-        return None
     others = sorted(one.name for one in run.iterdir() if is_marked(one) or folders(one) or is_fsdp(one))
     if not others:
         return None
@@ -207,13 +198,13 @@ def _place(path: Path, tracker: Path | None = None) -> Place:
         found = json.loads(read_head(str(mark), HEAD_NBYTES))
     except ValueError as error:
         raise DamagedFileError("cannot be read", path=mark, expected="JSON") from error
-    backend = found.get("sharded_backend") if isinstance(found, dict) else None
-    version = found.get("sharded_backend_version", 1) if isinstance(found, dict) else None
-    if backend not in (TORCH_DIST, ZARR) or version != 1:
+    found = found if isinstance(found, dict) else {}
+    backend, version = found.get("sharded_backend"), found.get("sharded_backend_version", 1)
+    if backend not in BACKENDS or version != 1:
         raise UnsupportedError(
             f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}",
             path=path,
-            expected=f"{TORCH_DIST} 1, or {ZARR} 1",
+            expected=", or ".join(f"{one} 1" for one in BACKENDS),
             advice="write it as torch_dist with the program that wrote it",
         )
     needed = (METADATA_NAME, COMMON) if backend == TORCH_DIST else (COMMON,)

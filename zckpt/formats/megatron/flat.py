@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from zckpt.errors import SourceError, UsageError
+from zckpt.errors import SourceError, UnsupportedError, ZckptError
 from zckpt.formats.account.fits import text_of
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.megatron.buckets import (
@@ -66,10 +66,6 @@ Place = tuple[int, int]
 
 Buffers = dict[int, dict[int, dict[int, Buffer]]]
 """By optimizer of a chain, model-parallel rank, and number."""
-
-
-class UnprovenError(Exception):
-    """Why what lies in the buffers is not certain."""
 
 
 class Objects:
@@ -128,11 +124,10 @@ def with_flat(
     try:
         firsts = _param_groups(known)
         reading = _proven(checkpoint, _buffers(items, known), common.arguments)
-    except (UnprovenError, SourceError) as error:
-        why = error.message if isinstance(error, SourceError) else str(error)
+    except SourceError as error:
         checkpoint.warnings.append(
             f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which are "
-            f"not read: {why}"
+            f"not read: {error.message}"
         )
         return common
     for name, its in reading.slots.items():
@@ -159,33 +154,31 @@ def with_flat(
 
 
 def _param_groups(objects: Objects) -> list[object]:
-    """Return those of each optimizer of a chain. Raises UnprovenError: there are none."""
+    """Return those of each optimizer of a chain. Raises UnsupportedError: there are none."""
     found = [objects.node(GROUPS, place) for place, _ in objects.of(GROUPS) if place[1] == 0]
     if not found or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in found):
-        raise UnprovenError("no param groups are beside them")
+        raise UnsupportedError("no param groups are beside them")
     return found
 
 
 def _explain(checkpoint: Checkpoint, objects: Objects) -> None:
     """Say what the objects beside buffers are, in the files that hold them."""
-    first_scaler = next((place for place, _ in objects.of(SCALER)), None)
-
-    def rules(kind: str, place: Place, text: str) -> list[Rule]:
-        if kind == GROUPS and place[1] == 0:
-            return [Rule((text, ANY, "param_groups", ANY, ANY, REST), AS_STATE, "hyperparameters")]
-        if kind == GROUPS:
-            return [Rule((text, REST), COPY, "hyperparameters of another rank")]
-        if kind == SCALER and place == first_scaler:
-            return [Rule((text, REST), CARRIED, SCALER)]
-        if kind == SCALER:
-            return [Rule((text, REST), COPY, "the loss scaler of another rank", tensors=True)]
-        return gathered_rules(text, ANY) if kind == STATE else [Rule((text, REST), IMPLIED, "sizes of buckets")]
-
     files = {file.path: file for file in checkpoint.files}
-    for kind in (GROUPS, SCALER, STATE, SIZES, UNPADDED_SIZES):
-        for place, one in objects.of(kind):
-            file = files[one.file.path]
-            file.rules = (*file.rules, *rules(kind, place, text_of(one.key)))
+    for kind, about in (
+        (GROUPS, "hyperparameters"), (SCALER, SCALER), (STATE, ""), (SIZES, "sizes of buckets"),
+        (UNPADDED_SIZES, "sizes of buckets"),
+    ):  # fmt: skip
+        for at, (place, one) in enumerate(objects.of(kind)):
+            text, file = text_of(one.key), files[one.file.path]
+            if kind == STATE:
+                rules = gathered_rules(text, ANY)
+            elif kind == GROUPS and place[1] == 0:
+                rules = [Rule((text, ANY, "param_groups", ANY, ANY, REST), AS_STATE, about)]
+            elif kind in (SIZES, UNPADDED_SIZES) or (kind == SCALER and at == 0):
+                rules = [Rule((text, REST), CARRIED if kind == SCALER else IMPLIED, about)]
+            else:
+                rules = [Rule((text, REST), COPY, f"{about} of another rank", tensors=kind == SCALER)]
+            file.rules = (*file.rules, *rules)
 
 
 # --- the buffers, in whatever pieces the files have them
@@ -194,13 +187,13 @@ def _explain(checkpoint: Checkpoint, objects: Objects) -> None:
 def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
     """Return the buffers of a directory.
 
-    Raises UnprovenError: a key is of another form, or the tensors of a bucket are of different sizes.
+    Raises UnsupportedError: a key is of another form, or the tensors of a bucket are of different sizes.
     """
     buckets: dict[tuple[int, int, int], dict[int, tuple[str, dict[str, TensorItem]]]] = {}
     for key, item in items.items():
         match = _BUCKET.fullmatch(key)
         if match is None or len(item.shape) != 1:
-            raise UnprovenError(f"{key[:120]} is no bucket")
+            raise UnsupportedError(f"{key[:120]} is no bucket")
         own = buckets.setdefault((int(match[1] or 0), int(match[2]), int(match[3])), {})
         own.setdefault(int(match[5]), (match[4], {}))[1][MASTER if match[6] == PARAM else match[6]] = item
     found: Buffers = {}
@@ -210,7 +203,7 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
     for (chain, group), one in objects.of(STATE):
         groups = found.setdefault(chain, {})
         if group in groups:
-            raise UnprovenError(f"{one.key[:120]} is beside buckets")
+            raise UnsupportedError(f"{one.key[:120]} is beside buckets")
         groups[group] = dict(enumerate(gathered(objects.node(STATE, (chain, group)), one.file.path)))
     return found
 
@@ -222,11 +215,11 @@ def _of_buckets(buckets: Mapping[int, tuple[str, dict[str, TensorItem]]], sizes:
     numels = [{item.shape[0] for item in its.values()} for _, its in ordered]
     alike = all(kind == dtype and its.keys() == first.keys() for kind, its in ordered)
     if sorted(buckets) != list(range(len(buckets))) or not alike or any(len(one) != 1 for one in numels):
-        raise UnprovenError("the tensors of a buffer's buckets are not of one kind and size")
+        raise UnsupportedError("the tensors of a buffer's buckets are not of one kind and size")
     stored = tuple(one.pop() for one in numels)
     own = stored if sizes is None else tuple(sizes)
     if len(own) != len(stored) or any(size > whole for size, whole in zip(own, stored, strict=False)):
-        raise UnprovenError("the sizes of buckets are not those of their tensors")
+        raise UnsupportedError("the sizes of buckets are not those of their tensors")
     slots = {slot: Line(concat([its[slot].slot(slot) for _, its in ordered], 0)) for slot in first}
     return Buffer(dtype, slots, sum(stored), stored, own)
 
@@ -242,8 +235,8 @@ def _sizes(node: object, number: int) -> list[int] | None:
 
 
 def _proven(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object, object]) -> Reading:
-    """Return the only reading that the values prove. Raises UnprovenError: there is none, or more than one."""
-    why: str = "a name of the model is not known"
+    """Return the only reading that the values prove. Raises UnsupportedError: there is none, or more than one."""
+    why = "a name of the model is not known"
     proven: list[Reading] = []
     is_whole = any(one.sizes is None for groups in buffers.values() for its in groups.values() for one in its.values())
     sizes = tuple(bucket_numels(arguments) if is_whole else [None])
@@ -252,13 +245,13 @@ def _proven(checkpoint: Checkpoint, buffers: Buffers, arguments: Mapping[object,
     for (order, fused), outside, numels in product(orders(checkpoint.parameters), numberings, ends):
         try:
             reading = _read(checkpoint, Guess(order, fused, outside, numels), buffers, arguments)
-        except (UnprovenError, SourceError, UsageError) as error:
-            why = str(error) if isinstance(error, UnprovenError) else error.message
+        except ZckptError as error:
+            why = error.message
             continue
         if all(reading.slots != one.slots for one in proven):
             proven.append(reading)
     if len(proven) != 1:
-        raise UnprovenError("the values fit more than one order" if proven else why)
+        raise UnsupportedError("the values fit more than one order" if proven else why)
     return proven[0]
 
 
@@ -269,11 +262,11 @@ def _read(checkpoint: Checkpoint, guess: Guess, buffers: Buffers, arguments: Map
         _Chain(checkpoint, guess, buffers, chain, arguments).read(found)
     slots = found.slots
     if not slots or any(its.keys() != next(iter(slots.values())).keys() for its in slots.values()):
-        raise UnprovenError("buffers have different slots")
+        raise UnsupportedError("buffers have different slots")
     masters = {name: its[MASTER] for name, its in slots.items() if MASTER in its}
     wrong = unproven(masters, {name: checkpoint.parameters[name].slots[WEIGHT] for name in masters})
     if wrong is not None or len(masters) != len(slots):
-        raise UnprovenError(f"the master {wrong.removeprefix('that ')}" if wrong else "there are no masters")
+        raise UnsupportedError(f"the master {wrong.removeprefix('that ')}" if wrong else "there are no masters")
     return found
 
 
@@ -295,11 +288,11 @@ class _Chain:
         self._tp = self._ep = 1
         if len(self._groups) > 1:
             if tp is None:
-                raise UnprovenError("tensor_model_parallel_size is not in the arguments")
+                raise UnsupportedError("tensor_model_parallel_size is not in the arguments")
             self._tp, self._ep = (expert_tp or tp, ep or 1) if self._of_experts else (tp, 1)
         self._stages, odd = divmod(len(self._groups), self._tp * self._ep)
         if odd or sorted(self._groups) != list(range(len(self._groups))):
-            raise UnprovenError(f"{len(self._groups)} groups of ranks are not those of {self._tp} "
+            raise UnsupportedError(f"{len(self._groups)} groups of ranks are not those of {self._tp} "
                                 "tensor-parallel ranks")  # fmt: skip
         own = [name for name in guess.order if self._has(name)]
         shapes = {name: self._parameters[name].shape for name in own}
@@ -322,24 +315,24 @@ class _Chain:
     def read(self, found: Reading) -> None:
         """Add what the buffers of all stages are: each chunk has as many layers as fill it.
 
-        Raises UnprovenError: the parameters do not fill the buffers in this way.
+        Raises UnsupportedError: the parameters do not fill the buffers in this way.
         """
         queues = [sorted(self._group(stage, 0, 0)) for stage in range(self._stages)]
         done, at_front = 0, True
         while any(queues):
             for stage, queue in enumerate(queues):
                 if not queue:
-                    raise UnprovenError("stages have different numbers of buffers")
+                    raise UnsupportedError("stages have different numbers of buffers")
                 lead = self._group(stage, 0, 0)
                 taken, chunk, layouts = self._filling([lead[n] for n in queue], done, first=at_front)
                 if not layouts:
-                    raise UnprovenError(f"no number of layers fills the buckets of stage {stage}")
+                    raise UnsupportedError(f"no number of layers fills the buckets of stage {stage}")
                 done, at_front = done + taken, False
                 for layout in layouts:
                     self._take(found, chunk, layout, stage, queue.pop(0))
         behind = self._chunks.of(done, self._chunks.count, first=False, last=False)
         if any(self._has(one.name) for one in behind):
-            raise UnprovenError(f"the buffers are of {done} of {self._chunks.count} layers")
+            raise UnsupportedError(f"the buffers are of {done} of {self._chunks.count} layers")
 
     def _filling(self, queue: Sequence[Buffer], done: int, *, first: bool) -> tuple[int, list[Dealt], list[Layout]]:
         """Return how many layers fill the next buffers, with what a chunk of them has, and how, for each type."""
@@ -367,7 +360,7 @@ class _Chain:
             buffers = [self._group(stage, expert, tensor).get(number) for tensor in range(self._tp)]
             alike = [one for one in buffers if one is not None and _kind(one) == _kind(lead)]
             if len(alike) != len(buffers):
-                raise UnprovenError("ranks have buckets of different sizes")
+                raise UnsupportedError("ranks have buckets of different sizes")
             own = {one.local: one for one in self._on_rank(chunk, expert)}
             here = [(own[local], start, self._sliced.shape(own[local])) for local, start in starts.items()]
             for one, start, shape in here:

@@ -27,10 +27,9 @@ from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, 
 from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
-from zckpt.formats.megatron.names import BUFFERS, in_order
-from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, topology_of
+from zckpt.formats.megatron.names import in_order
+from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, settle, topology_of
 from zckpt.state import Checkpoint, Duplicate
-from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.torchfile import Digests
 
 MODEL, META, STEP = "model", "param_to_group_meta", "step"
@@ -75,11 +74,12 @@ def read(place: Place) -> Checkpoint:
     say_what_values_are(checkpoint, folders, rewritten=False)
     if lost:
         checkpoint.warnings.append(f"not carried, because they are in several pieces: {listed(lost)}")
-    if place.tracker is not None:
-        checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
     for name, slot, copy, original in copies:
         checkpoint.duplicates.append(Duplicate("parameter", name, name, copy.slot(slot), original.slot(slot), None))
-    _settle(checkpoint)
+    settle(checkpoint)
+    for group in checkpoint.param_groups:
+        if STEP in group.hyperparameters and STEP not in group.state:
+            group.state[STEP] = group.hyperparameters.pop(STEP)
     args = tree.get("args")
     known = arguments_of(args.node) if isinstance(args, ObjectItem) else {}
     checkpoint.topology, checkpoint.world_size = topology_of(known, checkpoint)
@@ -169,17 +169,3 @@ def _state(state: Branch, shapes: Shapes, copies: Copies) -> dict[str | int, Nod
                 copies += [(one.key, str(slot), copy, tensors[0]) for copy in tensors[1:]]
         found[one.key] = own
     return found
-
-
-def _settle(checkpoint: Checkpoint) -> None:
-    """Tell buffers and what is frozen from what is trained, and a group's step from its hyperparameters."""
-    trained = any(len(one.slots) > 1 for one in checkpoint.parameters.values())
-    for name in list(checkpoint.parameters):
-        one = checkpoint.parameters[name]
-        if BUFFERS.fullmatch(name) and len(one.slots) == 1:
-            checkpoint.buffers[name] = checkpoint.parameters.pop(name)
-        else:
-            one.frozen = trained and len(one.slots) == 1
-    for group in checkpoint.param_groups:
-        if STEP in group.hyperparameters and STEP not in group.state:
-            group.state[STEP] = group.hyperparameters.pop(STEP)

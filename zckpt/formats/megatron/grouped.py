@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.dcp.items import TensorItem
+from zckpt.formats.megatron.keys import Stored
 from zckpt.formats.megatron.proof import unproven
 from zckpt.state import MASTER, WEIGHT, Slot
 
@@ -28,65 +29,40 @@ Pieces = Callable[[str, bool], dict[tuple[int, ...], Slot]]
 """A slot by layer and expert; whether it is read as transposed."""
 
 
-def is_transposed(
-    key: str, axes: int, slots: Mapping[str, Mapping[str, TensorItem]], model: Mapping[str, TensorItem], pieces: Pieces
-) -> bool:
+def is_transposed(one: Stored, slots: Mapping[str, Mapping[str, TensorItem]], pieces: Pieces) -> bool:
     """Tell whether the flattened state of experts' weights is of the transposed ones.
 
-    Parameters
-    ----------
-    key : str
-        Of the weights.
-    axes : int
-        That count layers and experts.
-    slots : mapping of str to mapping
-        Of every slot, the tensors by the weights' keys.
-    model : mapping of str to TensorItem
-        The weights.
-    pieces : callable
-        What a slot of this key is, read in one way or the other.
-
-    Raises
-    ------
-    UnsupportedError
-        Neither shapes nor values tell.
-    LayoutError
-        The layers of an expert are not of one kind.
+    `slots`: the tensors of each by the weights' keys. Raises UnsupportedError: neither shapes nor values tell;
+    LayoutError: the layers of an expert are not of one kind.
     """
-    match = _EXPERTS.fullmatch(key)
+    match, axes, model = _EXPERTS.fullmatch(one.key), len(one.axes), slots[WEIGHT]
+
+    def flattened(key: str) -> list[tuple[int, ...]]:
+        every = [its[key].shape for its in slots.values() if key in its and key in model]
+        return [shape for shape in every if len(shape) == len(model[key].shape) + 1]
+
     if match is None:
         return False
-    said = set()
-    for number, across in (("1", 1), ("2", 0)):
-        other = f"{match[1]}linear_fc{number}.weight"
-        for its in slots.values():
-            item = its.get(other)
-            if item is None or other not in model or len(item.shape) != len(model[other].shape) + 1:
-                continue
-            blocks = item.shape[axes : axes + 2]
-            if max(blocks) > 1:
-                said.add(blocks[across] > 1)
+    said = {
+        shape[axes + across] > 1
+        for number, across in (("1", 1), ("2", 0))
+        for shape in flattened(f"{match[1]}linear_fc{number}.weight")
+        if max(shape[axes : axes + 2]) > 1
+    }
     if len(said) > 1:
-        raise LayoutError(f"the state of {match[1]}* is cut in two ways", path=model[key].path)
-    if said:
-        return said.pop()
-    own = [its[key] for its in slots.values() if key in its]
-    if not any(len(item.shape) == len(model[key].shape) + 1 for item in own):
-        return False
-    fitting = [turned for turned in (False, True) if _proves(key, slots, pieces, turned)]
+        raise LayoutError(f"the state of {match[1]}* is cut in two ways", path=model[one.parts[0]].path)
+    if said or not flattened(one.key):
+        return said == {True}
+    fitting = []
+    for turned in (False, True) if one.key in slots.get(MASTER, {}) else ():
+        weights, masters = pieces(WEIGHT, False), pieces(MASTER, turned)
+        if unproven({str(at): its for at, its in masters.items()}, {str(at): weights[at] for at in masters}) is None:
+            fitting.append(turned)
     if len(fitting) != 1:
         raise UnsupportedError(
-            f"whether the state of {key} is that of GroupedMLP, transposed, is not certain",
-            path=model[key].path,
+            f"whether the state of {one.key} is that of GroupedMLP, transposed, is not certain",
+            path=model[one.key].path,
             expected="masters that round to the weights beside them",
             found="in both ways" if fitting else "in none",
         )
     return fitting[0]
-
-
-def _proves(key: str, slots: Mapping[str, Mapping[str, TensorItem]], pieces: Pieces, turned: bool) -> bool:
-    """Tell whether every master is its weight, read in one way."""
-    if key not in slots.get(MASTER, {}):
-        return False
-    weights, masters = pieces(WEIGHT, False), pieces(MASTER, turned)
-    return unproven({str(at): one for at, one in masters.items()}, {str(at): weights[at] for at in masters}) is None

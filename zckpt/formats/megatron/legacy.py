@@ -19,26 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.megatron.buckets import bucket_numels
-from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, cut_of, reordered
-from zckpt.formats.megatron.directory import FORMAT, OPTIMIZER_FILE
+from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, cut_of, reordered
+from zckpt.formats.megatron.directory import FORMAT, LEGACY, OPTIMIZER_FILE, Place
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
-from zckpt.formats.megatron.legacy_target import BOUNDS, CHUNKS, EXPERTS, FUSED, ORDER
 from zckpt.formats.megatron.local import attach_distributed, attach_plain, optimizers_of
 from zckpt.formats.megatron.names import BUFFERS, TIED, in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, Common, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest
-from zckpt.formats.megatron.own import add_absent, read_own, restore_own, trim
+from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
 from zckpt.formats.megatron.stages import FURTHER
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
-from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Claim, Rule
+from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Digests, Tensor, read_torchfile, walk_tensors
 
@@ -46,34 +44,125 @@ UNTIED = "untie_embeddings_and_output_weights"
 
 VERSION = "checkpoint_version"
 
+CHUNKS, BOUNDS, EXPERTS = "virtual stages", "stage bounds", "experts"
+"""Under which `Checkpoint.details` have them."""
+
+ORDER = "order of parameters"
+"""Under which they say that it is not known."""
+
+FUSED = "one parameter of all of a rank (GroupedMLP)"
+NUMBERED = "a parameter of each in one module (TEGroupedMLP)"
+APART = "a module each (SequentialMLP)"
+"""What the module is like that experts are in."""
+
 SAME = "as in the first rank's file"
 
 
+Copies = dict[tuple[int, int, int], dict[int, Parameter]]
+"""What ranks have of a parameter: by stage, chunk and expert-parallel rank, for each tensor-parallel rank."""
+
+
 @dataclass(slots=True)
-class Whole:
-    """What ranks have of a parameter of the whole model.
+class Model:
+    """What all ranks have, by the names of the whole model's module.
 
     Parameters
     ----------
-    name : str
-        The module's.
-    given : str
-        In the checkpoint; the same, but where a file says otherwise.
-    copies : dict of (int, int, int) to dict
-        By stage, chunk and expert-parallel rank: the rank's parameter, by tensor-parallel rank.
-    said : int or None
-        Along which dimension its masters say that it is cut.
+    given : dict of str to str
+        Names in the checkpoint, where they are others.
+    ranks : int
+        Tensor-parallel ones.
+    first : RankFile
+    copies : dict of str to Copies
+    said : dict of str to int
+        Along which dimension masters say that a parameter is cut.
     """
 
-    name: str
-    given: str
-    copies: dict[tuple[int, int, int], dict[int, Parameter]] = field(default_factory=dict)
-    said: int | None = None
+    given: Mapping[str, str]
+    ranks: int
+    first: RankFile
+    copies: dict[str, Copies] = field(default_factory=dict)
+    said: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def first(self) -> Parameter:
-        """What the first rank that has it has."""
-        return next(iter(next(iter(self.copies.values())).values()))
+    def gather(self, local: Local, expert_ranks: int, *, tied: bool) -> None:
+        """Add what a rank has; `tied`: its output layer is a copy of the embedding."""
+        rank, every = local.file, {**local.checkpoint.buffers, **local.checkpoint.parameters}
+        for chunk, names in enumerate(local.names):
+            own = {name: every[label] for name in names if (label := _label_of(chunk, name)) in every}
+            shapes = {name: parameter.shape for name, parameter in own.items()}
+            for name, parameter in own.items():
+                whole, said = names[name], local.said.get(parameter.name)
+                parts = {TIED.get(whole, whole) if tied else whole: parameter}
+                if is_fused(name):
+                    count = expert_count(name, shapes, expert_ranks)
+                    parts = _experts(whole, parameter, rank.ep * count, count)
+                    said = None if said is None else 1 - said
+                for part_name, part in parts.items():
+                    self.said |= {} if said is None else {part_name: said}
+                    copies = self.copies.setdefault(part_name, {})
+                    copies.setdefault((rank.pp, chunk, rank.ep), {})[rank.tp] = part
+
+    def add_to(self, checkpoint: Checkpoint) -> None:
+        """Give a checkpoint the whole parameters and buffers."""
+        firsts = {name: next(iter(next(iter(its.values())).values())) for name, its in self.copies.items()}
+        shapes = {name: one.shape for name, one in firsts.items()}
+        is_trained = any(len(p.slots) > 1 for its in self.copies.values() for one in its.values() for p in one.values())
+        for name in in_order(self.copies):
+            is_buffer, spans = _is_buffer(name, firsts[name]), firsts[name].slots[WEIGHT].spans
+            with about(spans[0].path if spans else self.first.file.path):
+                whole = self._whole(checkpoint, name, shapes, "buffer" if is_buffer else "parameter")
+            whole.frozen = is_trained and not is_buffer and len(whole.slots) == 1
+            (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
+
+    def _whole(self, checkpoint: Checkpoint, name: str, shapes: Shapes, kind: str) -> Parameter:
+        """Return a parameter from the slices and copies that ranks have of it; copies are noted."""
+        shape, rule, given = shapes[name], KEPT, self.given.get(name, name)
+        for copy in self.copies[name].values():
+            if len(copy) != self.ranks:
+                raise LayoutError(f"{name} is not on all tensor-parallel ranks", expected=f"{self.ranks} ranks",
+                                  found=len(copy))  # fmt: skip
+        if self.ranks > 1 and kind == "parameter":
+            rule = cut_of(name, shapes, said=self.first.arguments.get("swiglu"))
+            if self.said.get(name, rule.dimension) != rule.dimension:
+                raise LayoutError(f"the masters of {name} say that it is cut another way",
+                                  expected=f"dimension {rule.dimension}", found=self.said[name])  # fmt: skip
+        every = [[copy[rank] for rank in range(self.ranks)] for copy in self.copies[name].values()]
+        found: dict[str, Slot] = {}
+        for key, own in [(key, [its.slots.get(key) for its in parameters])
+                         for parameters in every for key in parameters[0].slots]:  # fmt: skip
+            slots = [slot for slot in own if slot is not None]
+            if len(slots) != self.ranks:
+                raise LayoutError(f"{key} of {name} is not on all tensor-parallel ranks")
+            if slots[0].shape != shape and slots[0].numel != 1 and self.ranks > 1:
+                raise UnsupportedError(f"{key} of {name} has not the shape of its weight, and is cut",
+                                       expected=shape, found=slots[0].shape)  # fmt: skip
+            cut = rule if slots[0].shape == shape else KEPT
+            whole = self._in_current_order(name, slots) or cut.joined(name, slots)
+            original = found.setdefault(key, whole)
+            copies: list[tuple[Slot, Slot, int | None]] = [] if original is whole else [(whole, original, None)]
+            if cut.dimension is None:
+                copies += [(slot, whole, rank) for rank, slot in enumerate(slots[1:], 1)]
+            for copy_slot, of, at in copies:
+                if (copy_slot.shape, copy_slot.dtype) != (of.shape, of.dtype):
+                    raise LayoutError(f"ranks have copies of {given} that differ",
+                                      expected=f"{of.dtype} {of.shape}",
+                                      found=f"{copy_slot.dtype} {copy_slot.shape}")  # fmt: skip
+                if copy_slot.numel:
+                    checkpoint.duplicates.append(Duplicate(kind, given, given, copy_slot, of, at))
+        group = next((its[0].group for its in every if its[0].group is not None), None)
+        state = next((its[0].state for its in every if its[0].state), {})
+        return Parameter(given, found[WEIGHT].shape, found[WEIGHT].dtype, found, group, state=state)
+
+    def _in_current_order(self, name: str, slots: Sequence[Slot]) -> Slot | None:
+        """Return a parameter whose rows an old version has in another order; None: they are as they shall be."""
+        version, splits = self.first.content.get(VERSION, 0), SPLITS.get(name.split(".")[-2:][0])
+        if splits is None or not isinstance(version, (int, float)) or version >= CURRENT or not slots[0].shape:
+            return None
+        heads = self.first.arguments.get("num_attention_heads")
+        if type(heads) is not int or heads < 1:
+            raise UnsupportedError(f"the order of the rows of {name} is not known",
+                                   expected="num_attention_heads in the arguments")  # fmt: skip
+        return reordered(name, slots, splits, heads, float(version))
 
 
 @dataclass(slots=True)
@@ -109,7 +198,7 @@ class Local:
         return bool(self.optimizers) and all(isinstance(one.node.get("state"), dict) for one in self.optimizers)
 
 
-def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
+def read(place: Place) -> Checkpoint:
     """Read the structure of a directory; of a distributed optimizer, also its masters and the weights.
 
     Raises
@@ -117,24 +206,22 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     SourceError
         Files are missing or damaged, contradict each other, or hold what is not known for certain.
     """
-    own = read_own(directory)
-    ranks = read_ranks(directory, {} if own is None else own.ranks)
+    own = read_own(place.path)
+    ranks = read_ranks(place.path, own.ranks)
     first, numbering = ranks[0], Numbering(ranks)
-    checkpoint = Checkpoint(str(directory), FORMAT, "legacy")
-    if tracker is not None:
-        checkpoint.claims[str(tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
+    checkpoint = Checkpoint(str(place.path), FORMAT, LEGACY)
     sizes = {kind: 1 + max(getattr(one, kind) for one in ranks) for kind in ("tp", "pp", "ep")}
-    wholes: dict[str, Whole] = {}
+    model = Model(own.names, sizes["tp"], first)
     every = []
     for one in ranks:
         with about(one.file.path):
             local = _local(one, [numbering.names(one, chunk) for chunk in range(len(one.chunks))])
             every.append(local)
-            tied = one.arguments.get(UNTIED) is False or (own is not None and own.ranks.get("tied") == 1)
-            _gather(wholes, local, sizes["ep"], {} if own is None else own.names, tied=tied)
+            tied = one.arguments.get(UNTIED) is False or own.ranks.get("tied") == 1
+            model.gather(local, sizes["ep"], tied=tied)
     _check_groups(every)
-    _add(checkpoint, wholes, sizes["tp"], first)
-    _settle_order(checkpoint, wholes, [its for local in every for its in local.names])
+    model.add_to(checkpoint)
+    _settle_order(checkpoint, own.names, [its for local in every for its in local.names])
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
     if every[0].is_plain:
         for number, group in enumerate(every[0].checkpoint.param_groups):
@@ -142,7 +229,7 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
             checkpoint.param_groups.append(ParamGroup(group.hyperparameters, members, group.state))
         keep_rest(checkpoint, common, every[0].optimizers, (GROUPS, MASTERS))
     else:
-        attach(checkpoint, common, own.groups if own is not None else None)
+        attach(checkpoint, common, own.groups)
     keep_common(checkpoint, common)
     _carry(checkpoint, every)
     if any(local.more for local in every):
@@ -158,10 +245,7 @@ def read(directory: Path, tracker: Path | None = None) -> Checkpoint:
     if any(map(is_fused, (name for one in ranks for its in one.chunks for name in its))):
         checkpoint.details[EXPERTS] = FUSED
     checkpoint.step = common.step
-    if own is not None:
-        trim(checkpoint, own)
-        add_absent(checkpoint, own)
-        restore_own(checkpoint, own)
+    restore_own(checkpoint, own)
     return checkpoint
 
 
@@ -218,28 +302,6 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
     return local
 
 
-def _gather(wholes: dict[str, Whole], local: Local, expert_ranks: int, given: Mapping[str, str], *, tied: bool) -> None:
-    """Add what a rank has to what is known of the whole model's parameters.
-
-    `given`: names in the checkpoint by the module's; `tied`: whether the output layer is a copy of the embedding.
-    """
-    rank, every = local.file, {**local.checkpoint.buffers, **local.checkpoint.parameters}
-    for chunk, names in enumerate(local.names):
-        own = {name: every[label] for name in names if (label := _label_of(chunk, name)) in every}
-        shapes = {name: parameter.shape for name, parameter in own.items()}
-        for name, parameter in own.items():
-            whole, said = names[name], local.said.get(parameter.name)
-            parts = {TIED.get(whole, whole) if tied else whole: parameter}
-            if is_fused(name):
-                count = expert_count(name, shapes, expert_ranks)
-                parts = _experts(whole, parameter, rank.ep * count, count)
-                said = None if said is None else 1 - said
-            for part_name, part in parts.items():
-                known = wholes.setdefault(part_name, Whole(part_name, given.get(part_name, part_name)))
-                known.said = known.said if said is None else said
-                known.copies.setdefault((rank.pp, chunk, rank.ep), {})[rank.tp] = part
-
-
 def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[str, Parameter]:
     """Return each expert's own part of a parameter of several, as if it were one by itself."""
     every: list[dict[str, Slot]] = [{} for _ in range(count)]
@@ -257,93 +319,13 @@ def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[st
     }
 
 
-def _add(checkpoint: Checkpoint, wholes: Mapping[str, Whole], ranks: int, first: RankFile) -> None:
-    """Put the whole model's parameters together."""
-    trained = any(len(p.slots) > 1 for one in wholes.values() for its in one.copies.values() for p in its.values())
-    shapes = {name: one.first.shape for name, one in wholes.items()}
-    for name in in_order(wholes):
-        one = wholes[name]
-        spans, is_buffer = one.first.slots[WEIGHT].spans, _is_buffer(name, one.first)
-        with about(spans[0].path if spans else first.file.path):
-            whole = _together(checkpoint, one, shapes, ranks, first, is_buffer=is_buffer)
-        whole.frozen = trained and not is_buffer and len(whole.slots) == 1
-        (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
-
-
-def _together(
-    checkpoint: Checkpoint,
-    one: Whole,
-    shapes: Mapping[str, tuple[int, ...]],
-    ranks: int,
-    first: RankFile,
-    *,
-    is_buffer: bool,
-) -> Parameter:
-    """Return a parameter from the slices and copies that ranks have of it; copies are noted."""
-    for copy in one.copies.values():
-        if len(copy) != ranks:
-            raise LayoutError(f"{one.name} is not on all tensor-parallel ranks", expected=f"{ranks} ranks",
-                              found=len(copy))  # fmt: skip
-    shape, kind, rule = shapes[one.name], "buffer" if is_buffer else "parameter", KEPT
-    if ranks > 1 and not is_buffer:
-        rule = cut_of(one.name, shapes, said=first.arguments.get("swiglu"))
-        if one.said is not None and one.said != rule.dimension:
-            raise LayoutError(f"the masters of {one.name} say that it is cut another way",
-                              expected=f"dimension {rule.dimension}", found=one.said)  # fmt: skip
-    found: dict[str, Slot] = {}
-
-    def note(copy: Slot, original: Slot, rank: int | None) -> None:
-        if (copy.shape, copy.dtype) != (original.shape, original.dtype):
-            raise LayoutError(f"ranks have copies of {one.given} that differ",
-                              expected=f"{original.dtype} {original.shape}",
-                              found=f"{copy.dtype} {copy.shape}")  # fmt: skip
-        if copy.numel:
-            checkpoint.duplicates.append(Duplicate(kind, one.given, one.given, copy, original, rank))
-
-    every = [[copy[rank] for rank in range(ranks)] for copy in one.copies.values()]
-    for parameters in every:
-        for key in parameters[0].slots:
-            own = [its.slots[key] for its in parameters if key in its.slots]
-            if len(own) != ranks:
-                raise LayoutError(f"{key} of {one.name} is not on all tensor-parallel ranks")
-            its = own[0].shape
-            if its != shape and own[0].numel != 1 and ranks > 1:
-                raise UnsupportedError(f"{key} of {one.name} has not the shape of its weight, and is cut",
-                                       expected=shape, found=its)  # fmt: skip
-            cut = rule if its == shape else KEPT
-            whole = _in_current_order(one.name, own, first) or cut.joined(one.name, own)
-            original = found.setdefault(key, whole)
-            if original is not whole:
-                note(whole, original, None)
-            if cut.dimension is None:
-                for rank, slot in enumerate(own[1:], 1):
-                    note(slot, whole, rank)
-    group = next((its[0].group for its in every if its[0].group is not None), None)
-    state = next((its[0].state for its in every if its[0].state), {})
-    return Parameter(one.given, found[WEIGHT].shape, found[WEIGHT].dtype, found, group, state=state)
-
-
-def _in_current_order(name: str, slots: Sequence[Slot], first: RankFile) -> Slot | None:
-    """Return a parameter whose rows an old version has in another order; None: they are as they shall be."""
-    version, (module, _, _) = first.content.get(VERSION, 0), name.rpartition(".")
-    splits = SPLITS.get(module.rpartition(".")[2])
-    if splits is None or not isinstance(version, (int, float)) or version >= CURRENT or not slots[0].shape:
-        return None
-    heads = first.arguments.get("num_attention_heads")
-    if type(heads) is not int or heads < 1:
-        raise UnsupportedError(f"the order of the rows of {name} is not known",
-                               expected="num_attention_heads in the arguments")  # fmt: skip
-    return reordered(name, slots, splits, heads, float(version))
-
-
-def _settle_order(checkpoint: Checkpoint, wholes: Mapping[str, Whole], sequences: Sequence[Mapping[str, str]]) -> None:
+def _settle_order(checkpoint: Checkpoint, own: Mapping[str, str], sequences: Sequence[Mapping[str, str]]) -> None:
     """Have parameters in the order in which the module has them, or say that it is not known.
 
     That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
     """
     named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
-    given = [[wholes[name].given for name in its if name in wholes] for its in named]
-    given = [[name for name in its if name in checkpoint.parameters] for its in given]
+    given = [[given for name in its if (given := own.get(name, name)) in checkpoint.parameters] for its in named]
     places = {name: at for at, name in enumerate(checkpoint.parameters)}
     if all([places[name] for name in its] == sorted(places[name] for name in its) for its in given):
         return

@@ -14,22 +14,13 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.buckets import default_bucket_numel
 from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.fused import ONE
+from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
 from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of
+from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Namespace, Object, node_of, put_back
-
-CHUNKS, BOUNDS, ROWS, EXPERTS = "virtual stages", "stage bounds", "padded vocabulary", "experts"
-"""Under which `Checkpoint.details` have them."""
-
-ORDER = "order of parameters"
-"""Under which they say that it is not known."""
-
-FUSED = "one parameter of all of a rank (GroupedMLP)"
-NUMBERED = "a parameter of each in one module (TEGroupedMLP)"
-APART = "a module each (SequentialMLP)"
-"""What the module is like that experts are in."""
 
 
 @dataclass(frozen=True, slots=True)

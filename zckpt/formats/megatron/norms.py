@@ -19,23 +19,34 @@ ENGINE, LOCAL = "transformer_engine", "local"
 """Whose layers a module has: Megatron-LM's --transformer-impl."""
 
 _NORMS = (
-    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_", ".self_attention.linear_qkv.weight"),
-    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_", ".mlp.linear_fc1.weight"),
+    (".input_layernorm.", ".self_attention.linear_qkv."),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1."),
+    (".self_attention.q_layernorm.", ".self_attention.linear_q_up_proj."),
+    (".self_attention.kv_layernorm.", ".self_attention.linear_kv_up_proj."),
 )
-"""Norms that are stored as a part of the linear layer behind them, and what has to be there for that."""
+"""Norms, and the linear layers behind them, of which they are a part with Transformer Engine."""
 
-_MERGED = (
-    (re.compile(r"(.*)\.self_attention\.linear_qkv\.layer_norm_(weight|bias)"), r"\1.input_layernorm.\2"),
-    (re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)"), r"\1.pre_mlp_layernorm.\2"),
-    (
-        re.compile(r"(.*)\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)"),
-        r"\1.self_attention.\2_layernorm.\3",
-    ),
-)
-"""Norms that are a part of the linear layer behind them with Transformer Engine, and modules of their own without."""
+_PART, _KINDS = "layer_norm_", ("weight", "bias")
 
 _LATENT = re.compile(r".*\.self_attention\.linear_kv_(?:down|up)_proj\.weight")
-_BY_ITSELF = re.compile(r"(.*)\.mlp\.linear_fc1\.layer_norm_(weight|bias)")
+
+
+def _merged(name: str) -> tuple[str, str]:
+    """Return what a norm that `torch_dist` may merge is called as a part of the layer behind it, and that's weight."""
+    for norm, linear in _NORMS[:2]:
+        front, _, kind = name.rpartition(norm)
+        if front and kind in _KINDS:
+            return f"{front}{linear}{_PART}{kind}", f"{front}{linear}weight"
+    return name, name
+
+
+def _apart(name: str) -> tuple[str, str]:
+    """Return what a norm that is a part of a linear layer is called by itself, and that layer's weight."""
+    for norm, linear in _NORMS:
+        front, _, kind = name.rpartition(linear + _PART)
+        if front and kind in _KINDS:
+            return f"{front}{norm}{kind}", f"{front}{linear}weight"
+    return name, name
 
 
 def filed_names(names: Iterable[str]) -> dict[str, str]:
@@ -44,15 +55,8 @@ def filed_names(names: Iterable[str]) -> dict[str, str]:
     A norm before experts stays by itself, as with Transformer Engine.
     """
     every = set(names)
-    found = {}
-    for name in every:
-        new = name
-        for norm, part, linear in _NORMS:
-            front, _, rest = name.rpartition(norm)
-            if front and rest in ("weight", "bias") and f"{front}{linear}" in every:
-                new = f"{front}{part}{rest}"
-        found[name] = name if new in every else new
-    return found
+    merged = {name: _merged(name) for name in every}
+    return {name: new if linear in every and new not in every else name for name, (new, linear) in merged.items()}
 
 
 def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, str]:
@@ -62,33 +66,19 @@ def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, s
     leave open stays as it is.
     """
     every = set(names)
-    if implementation == LOCAL and any(map(_LATENT.fullmatch, every)):
-        return live_names(every, engine=False)
+    if implementation == LOCAL:
+        latent = any(map(_LATENT.fullmatch, every))
+        return live_names(every, engine=False) if latent else {name: _merged(name)[0] for name in every}
     found = filed_names(every)
-    for name, new in found.items():
-        if implementation == LOCAL:
-            for norm, part, _ in _NORMS:
-                front, _, rest = name.rpartition(norm)
-                if front and rest in ("weight", "bias"):
-                    found[name] = f"{front}{part}{rest}"
-        elif implementation == ENGINE:
-            match = _BY_ITSELF.fullmatch(new)
-            if match is not None and f"{match[1]}.mlp.linear_fc1.weight" not in every:
-                found[name] = f"{match[1]}.pre_mlp_layernorm.{match[2]}"
+    if implementation == ENGINE:
+        for name, (new, linear) in [(name, _apart(filed)) for name, filed in found.items()]:
+            if ".pre_mlp_layernorm." in new and linear not in every:
+                found[name] = new
     return found
 
 
 def live_names(names: Iterable[str], *, engine: bool) -> dict[str, str]:
     """Return what the module calls each tensor. `names`: of Megatron-Core, of either kind of layers."""
     every = list(names)
-    filed = filed_names(every)
-    found = {}
-    for name in every:
-        new = filed[name]
-        for pattern, live in _MERGED:
-            match = pattern.fullmatch(new)
-            linear = new.rpartition(".")[0] + ".weight"
-            if match is not None and not (engine and linear in every):
-                new = pattern.sub(live, new)
-        found[name] = new
-    return found
+    apart = {name: (filed, *_apart(filed)) for name, filed in filed_names(every).items()}
+    return {name: filed if engine and linear in every else new for name, (filed, new, linear) in apart.items()}

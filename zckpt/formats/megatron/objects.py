@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.dcp.items import ObjectItem
+from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.state import Checkpoint, Topology
+from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Object, TorchFile, node_of, read_torchfile
 
 OPTIMIZER, ARGUMENTS = "optimizer", "args"
@@ -74,6 +76,17 @@ def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> t
     sizes = {name: value for key, name in RANKS if type(value := arguments.get(key)) is int and value > 0}
     world = arguments.get("world_size")
     return Topology(**sizes), world if type(world) is int and world > 0 else checkpoint.world_size
+
+
+def settle(checkpoint: Checkpoint) -> None:
+    """Tell buffers, and what is frozen, from what is trained."""
+    is_trained = any(len(one.slots) > 1 for one in checkpoint.parameters.values())
+    for name, one in list(checkpoint.parameters.items()):
+        is_alone = len(one.slots) == 1
+        if not is_floating(one.dtype) or (is_alone and BUFFERS.fullmatch(name)):
+            checkpoint.buffers[name] = checkpoint.parameters.pop(name)
+        else:
+            one.frozen = is_trained and is_alone
 
 
 def carry_objects(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:

@@ -73,26 +73,31 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     """
     every = list(optimizers(common.content.get(OPTIMIZER), (OPTIMIZER,)))
     rules = [Rule((*held.steps, STATES, COMMON_STEP), STATE, "the step") for held in every]
-    groups, places = _groups(every, common)
-    found = _by_rule(checkpoint, groups, common) if members is None else _as_given(checkpoint, groups, members, common)
+    groups = [group for held in every for group in _groups(held, common)]
+    found = _by_rule(checkpoint, groups, common) if members is None else members
     if found is None:
         checkpoint.warnings.append(
             "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
             "groups are kept as they are"
         )
     else:
-        for at, (group, names) in enumerate(zip(groups, found, strict=True)):
-            group.parameters = names
-            for name in names:
+        names = [name for its in found for name in its]
+        if len(found) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
+            expected = f"{len(found)} groups, whose parameters the model has"
+            raise DamagedFileError(
+                "param groups of other parameters", path=common.file.path, expected=expected, found=len(groups)
+            )
+        for at, (group, its) in enumerate(zip(groups, found, strict=True)):
+            group.parameters = list(its)
+            for name in its:
                 checkpoint.parameters[name].group = at
         checkpoint.param_groups += groups
-        rules += [Rule((*steps, ANY, REST), STATE, "hyperparameters") for steps in places]
-    for held in every:
-        scaler = held.outer.get(SCALER)
-        scale = scaler.get("scale") if isinstance(scaler, dict) else None
-        if isinstance(scale, Tensor) and scale.numel == 1:
-            checkpoint.loss_scale = float(read_scalars(common.file.path, [scale])[0].value)
-            break
+        rules += [Rule((*held.steps, GROUPS, ANY, ANY, REST), STATE, "hyperparameters") for held in every]
+    scalers = (held.outer.get(SCALER) for held in every)
+    scales = (scaler.get("scale") for scaler in scalers if isinstance(scaler, dict))
+    scale = next((one for one in scales if isinstance(one, Tensor) and one.numel == 1), None)
+    if scale is not None:
+        checkpoint.loss_scale = float(read_scalars(common.file.path, [scale])[0].value)
     return rules + keep_rest(checkpoint, common, every, () if found is None else (GROUPS,))
 
 
@@ -120,22 +125,18 @@ def optimizers(
         yield Held({}, (*steps, OPTIMIZER), node, steps)
 
 
-def _groups(every: Sequence[Held], common: Common) -> tuple[list[ParamGroup], list[Steps]]:
-    """Return the groups of optimizers, as yet without parameters, and the steps to each."""
-    groups, places, path = [], [], common.file.path
-    for held in every:
-        states, listed = held.node.get(STATES), held.node.get(GROUPS)
-        step = states.get(COMMON_STEP) if isinstance(states, dict) else None
-        value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
-        for number, node in enumerate(listed if isinstance(listed, list) else []):
-            if not isinstance(node, dict):
-                raise DamagedFileError("unexpected content", path=path, expected="a param group as a dict",
-                                       found=type(node).__name__)  # fmt: skip
-            values = with_scalars(node, path)
-            own = values.pop(STEP, value)
-            groups.append(ParamGroup(values, [], {} if own is None else {STEP: own}))
-            places.append((*held.steps, GROUPS, str(number)))
-    return groups, places
+def _groups(held: Held, common: Common) -> Iterator[ParamGroup]:
+    """Yield the groups of an optimizer, as yet without parameters."""
+    states, listed, path = held.node.get(STATES), held.node.get(GROUPS), common.file.path
+    step = states.get(COMMON_STEP) if isinstance(states, dict) else None
+    value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
+    for node in listed if isinstance(listed, list) else []:
+        if not isinstance(node, dict):
+            raise DamagedFileError("unexpected content", path=path, expected="a param group as a dict",
+                                   found=type(node).__name__)  # fmt: skip
+        values = with_scalars(node, path)
+        own = values.pop(STEP, value)
+        yield ParamGroup(values, [], {} if own is None else {STEP: own})
 
 
 def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Common) -> list[list[str]] | None:
@@ -164,19 +165,6 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
             "the group without weight decay"
         )
     return found
-
-
-def _as_given(
-    checkpoint: Checkpoint, groups: Sequence[ParamGroup], members: Sequence[Sequence[str]], common: Common
-) -> list[list[str]]:
-    """Return the names of each group's parameters as they are given."""
-    names = [name for its in members for name in its]
-    if len(members) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
-        expected = f"{len(members)} groups, whose parameters the model has"
-        raise DamagedFileError(
-            "param groups of other parameters", path=common.file.path, expected=expected, found=len(groups)
-        )
-    return [list(its) for its in members]
 
 
 def keep_rest(checkpoint: Checkpoint, common: Common, every: Sequence[Held], taken: Collection[str]) -> list[Rule]:

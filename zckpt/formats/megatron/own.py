@@ -17,7 +17,6 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.directory import OWN_NAME
-from zckpt.formats.megatron.legacy_target import ROWS
 from zckpt.formats.remainder import remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe
 from zckpt.state import Checkpoint, Parameter
@@ -27,6 +26,9 @@ from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, read_torchfile
 
 KEY = "megatron"
+
+ROWS = "padded vocabulary"
+"""Under which `Checkpoint.details` have the rows of a target's vocabulary, where they are more than the source's."""
 
 RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "names, and whose each param group is"))
 
@@ -69,68 +71,64 @@ def own_tree(
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What the file says that is needed before the rest."""
+    """What the file says that is needed before the rest; nothing where there is none."""
 
-    file: TorchFile
+    file: TorchFile | None = None
     names: dict[str, str] = field(default_factory=dict)
-    groups: list[list[str]] = field(default_factory=list)
+    groups: list[list[str]] | None = None
     ranks: dict[str, int] = field(default_factory=dict)
+    absent: dict[str, Parameter] = field(default_factory=dict)
 
 
-def read_own(directory: Path) -> Own | None:
-    """Read the file of a directory; None where there is none, as Megatron-Core leaves it.
-
-    Raises DamagedFileError: it is malformed.
-    """
+def read_own(directory: Path) -> Own:
+    """Read the file of a directory, if zckpt wrote it. Raises DamagedFileError: it is malformed."""
     path = directory / OWN_NAME
     if not is_file(path):
-        return None
+        return Own()
     file = read_torchfile(path)
-    about = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
-    names = as_mapping(about.get("names", {}), file.path)
-    listed = about.get("groups", [])
+
+    def has(key: str) -> dict[object, object]:
+        return as_mapping(node.get(key, {}), file.path)
+
+    node = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
+    names, listed = has("names"), node.get("groups", [])
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in names.values()):
         raise DamagedFileError("unexpected content", path=file.path, expected="names, and param groups as lists")
-    ranks = {str(key): n for key, n in as_mapping(about.get("ranks", {}), file.path).items() if isinstance(n, int)}
-    filed = {str(key): str(name) for key, name in names.items()}
-    return Own(file, filed, [as_names(its, file.path) for its in listed], ranks)
-
-
-def add_absent(checkpoint: Checkpoint, own: Own) -> None:
-    """Add the further names of tied parameters.
-
-    Raises DamagedFileError: one of them is there, or the file is malformed.
-    """
-    path = own.file.path
-    about = as_mapping(as_mapping(own.file.root, path).get(KEY), path)
-    for key, node in as_mapping(about.get("absent", {}), path).items():
-        name, one = str(key), as_mapping(node, path)
+    absent = {}
+    for name, one in ((str(name), as_mapping(one, file.path)) for name, one in has("absent").items()):
         shape, dtype = one.get("shape"), one.get("dtype")
-        known = name in checkpoint.parameters or name in checkpoint.buffers
-        if known or not isinstance(shape, list) or not all(type(n) is int for n in shape) or dtype not in DTYPES:
-            raise DamagedFileError("unexpected content", path=path, expected=f"shape and type of {name}, not there")
-        checkpoint.parameters[name] = Parameter(name, tuple(shape), str(dtype))
-
-
-def trim(checkpoint: Checkpoint, own: Own) -> None:
-    """Leave out the rows of zeros that a vocabulary was given for this target."""
-    rows = own.ranks.get("rows")
-    if rows is None:
-        return
-    for one in checkpoint.tensors():
-        if one.name.endswith(VOCABULARY) and one.shape[0] > rows:
-            checkpoint.details[ROWS] = one.shape[0]
-            # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
-            one.slots = {key: replace(slot, shape=(rows, *slot.shape[1:])) if slot.shape == one.shape else slot
-                         for key, slot in one.slots.items()}  # fmt: skip
-            one.shape = (rows, *one.shape[1:])
+        if not isinstance(shape, list) or not all(type(n) is int for n in shape) or dtype not in DTYPES:
+            raise DamagedFileError("unexpected content", path=file.path, expected=f"shape and type of {name}")
+        absent[name] = Parameter(name, tuple(shape), str(dtype))
+    return Own(
+        file,
+        {str(key): str(name) for key, name in names.items()},
+        [as_names(its, file.path) for its in listed],
+        {str(key): n for key, n in has("ranks").items() if isinstance(n, int)},
+        absent,
+    )
 
 
 def restore_own(checkpoint: Checkpoint, own: Own) -> None:
     """Give a checkpoint, whose parameters and groups are there, what the file says of it.
 
-    Raises DamagedFileError: the file is malformed, or speaks of what is not there.
+    A vocabulary loses the rows of zeros that it was given for this target. Raises DamagedFileError: the file is
+    malformed, or speaks of what is not there.
     """
+    if own.file is None:
+        return
+    rows = own.ranks.get("rows")
+    for one in checkpoint.tensors():
+        if rows is not None and one.name.endswith(VOCABULARY) and one.shape[0] > rows:
+            checkpoint.details[ROWS] = one.shape[0]
+            # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
+            one.slots = {key: replace(slot, shape=(rows, *slot.shape[1:])) if slot.shape == one.shape else slot
+                         for key, slot in one.slots.items()}  # fmt: skip
+            one.shape = (rows, *one.shape[1:])
+    there = next((name for name in own.absent if name in checkpoint.parameters or name in checkpoint.buffers), None)
+    if there is not None:
+        raise DamagedFileError("unexpected content", path=own.file.path, expected=f"no {there}")
+    checkpoint.parameters |= own.absent
     checkpoint.files.append(describe(own.file, "metadata", rules=RULES))
     metadata, of_optimizer, scale = checkpoint.metadata, checkpoint.optimizer_metadata, checkpoint.loss_scale
     restore(checkpoint, own.file.root, own.file)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
-from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.items import Items, ObjectItem, TensorItem
+from zckpt.formats.megatron.directory import Place
+from zckpt.formats.megatron.torch_dist import read_by
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
 from zckpt.state.boxes import row_major
@@ -44,7 +45,12 @@ PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 """What Megatron-Core's arrays are, so that a chunk's elements are in its file as they are."""
 
 
-def read_arrays(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, TensorItem], dict[str, ObjectItem]]:
+def read(place: Place) -> Checkpoint:
+    """Read the structure of a directory."""
+    return read_by(place, _items)
+
+
+def _items(checkpoint: Checkpoint, path: Path) -> Items:
     """Return the tensors and the objects of a directory by key, and add its files to a checkpoint's.
 
     Raises
@@ -70,46 +76,41 @@ def read_arrays(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, TensorIte
             key = f"{folder.name}/{one.stem}"
             objects[key] = ObjectItem(key, file, file.root)
             checkpoint.files.append(describe(file, "object"))
-    return tensors, objects
+    return Items(tensors, objects, [])
 
 
 def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
     shape, chunks, dtype = _described(folder / ARRAY)
     checkpoint.claims[str(folder / ARRAY)] = Claim(IMPLIED, "how an array is cut")
-    grid = tuple(-(-n // size) for n, size in zip(shape, chunks, strict=True))
+    grid = [-(-n // size) for n, size in zip(shape, chunks, strict=True)]
     there = {one.name for one in folder.iterdir()} - {ARRAY}
-    nbytes = math.prod(chunks) * itemsize(dtype)
+    nbytes, count = math.prod(chunks) * itemsize(dtype), math.prod(grid)
+    if count > len(there):
+        raise ShardError("chunks of an array are missing", path=folder, expected=f"{count:,} files",
+                         found=f"{len(there):,}", code=MISSING_FILE)  # fmt: skip
     spans = []
-    for index in _indices(grid, len(there), folder):
+    for index in product(*map(range, grid)):
         name = ".".join(map(str, index)) or "0"
         if name not in there:
-            raise ShardError(f"file {name} is missing", path=folder, expected=f"{math.prod(grid)} chunks of an array",
+            raise ShardError(f"file {name} is missing", path=folder, expected=f"{count} chunks of an array",
                              advice="the save did not finish, or the file was not copied",
                              code=MISSING_FILE)  # fmt: skip
         file = folder / name
         if file.stat().st_size != nbytes:
             raise DamagedFileError("is not of the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
                                    found=f"{file.stat().st_size:,}", code=TRUNCATED)  # fmt: skip
+        whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
         offsets = tuple(at * size for at, size in zip(index, chunks, strict=True))
         sizes = tuple(min(size, n - at) for at, size, n in zip(offsets, chunks, shape, strict=True))
-        strides = None if sizes == chunks else row_major(chunks)
         used = math.prod(sizes)
+        strides = None if sizes == chunks else row_major(chunks)
         spans.append(Span(Extent(offsets, sizes, 0, used), str(file), 0, dtype, strides))
-        whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
         used *= itemsize(dtype)
         checkpoint.files.append(
             SourceFile(str(file), nbytes, "chunk", tensor_nbytes=used, unreferenced_nbytes=nbytes - used,
                        tree={folder.name: whole})
         )  # fmt: skip
     return TensorItem(folder.name, dtype, shape, tuple(spans), None, str(folder))
-
-
-def _indices(grid: tuple[int, ...], there: int, folder: Path) -> Iterator[tuple[int, ...]]:
-    """Yield the indices of all chunks, of which there have to be files."""
-    if math.prod(grid) > there:
-        raise ShardError("chunks of an array are missing", path=folder, expected=f"{math.prod(grid):,} files",
-                         found=f"{there:,}", code=MISSING_FILE)  # fmt: skip
-    yield from product(*map(range, grid))
 
 
 def _described(path: Path) -> tuple[tuple[int, ...], tuple[int, ...], str]:
@@ -119,25 +120,21 @@ def _described(path: Path) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     except ValueError as error:
         raise DamagedFileError("cannot be read", path=path, expected="JSON") from error
     node = found if isinstance(found, dict) else {}
-    shape, chunks = _sizes(node.get("shape"), 0), _sizes(node.get("chunks"), 1)
-    if shape is None or chunks is None or len(shape) != len(chunks):
+    both = [node.get(key) for key in ("shape", "chunks")]
+    shape, chunks = (tuple(its) if isinstance(its, list) else ("",) for its in both)
+    is_known = len(shape) == len(chunks) and all(type(n) is int for n in (*shape, *chunks))
+    if not is_known or min(shape, default=0) < 0 or min(chunks, default=1) < 1:
         raise DamagedFileError("does not describe an array", path=path, expected="shape and chunks",
-                               found=f"{node.get('shape')} and {node.get('chunks')}"[:80])  # fmt: skip
-    for key, value in PLAIN.items():
-        if node.get(key) != value:
-            given = node.get(key)
-            told = given.get("id", given) if isinstance(given, dict) else given
-            raise UnsupportedError(f"is an array of zarr with {key} {str(told)[:40]}", path=path,
-                                   expected=f"{key} {value}, as Megatron-Core writes it",
-                                   advice="write it as torch_dist with the program that wrote it")  # fmt: skip
+                               found=f"{both[0]} and {both[1]}"[:80])  # fmt: skip
+    odd = next(((key, node.get(key), value) for key, value in PLAIN.items() if node.get(key) != value), None)
+    if odd is not None:
+        key, given, value = odd
+        told = given.get("id", given) if isinstance(given, dict) else given
+        raise UnsupportedError(f"is an array of zarr with {key} {str(told)[:40]}", path=path,
+                               expected=f"{key} {value}, as Megatron-Core writes it",
+                               advice="write it as torch_dist with the program that wrote it")  # fmt: skip
     dtype = DTYPES.get(str(node.get("dtype")))
     if dtype is None:
         raise UnsupportedError("is an array of a type that is not known", path=path, expected=", ".join(DTYPES),
                                found=str(node.get("dtype"))[:40])  # fmt: skip
     return shape, chunks, dtype
-
-
-def _sizes(value: object, least: int) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or not all(type(n) is int and n >= least for n in value):
-        return None
-    return tuple(value)

@@ -11,129 +11,72 @@ Source: github.com/meta-llama/llama and llama3, `model.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from zckpt.errors import LayoutError, UnsupportedError
 
-COLUMNS = frozenset({"wq", "wk", "wv", "w1", "w3", "output"})
-ROWS = frozenset({"wo", "w2"})
-EMBEDDING = "tok_embeddings"
-
 Shape = tuple[int, ...]
+Sizes = Mapping[str, int | None]
+
+DIM, QUERIES, KEYS, WORDS, HIDDEN = "dim", "queries", "keys", "words", "hidden"
+"""Sizes of the model: of the hidden state; of all heads' queries, and keys or values; of the vocabulary; inside."""
+
+LAYERS = {
+    "wq": (QUERIES, DIM), "wk": (KEYS, DIM), "wv": (KEYS, DIM), "wo": (DIM, QUERIES),
+    "w1": (HIDDEN, DIM), "w3": (HIDDEN, DIM), "w2": (DIM, HIDDEN),
+    "output": (WORDS, DIM), "tok_embeddings": (WORDS, DIM),
+}  # fmt: skip
+"""The shape of each weight."""
+
+CUTS = {"wo": (1,), "w2": (1,), "tok_embeddings": (0, 1)}
+"""In which dimension it may be cut, if not in the first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The model's, of `params.json`; None: it does not say.
+def sizes_of(params: Mapping[str, object], words: int | None) -> Sizes:
+    """Return the sizes that the content of `params.json` gives; None: it does not say.
 
-    Parameters
-    ----------
-    dim, queries, keys : int or None, elements
-        Of the hidden state, and of all heads' queries, and keys or values.
-    vocabulary : int or None
+    `words`: the output's, for a vocabulary of -1, which is the tokenizer's.
     """
 
-    dim: int | None = None
-    queries: int | None = None
-    keys: int | None = None
-    vocabulary: int | None = None
+    def known(key: str) -> int | None:
+        value = params.get(key)
+        return value if type(value) is int and value > 0 else None
 
-    @classmethod
-    def of(cls, params: Mapping[str, object]) -> Sizes:
-        """Return the sizes that the content of `params.json` gives; a vocabulary of -1 is the tokenizer's."""
-        dim, heads = _positive(params, "dim"), _positive(params, "n_heads")
-        if dim is None or heads is None:
-            return cls(dim, vocabulary=_positive(params, "vocab_size"))
-        head = _positive(params, "head_dim") or dim // heads
-        keys = _positive(params, "n_kv_heads") or heads
-        return cls(dim, heads * head, keys * head, _positive(params, "vocab_size"))
-
-    def whole(self, kind: str, dimension: int) -> int | None:
-        """Return the size of a dimension of the whole tensor, as far as it is known."""
-        outputs = {"wq": self.queries, "wk": self.keys, "wv": self.keys, "wo": self.dim, "w2": self.dim}
-        inputs = {"wo": self.queries, "w2": None}
-        if kind in ("output", EMBEDDING):
-            return self.vocabulary if dimension == 0 else self.dim
-        return outputs.get(kind) if dimension == 0 else inputs.get(kind, self.dim)
+    dim, heads, words = known("dim"), known("n_heads"), known("vocab_size") or words
+    if dim is None or heads is None:
+        return {DIM: dim, WORDS: words}
+    head = known("head_dim") or dim // heads
+    return {DIM: dim, QUERIES: heads * head, KEYS: (known("n_kv_heads") or heads) * head, WORDS: words}
 
 
-def _positive(params: Mapping[str, object], key: str) -> int | None:
-    value = params.get(key)
-    return value if type(value) is int and value > 0 else None
-
-
-def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes, vocabulary: int | None, path: str) -> int | None:
+def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes) -> int | None:
     """Return the dimension in which a tensor is cut; None for a copy, and for the whole in the only file.
 
-    Parameters
-    ----------
-    name : str
-    shape : tuple of int
-        Of each rank's slice.
-    ranks : int
-    sizes : Sizes
-    vocabulary : int or None
-        That of the output, for an embedding where `params.json` does not say.
-    path : str
-        For messages.
-
-    Raises
-    ------
-    UnsupportedError
-        No rule is known for the name.
-    LayoutError
-        The shape is not that of a slice.
+    `shape`: of each rank's slice. Raises UnsupportedError: no rule is known for the name; LayoutError: the shape is not
+    that of a slice.
     """
     steps = name.split(".")
     kind = steps[-2] if len(steps) > 1 and steps[-1] in ("weight", "bias") else ""
-    if name.endswith("rope.freqs") or (kind.endswith("norm") and len(shape) == 1):
+    layer = LAYERS.get(kind) if steps[-1] == "weight" and len(shape) == 2 else None
+    is_whole = name.endswith("rope.freqs") or (kind.endswith("norm") and len(shape) == 1)
+    # In the only file, what is not a layer's may be of another part of the model, with sizes of its own.
+    if is_whole or (ranks == 1 and (layer is None or steps[0] != "layers")):
         return None
-    if ranks == 1:  # what is not a layer's may be of another part of the model, with sizes of its own
-        if steps[0] == "layers" and steps[-1] == "weight" and len(shape) == 2 and kind in COLUMNS | ROWS:
-            _checked(name, shape, ranks, sizes, 0 if kind in COLUMNS else 1, kind, path)
-        return None
-    if steps[-1] == "weight" and len(shape) == 2:
-        if kind == EMBEDDING:
-            return _of_embedding(name, shape, ranks, sizes, vocabulary, path)
-        if kind in COLUMNS | ROWS:
-            return _checked(name, shape, ranks, sizes, 0 if kind in COLUMNS else 1, kind, path)
-    raise UnsupportedError(
-        f"{name} is cut by no rule that is known, and there are {ranks} files",
-        path=path,
-        expected="tensors of Llama 1, 2 or 3",
-        found=f"shape {shape}",
-    )
-
-
-def _checked(name: str, shape: Shape, ranks: int, sizes: Sizes, cut: int, kind: str, path: str) -> int:
-    whole = tuple(n * ranks if at == cut else n for at, n in enumerate(shape))
-    expected = tuple(sizes.whole(kind, at) for at in range(2))
-    if any(size not in (None, n) for size, n in zip(expected, whole, strict=True)):
+    if layer is None:
+        raise UnsupportedError(
+            f"{name} is cut by no rule that is known, and there are {ranks} files",
+            expected="tensors of Llama 1, 2 or 3",
+            found=f"shape {shape}",
+        )
+    whole, cuts = [sizes.get(size) for size in layer], CUTS.get(kind, (0,))
+    found = {cut: [n * ranks if at == cut else n for at, n in enumerate(shape)] for cut in cuts}
+    fitting = [cut for cut, its in found.items() if all(n in (None, its[at]) for at, n in enumerate(whole))]
+    if len(fitting) != 1:
+        along = f" along dimension {cuts[0]}" if len(cuts) == 1 else ""
+        is_not = f"is not {f'1/{ranks} of ' if ranks > 1 else ''}what params.json says"
         raise LayoutError(
-            f"{name} is not {f'1/{ranks} of ' if ranks > 1 else ''}what params.json says",
-            path=path,
-            expected=f"{ranks} slices along dimension {cut} of {tuple(n or '?' for n in expected)}",
+            f"{name} {'may be cut either way' if fitting else is_not}",
+            expected=f"{ranks} slices{along} of ({', '.join(str(size or '?') for size in whole)})",
             found=f"slices of {shape}",
             advice="give the params.json of these files" + (", or the files of the other ranks" if ranks == 1 else ""),
         )
-    return cut
-
-
-def _of_embedding(name: str, shape: Shape, ranks: int, sizes: Sizes, vocabulary: int | None, path: str) -> int:
-    """Return which dimension of an embedding is cut: that of which the ranks' sizes add up, if it is the only one."""
-    words = sizes.vocabulary or vocabulary
-    known = {0: words, 1: sizes.dim}
-    fitting = [
-        cut
-        for cut in (0, 1)
-        if (known[cut] is None or known[cut] == shape[cut] * ranks) and known[1 - cut] in (None, shape[1 - cut])
-    ]
-    if len(fitting) != 1:
-        raise LayoutError(
-            f"{name} is not 1/{ranks} of what params.json says" if not fitting else f"{name} may be cut either way",
-            path=path,
-            expected=f"{ranks} slices of ({words or '?'}, {sizes.dim or '?'})",
-            found=f"slices of {shape}",
-            advice="give the params.json of these files",
-        )
-    return fitting[0]
+    return fitting[0] if ranks > 1 else None

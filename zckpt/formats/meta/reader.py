@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.evidence import is_trainable
-from zckpt.formats.meta.cut import Sizes, cut_dimension
+from zckpt.formats.meta.cut import Sizes, cut_dimension, sizes_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.inventory import Claim
@@ -62,7 +62,10 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     every = [read_torchfile(path) for path in files.values()]
     contents = [by_name(as_mapping(one.root, one.path, "a dict of tensors"), one.path) for one in every]
     _check_alike(every, contents)
-    _add(checkpoint, every, contents, Sizes.of(params or {}))
+    output = contents[0].get("output.weight")
+    words = output.shape[0] * len(files) if isinstance(output, Tensor) and output.shape else None
+    with about(every[0].path):
+        _add(checkpoint, every, contents, sizes_of(params or {}, words))
     others = {name: value for name, value in contents[0].items() if not is_tensor(value)}
     checkpoint.metadata |= {name: carried(every[0], value) for name, value in others.items() if name != PARAMS}
     checkpoint.files += [describe(one, "model", mp_rank=rank) for rank, one in enumerate(every)]
@@ -83,11 +86,11 @@ def _params(path: Path) -> dict[str, object] | None:
 
 def _check_alike(files: Sequence[TorchFile], contents: Sequence[Mapping[str, object]]) -> None:
     """Raise LayoutError unless all ranks have the same tensors, of the same shapes and types."""
-    first = _shapes(contents[0])
-    for file, content in zip(files[1:], contents[1:], strict=True):
-        its = _shapes(content)
-        if its != first:
-            name = next(one for one in [*first, *its] if first.get(one) != its.get(one))
+    first, *rest = ({name: (one.shape, one.dtype) for name, one in content.items() if isinstance(one, Tensor)}
+                    for content in contents)  # fmt: skip
+    for file, its in zip(files[1:], rest, strict=True):
+        name = next((one for one in [*first, *its] if first.get(one) != its.get(one)), None)
+        if name is not None:
             raise LayoutError(
                 f"{name} is not as in {Path(files[0].path).name}",
                 path=file.path,
@@ -96,20 +99,13 @@ def _check_alike(files: Sequence[TorchFile], contents: Sequence[Mapping[str, obj
             )
 
 
-def _shapes(content: Mapping[str, object]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (one.shape, one.dtype) for name, one in content.items() if isinstance(one, Tensor)}
-
-
 def _add(
     checkpoint: Checkpoint, files: Sequence[TorchFile], contents: Sequence[Mapping[str, object]], sizes: Sizes
 ) -> None:
-    ranks = len(files)
-    output = contents[0].get("output.weight")
-    vocabulary = output.shape[0] * ranks if isinstance(output, Tensor) and output.shape else None
     for name, tensor in contents[0].items():
         if not isinstance(tensor, Tensor):
             continue
-        cut = cut_dimension(name, tensor.shape, ranks, sizes, vocabulary, files[0].path)
+        cut = cut_dimension(name, tensor.shape, len(files), sizes)
         slots = [slot_of(WEIGHT, one, file.path) for content, file in zip(contents, files, strict=True)
                  if isinstance(one := content[name], Tensor)]  # fmt: skip
         is_buffer = name.endswith(BUFFER) or not is_trainable(tensor.dtype)
