@@ -16,9 +16,9 @@ import zckpt
 from tests.cli.console import ROOT, refused, succeeded
 from tests.truth import assert_same
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.naming.apply import sorted_names
 from zckpt.naming.axes import evaluated, parse_axes
 from zckpt.naming.document import parse_map, read_map, template
-from zckpt.naming.order import sorted_names
 
 EXAMPLES = [
     json.loads(one) for one in re.findall(r"^```json\n(.*?)^```", (ROOT / "docs/maps.md").read_text(), re.M | re.S)

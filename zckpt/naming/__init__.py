@@ -8,8 +8,7 @@ its source and goes out under others; elements stay where they lie, and the plan
     axes        how the elements of a tensor are arranged: "(heads half two) in"
     sizes       what the letters are, from the tensors' shapes and a configuration
     match       which rules of a map the names of a checkpoint follow, and in which direction
-    arrange     the spans of a tensor that is put together from others
-    parts       the slots and state of such a tensor
+    parts       the arrangement, the slots and the state of a tensor that is put together from others
     apply       a checkpoint under the other names
     inside      names in what a checkpoint carries along
 """

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.naming.arrange import Arrangement
-from zckpt.naming.document import Map
+from zckpt.naming.document import Map, Template
 from zckpt.naming.match import Fit, Instance, fit, of_rule
-from zckpt.naming.order import sorted_names
-from zckpt.naming.parts import Joined, both_arranged
+from zckpt.naming.parts import Arrangement, Joined, both_arranged
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.state import Checkpoint, Parameter, ParamGroup
@@ -223,3 +221,35 @@ class _Mapping:
         if rest:
             raise UnsupportedError(f"param group {number} has {listed(rest)}, which the map {self._map.name} has not")
         return replace(group, parameters=list(members))
+
+
+def sorted_names(positions: Mapping[str, int], templates: Sequence[Template]) -> list[str]:
+    """Return names, which have positions, in the order of templates; those that none fits come after them."""
+    blocks = list(_blocks(templates, 0))
+
+    def key(name: str) -> tuple[tuple[int, int], ...]:
+        for one, numbers in zip(templates, blocks, strict=True):
+            match = one.pattern.fullmatch(name)
+            if match is not None:
+                indices = [int(match[letter]) for letter in one.indices]
+                return tuple((0, part) for pair in zip(numbers, [*indices, 0], strict=True) for part in pair)
+        return ((1, positions[name]),)
+
+    return sorted(positions, key=key)
+
+
+def _blocks(templates: Sequence[Template], depth: int) -> Iterator[tuple[int, ...]]:
+    """Yield for each template the numbers of the blocks that it is in, outermost first.
+
+    Templates that follow each other and begin with the same letter are a block, repeated for each of its numbers.
+    """
+
+    def letter(numbered: tuple[int, Template]) -> str | int:
+        at, one = numbered
+        return one.indices[depth] if len(one.indices) > depth else at  # a block of its own
+
+    for block, (key, some) in enumerate(groupby(enumerate(templates), letter)):
+        if isinstance(key, int):
+            yield (block,)
+        else:
+            yield from ((block, *rest) for rest in _blocks([one for _, one in some], depth + 1))

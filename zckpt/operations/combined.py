@@ -17,8 +17,8 @@ from zckpt.compare.slots import pair
 from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UsageError, listed
+from zckpt.operations.losses import refuse_beside, refuse_rank_values
 from zckpt.operations.open import named
-from zckpt.operations.rank_values import refuse_beside, refuse_rank_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.names import like_model
 

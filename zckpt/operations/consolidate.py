@@ -25,10 +25,9 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import Naming
-from zckpt.operations.losses import check_nothing_lost
+from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
-from zckpt.operations.rank_values import refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned

@@ -13,11 +13,10 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Naming
 from zckpt.naming.inside import follow_names
-from zckpt.operations.losses import check_nothing_lost
+from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Converted, Place, Reading, Renamed, Renaming, only, others, shares
 from zckpt.operations.proof import SlotsProof
-from zckpt.operations.rank_values import keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed

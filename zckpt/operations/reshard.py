@@ -13,11 +13,10 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.naming import Naming
 from zckpt.operations.convert import round_means, under_names
-from zckpt.operations.losses import check_nothing_lost
+from zckpt.operations.losses import check_nothing_lost, without_rank_values
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Reading, Renamed, Renaming, Resharded, only, others, shares
 from zckpt.operations.proof import SlotsProof
-from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state.names import as_filed
 
