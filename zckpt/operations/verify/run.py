@@ -177,6 +177,7 @@ def _deep(
     from zckpt.operations.verify.deep import run, share_of
     from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
     from zckpt.operations.verify.weights import damage_findings
+    from zckpt.torchfile import AlikeRecords
 
     sums: list[Sum] = []
     empty = 0
@@ -184,8 +185,10 @@ def _deep(
     for file in files:
         try:
             found = checksums(file, owner)
-            sums += (one for one in found if one.nbytes or one.crc32)
-            empty += sum(not (one.nbytes or one.crc32) for one in found)  # of thousands of ranks, millions
+            filled = [one for one in found if one.nbytes or one.crc32]  # of thousands of ranks, millions are not
+            sums += filled
+            records = file.records if isinstance(file.records, AlikeRecords) and found else found
+            empty += len(records) - len(filled)
         except SourceError as error:
             errors.append(error)
     index = SumIndex(sums)
