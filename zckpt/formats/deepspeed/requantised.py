@@ -57,7 +57,11 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
             expected="the tensor- and pipeline-parallel sizes that it has",
             advice="--dequantize writes it as float32, for an optimizer that keeps it so",
         )
-    target.forms.update(_forms(checkpoint))
+    held: dict[tuple[int, int], list[RankValue]] = {}
+    for one in checkpoint.per_rank:
+        held.setdefault((one.mp_rank, one.group), []).append(one)
+    # The form of a param group's quantised state has to be one on all data-parallel ranks.
+    target.forms.update((key, _form(values, f"group {key[1]}", checkpoint.source)) for key, values in held.items())
     return target
 
 
@@ -83,14 +87,6 @@ def notes(target: Target) -> list[str]:
     if any(any(held[0].cls for held in form.kept.moments.values()) for form in target.forms.values()):
         what += f", of partitions with whole blocks and {SMALLEST_NUMEL} elements at least (others are in float32),"
     return [f"quantised state of {what} was quantised anew: blocks have other elements than in the source"]
-
-
-def _forms(checkpoint: Checkpoint) -> dict[tuple[int, int], Form]:
-    """Return the form of each param group that has quantised state, which has to be one on all data-parallel ranks."""
-    held: dict[tuple[int, int], list[RankValue]] = {}
-    for one in checkpoint.per_rank:
-        held.setdefault((one.mp_rank, one.group), []).append(one)
-    return {key: _form(values, f"group {key[1]}", checkpoint.source) for key, values in held.items()}
 
 
 def _form(values: list[RankValue], what: str, path: str) -> Form:

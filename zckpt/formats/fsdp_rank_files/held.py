@@ -529,10 +529,12 @@ class RankFiles:
         ]
 
     def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
-        width = _row_width([cell for cell, _, _ in pieces], one.shape)
-        if width is not None and len(pieces) > 1:
+        rows = [sizes[0] for (_, sizes), _, _ in pieces if sizes and sizes[1:] == one.shape[1:]]
+        # Whole rows, as many on each rank but the last, are a rule.
+        if len(pieces) == len(rows) > 1 and set(rows[:-1]) == {rows[0]} and rows[-1] <= rows[0]:
             files = self.cut(tuple(rank for _, rank, _ in pieces), [tensor for _, _, tensor in pieces])
             if files is not None:
+                width = rows[0] * math.prod(one.shape[1:])
                 return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
         return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
 
@@ -560,16 +562,6 @@ class RankFiles:
             advice="files of ranks are missing, or are of other runs",
             parameters=[label],
         )
-
-
-def _row_width(cells: Sequence[Cell], shape: tuple[int, ...]) -> int | None:
-    """Return of how many elements each cell but the last is, where all are whole rows; None where they are not."""
-    if not shape or any(sizes[1:] != shape[1:] for _, sizes in cells):
-        return None
-    rows = cells[0][1][0]
-    if any(sizes[0] != rows for _, sizes in cells[:-1]) or cells[-1][1][0] > rows:
-        return None
-    return rows * math.prod(shape[1:])
 
 
 def add(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
@@ -54,7 +53,12 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
         attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
     if own is None:
         tie_as_configured(checkpoint, model, directory.path)
-    _read_copies(checkpoint, directory.path)
+    # verl saves the model once more, whole, beside the files of ranks if it is told to.
+    folder = directory.path / HUGGINGFACE
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    note_models(checkpoint, [path for path in files if COPIED.fullmatch(path.name) and is_file(path)], folder)
+    if is_file(directory.path / ADAPTER):
+        note_adapter(checkpoint, directory.path / ADAPTER)
     _read_extras(checkpoint, directory)
     for path in directory.beside:
         carry(checkpoint, path)
@@ -105,15 +109,6 @@ def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
     for rank, (one, _) in enumerate(contents):
         own = (Rule(("**",), COPY, f"as in {OWN_NAME}", tensors=True),) if directory.own is not None else ()
         checkpoint.files.append(describe(one, "metadata", rank, rules=(*about, *own, *rules.get(one.path, ()))))
-
-
-def _read_copies(checkpoint: Checkpoint, directory: Path) -> None:
-    """Note the model once more, whole, which verl saves beside the files of ranks if it is told to."""
-    folder = directory / HUGGINGFACE
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    note_models(checkpoint, [path for path in files if COPIED.fullmatch(path.name) and is_file(path)], folder)
-    if is_file(directory / ADAPTER):
-        note_adapter(checkpoint, directory / ADAPTER)
 
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:
