@@ -54,6 +54,16 @@ def test_a_tag_comes_out_as_a_tag(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "tag").iterdir()] == ["mp_rank_00_model_states.pt"]
 
 
+def test_slices_of_what_is_trained_are_not_frozen(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"tp_replicated_parameter_patterns": [".*"]}')
+    whole = zckpt.open(run_of("s0_bf16_dp2"), tp_rules=rules)
+    zckpt.reshard(whole, tmp_path / "cut", world_size=1, tensor_parallel_size=2)
+    both = [whole, zckpt.open(tmp_path / "cut", tp_rules=rules)]
+    before, after = ({name for name, p in one.parameters.items() if p.frozen} for one in both)
+    assert before == after != set(whole.parameters)
+
+
 def test_other_changes_are_refused_by_name(tmp_path: Path) -> None:
     for options in ({"stage": 1}, {"elastic": True}):
         with pytest.raises(zckpt.UnsupportedError, match=next(iter(options))):

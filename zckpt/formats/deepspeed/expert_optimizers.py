@@ -72,10 +72,10 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
         Which experts a rank's optimizer has, or which parameter is which, is not known.
     """
     auto = auto_layers(model)
-    found, copies, having = (_of_auto_ep if auto else _of_layers)(checkpoint, files, model, names)
-    first = found[0]
+    every, having = (_of_auto_ep if auto else _of_layers)(checkpoint, files, model, names)
+    first, found, copies = every[0], every[: len(files)], every[len(files) :]
     for one in found[1:]:
-        if one.settings(with_names=bool(auto)) != first.settings(with_names=bool(auto)):
+        if one.settings != first.settings:
             raise ShardError(
                 f"expert rank {one.rank} is from another step or run: its param groups differ",
                 path=one.file.path,
@@ -105,8 +105,8 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     mark_frozen(checkpoint)
 
 
-Ranks = tuple[list["_Optimizer"], list["_Optimizer"], dict[int, list["_Optimizer"]]]
-"""Those of all files by rank; what the model file has of the first; of each degree those with its expert ranks."""
+Ranks = tuple[list["_Optimizer"], dict[int, list["_Optimizer"]]]
+"""Those of all files by rank, and what the model file has of the first; of each degree those with its expert ranks."""
 
 
 def _of_layers(checkpoint: Checkpoint, files: Files, model: ModelShard, names: Sequence[str] | None) -> Ranks:
@@ -117,14 +117,14 @@ def _of_layers(checkpoint: Checkpoint, files: Files, model: ModelShard, names: S
     expected, layers = max(first.degrees.values(), default=highest + 1), first.layers(names)
     if len(layers) < len(experts_per_rank(checkpoint.parameters)):  # of more ranks are layers that are not trained
         expected = max(expected, len(files))
-    found, copies = _all(checkpoint, first, files, model, expected)
+    found = _all(checkpoint, first, files, model, expected)
     placement = Placement(math.lcm(expected, *first.degrees.values()), is_data_first(model))
     degrees = {expected, *first.degrees.values(), *layers.values()}
     of_rank = [
         {degree: placement.expert_rank(placement.rank(rank, 0, expected), degree) for degree in degrees}
         for rank in range(expected)
     ]
-    for one in (*found, *copies):
+    for one in found:
         one.find_degrees(like=first)
         one.name(layers, of_rank[one.rank], names)
     # Of each expert rank of a degree the first file that has its experts; the others have copies.
@@ -132,7 +132,7 @@ def _of_layers(checkpoint: Checkpoint, files: Files, model: ModelShard, names: S
         degree: [next(one for one in found if of_rank[one.rank][degree] == rank) for rank in range(degree)]
         for degree in first.degrees.values()
     }
-    return found, copies, having
+    return found, having
 
 
 def _of_auto_ep(checkpoint: Checkpoint, files: Files, model: ModelShard, names: Sequence[str] | None) -> Ranks:
@@ -143,15 +143,13 @@ def _of_auto_ep(checkpoint: Checkpoint, files: Files, model: ModelShard, names: 
         raise UnsupportedError("AutoEP's experts next to experts that are spread otherwise, without ZeRO",
                                path=model.path)  # fmt: skip
     first = _Optimizer(checkpoint, 0, *_content(files[0][1]))
-    found, copies = _all(checkpoint, first, files, model, degrees.pop())
-    for one in (*found, *copies):
+    found = _all(checkpoint, first, files, model, degrees.pop())
+    for one in found:
         one.name_auto(layers, names)
-    return found, copies, {}
+    return found, {}
 
 
-def _all(
-    checkpoint: Checkpoint, first: _Optimizer, files: Files, model: ModelShard, expected: int
-) -> tuple[list[_Optimizer], list[_Optimizer]]:
+def _all(checkpoint: Checkpoint, first: _Optimizer, files: Files, model: ModelShard, expected: int) -> list[_Optimizer]:
     """Return the optimizers of all files, of which so many are expected, and what the model file has of the first."""
     numbers = [shard.dp_rank or 0 for shard, _ in files]
     if len(numbers) != expected or numbers != list(range(expected)):  # a file name may have any number
@@ -161,9 +159,8 @@ def _all(
             found=", ".join(map(str, numbers)),
             code=MISSING_FILE,
         )
-    others = [_Optimizer(checkpoint, rank, *_content(file)) for rank, (_, file) in enumerate(files[1:], 1)]
-    own = model.optimizer
-    return [first, *others], [_Optimizer(checkpoint, 0, own, model.file)] if own is not None else []
+    own = [] if model.optimizer is None else [_Optimizer(checkpoint, 0, model.optimizer, model.file)]
+    return [first, *(_Optimizer(checkpoint, rank, *_content(files[rank][1])) for rank in numbers[1:]), *own]
 
 
 def _content(file: TorchFile) -> tuple[object, TorchFile]:
@@ -191,9 +188,13 @@ class _Optimizer(Numbered):
         """Return what it has of a parameter."""
         return {key: slot for key, slot in self.held[name].slots.items() if key != WEIGHT}
 
-    def settings(self, *, with_names: bool) -> list[object]:
-        """Return hyperparameters and single values of each group, and its members."""
-        return [(g.hyperparameters, g.state, g.parameters if with_names else ()) for g in self.groups]
+    @property
+    def settings(self) -> list[object]:
+        """Hyperparameters and single values of each group, and its members where they are not each rank's own."""
+        return [
+            (group.hyperparameters, group.state, () if at in self.degrees else group.parameters)
+            for at, group in enumerate(self.groups)
+        ]
 
     def copies(self, read: Mapping[str, Mapping[str, Slot]]) -> list[Duplicate]:
         """Return what it has of parameters that are read from another's file."""

@@ -19,9 +19,8 @@ Source: DeepSpeed 0.14.5 to 0.19.8, `groups._create_expert_and_data_parallel`, `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
@@ -35,8 +34,6 @@ from zckpt.state import WEIGHT, Duplicate
 from zckpt.torchfile import Tensor, TorchFile, plain
 
 DATA_FIRST = "use_data_before_expert_parallelism"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ def is_data_first(model: ModelShard) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread(Generic[T]):
+class Spread:
     """The ranks over which experts are spread, in order.
 
     Parameters
@@ -86,7 +83,7 @@ class Spread(Generic[T]):
         Tensors of AutoEP's experts.
     """
 
-    members: Sequence[T]
+    members: Sequence[OptimizerShard]
     lanes: int = 1
     data_first: bool = False
     auto: Collection[str] = ()
@@ -95,57 +92,41 @@ class Spread(Generic[T]):
         """Tell whether a group of these parameters is one of experts."""
         return bool(names) and all(is_expert(name) or name in self.auto for name in names)
 
-    def degree(self, partition_count: int, names: Iterable[str]) -> int:
-        """Return over how many expert ranks a group is spread.
+    def sharing(self, own: Sequence[OptimizerShard], group: int, names: Sequence[str]) -> list[list[OptimizerShard]]:
+        """Return the ranks that share a param group, by their partitions, for each expert rank; of a dense group once.
+
+        Parameters
+        ----------
+        own : sequence of OptimizerShard
+            The data-parallel ranks, in order.
+        names : sequence of str
+            Of the group's parameters.
 
         Raises
         ------
         LayoutError
-            The group is cut over a number of ranks that does not divide all.
+            The group is cut over fewer ranks than there are, and it is no group of experts; or that is cut over a
+            number of ranks that does not divide all.
         """
-        ranks = len(self.members)
-        if partition_count >= 1 and ranks % partition_count == 0:
-            return ranks // partition_count
-        raise LayoutError(
-            "a group of experts is cut over a number of ranks that does not divide that of all",
-            expected=f"a divisor of {ranks}",
-            found=f"{partition_count} ranks for {next(iter(names), 'an empty group')}",
-        )
-
-    def shared(self, degree: int) -> list[list[T]]:
-        """Return for each expert rank the members that share its experts, by the partition that they have."""
-        rank, count = Placement(len(self.members), self.data_first).rank, len(self.members) // degree
-        return [[self.members[rank(e, p, degree)] for p in range(count)] for e in range(degree)]
-
-
-def sharing(
-    own: Sequence[OptimizerShard], spread: Spread[OptimizerShard], group: int, names: Sequence[str]
-) -> list[list[OptimizerShard]]:
-    """Return the ranks that share a param group, for each expert rank; of a dense group once, all.
-
-    Parameters
-    ----------
-    own : sequence of OptimizerShard
-        The data-parallel ranks, in order.
-    names : sequence of str
-        Of the group's parameters.
-
-    Raises
-    ------
-    LayoutError
-        The group is cut over fewer ranks than there are, and it is no group of experts.
-    """
-    count = own[0].partition_count[group]
-    if spread.are_experts(names):
-        return spread.shared(spread.degree(count, names))
-    if count != len(own):
-        raise LayoutError(
-            "a param group is cut over fewer ranks than there are",
-            path=own[0].path,
-            expected=f"{len(own)} ranks, or a group of experts over a divisor of that",
-            found=f"{count} ranks for {names[0] if names else 'an empty group'}",
-        )
-    return [list(own)]
+        count, ranks = own[0].partition_count[group], len(self.members)
+        found = f"{count} ranks for {names[0] if names else 'an empty group'}"
+        if not self.are_experts(names):
+            if count == len(own):
+                return [list(own)]
+            raise LayoutError(
+                "a param group is cut over fewer ranks than there are",
+                path=own[0].path,
+                expected=f"{len(own)} ranks, or a group of experts over a divisor of that",
+                found=found,
+            )
+        if count < 1 or ranks % count:
+            raise LayoutError(
+                "a group of experts is cut over a number of ranks that does not divide that of all",
+                expected=f"a divisor of {ranks}",
+                found=found,
+            )
+        degree, place = ranks // count, Placement(ranks, self.data_first).rank
+        return [[self.members[place(e, p, degree)] for p in range(count)] for e in range(degree)]
 
 
 Weights = dict[str, tuple[str, Tensor]]
@@ -204,9 +185,7 @@ def expert_files(files: Sequence[tuple[Shard, TorchFile]]) -> ExpertFiles:
     return ExpertFiles(by_lane, layers)
 
 
-def spread_over(
-    ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: ModelShard, files: ExpertFiles
-) -> Spread[OptimizerShard]:
+def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: ModelShard, files: ExpertFiles) -> Spread:
     """Return the ranks over which the experts of one tensor-parallel rank are spread: its own, or those of all.
 
     Parameters
@@ -248,12 +227,12 @@ def spread_over(
     return alone if all(files.by_lane.get(m, {}).keys() == files.all().keys() for m in range(tp)) else every
 
 
-def over_all(ranks: Sequence[Sequence[T]], data_first: bool) -> Spread[T]:
+def over_all(ranks: Sequence[Sequence[OptimizerShard]], data_first: bool) -> Spread:
     """Return all ranks, given those of each tensor-parallel rank, as experts are spread over them."""
     return Spread([one[d] for d in range(len(ranks[0])) for one in ranks], len(ranks), data_first)
 
 
-def spread_of(ranks: Sequence[RankFiles], files: RankFiles) -> Spread[OptimizerShard]:
+def spread_of(ranks: Sequence[RankFiles], files: RankFiles) -> Spread:
     """Return the ranks over which the experts of one model-parallel rank were found to be spread."""
     data_first = is_data_first(files.models[0])
     if files.state.lanes == 1:
@@ -274,7 +253,7 @@ def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
     return totals
 
 
-def _check_order(spread: Spread[OptimizerShard], degree: int, local: Mapping[str, int], files: ExpertFiles) -> None:
+def _check_order(spread: Spread, degree: int, local: Mapping[str, int], files: ExpertFiles) -> None:
     """Raise unless each expert is, or is missing, under the mp_rank of the first rank that has it."""
     placement = Placement(len(spread.members), spread.data_first)
     for name in files.all():

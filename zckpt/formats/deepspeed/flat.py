@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import check_shapes
-from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
+from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.experts import experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.groups import optimizer_order
 from zckpt.formats.deepspeed.rank_state import Rank
@@ -282,7 +282,7 @@ class Partitions:
 
 
 def flat_groups(
-    model: ModelShard, members: Sequence[OptimizerShard], known: Mapping[str, Shape], spread: Spread[OptimizerShard]
+    model: ModelShard, members: Sequence[OptimizerShard], known: Mapping[str, Shape], spread: Spread
 ) -> list[FlatGroup]:
     """Return the groups as their flat buffers hold them.
 
@@ -308,7 +308,7 @@ def flat_groups(
         shapes = []
         for index in range(len(first.masters)):
             named = [name for member in members for name in (member.mappings[index] if member.mappings else ())]
-            numels = mapped_numels(sharing(members, spread, index, named)[0], index)
+            numels = mapped_numels(spread.sharing(members, index, named)[0], index)
             for name, numel in numels.items():
                 if name not in known or math.prod(known[name]) != numel:
                     raise LayoutError(
@@ -364,7 +364,7 @@ def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
 class FlatRank(Rank):
     """A rank of ZeRO-1, ZeRO-2 or BF16_Optimizer."""
 
-    def read(self, spread: Spread[OptimizerShard]) -> None:
+    def read(self, spread: Spread) -> None:
         """Read the optimizer's files."""
         state, model, members = self.state, self.model, self.members
         held = model.module | {name: tensor for name, (_, tensor) in self.weights.items()}
@@ -376,7 +376,7 @@ class FlatRank(Rank):
             if state.transposed:
                 groups = [replace(group, shapes=flipped(group.shapes)) for group in groups]
         cuts = [
-            [Partitions(group, ranks) for ranks in sharing(members, spread, group.index, list(group.shapes))]
+            [Partitions(group, ranks) for ranks in spread.sharing(members, group.index, list(group.shapes))]
             for group in groups
         ]
         momenta = self._whole_momenta([cut for of_group in cuts for cut in of_group])

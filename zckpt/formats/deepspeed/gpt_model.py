@@ -258,7 +258,7 @@ def rows_that_were(info: Mapping[str, object] | None, parameters: Mapping[str, P
     rows = (info or {}).get("padded_vocab_size")
     if info is None or type(rows) is not int or rows % degree:
         return None
-    rules = Rules({key: info[key] for key in VOCABULARY_KEYS if key in info}, "")
+    rules = Rules.of_vocabulary(info, "")
     present = [p.shape[0] for name, p in parameters.items() if p.shape and rules.is_vocabulary(name)]
     return rows if present and rows >= max(present) else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.torchfile import Digests
@@ -46,16 +47,8 @@ def _like(one: OptimizerShard, first: OptimizerShard) -> OptimizerShard:
     order = order_like(first.groups, one.groups)
     if order is None or order == list(range(len(order))):
         return one
-    paddings, aligned, mappings = one.paddings, one.alignment_paddings, one.mappings
-    return replace(
-        one,
-        masters=[one.masters[at] for at in order],
-        tensors=[one.tensors[at] for at in order],
-        scalars=[one.scalars[at] for at in order],
-        groups=[{**one.groups[at], "params": first.groups[index].get("params")} for index, at in enumerate(order)],
-        partition_count=[one.partition_count[at] for at in order],
-        paddings=None if paddings is None else [paddings[at] for at in order],
-        alignment_paddings=None if aligned is None else [aligned[at] for at in order],
-        mappings=None if mappings is None else [mappings[at] for at in order],
-        order=tuple(order),
-    )
+    by_group = ("masters", "tensors", "scalars", "partition_count", "paddings", "alignment_paddings", "mappings")
+    held: dict[str, Any] = {name: getattr(one, name) for name in by_group}
+    moved: dict[str, Any] = {name: None if its is None else [its[at] for at in order] for name, its in held.items()}
+    groups = [{**one.groups[at], "params": first.groups[index].get("params")} for index, at in enumerate(order)]
+    return replace(one, **moved, groups=groups, order=tuple(order))

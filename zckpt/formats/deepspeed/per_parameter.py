@@ -258,7 +258,7 @@ class ShardedRank(Rank):
 
     parameterwise = True
 
-    def read(self, spread: Spread[OptimizerShard]) -> None:  # noqa: ARG002
+    def read(self, spread: Spread) -> None:  # noqa: ARG002
         """Read the optimizer's files."""
         state, model, members = self.state, self.model, self.members
         if model.param_shapes is None:

@@ -19,10 +19,10 @@ from zckpt.formats.deepspeed.groups import complete_aliases, tied_names
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.values import (
-    Apart,
     copies_of,
     group_values,
     hyperparameter,
+    keys_apart,
     own_hyperparameters,
     own_keys,
     rank_values,
@@ -46,8 +46,8 @@ class Rank:
     members : sequence of OptimizerShard
         One for each data-parallel rank, in order; empty for stage 0.
     weights : mapping of str to (path, Tensor)
-    apart : Apart
-        What other model-parallel ranks have otherwise.
+    firsts : sequence of OptimizerShard
+        Of each model-parallel rank the first one: what they have otherwise, each has of its own.
     """
 
     parameterwise = False
@@ -58,14 +58,14 @@ class Rank:
         models: Sequence[ModelShard],
         members: Sequence[OptimizerShard],
         weights: Weights,
-        apart: Apart,
+        firsts: Sequence[OptimizerShard],
     ) -> None:
-        self.state, self.models, self.members, self.weights, self.apart = state, models, members, weights, apart
+        self.state, self.models, self.members, self.weights, self.firsts = state, models, members, weights, firsts
         self.model, self.auto = models[0], auto_experts(models[0])
-        self.own = own_keys(members) | apart.state if members else set()
+        self.own = own_keys(members) | keys_apart(firsts) if members else set()
         self.trained: dict[str, tuple[Shape, dict[str, Slot], int]] = {}
 
-    def state_of(self, shared: Mapping[str, str], spread: Spread[OptimizerShard]) -> RankState:
+    def state_of(self, shared: Mapping[str, str], spread: Spread) -> RankState:
         """Put together what the files say.
 
         Parameters
@@ -91,7 +91,7 @@ class Rank:
         self.place(shared)
         return self.state
 
-    def read(self, spread: Spread[OptimizerShard]) -> None:
+    def read(self, spread: Spread) -> None:
         """Read the optimizer's files: groups, and shape, slots and group of each trained parameter."""
 
     def weight(self, name: str, shape: Shape, tensor: Tensor, path: str) -> dict[str, Slot]:
@@ -194,7 +194,8 @@ class Rank:
         """Add a group with its hyperparameters and the state that is one value for all its elements."""
         members, hyperparameters = self.members, {}
         if index < len(members[0].groups):
-            apart = own_hyperparameters(members, index).union(*self.apart.groups[index : index + 1])
+            firsts = [one for one in self.firsts if index < len(one.groups)]
+            apart = own_hyperparameters(members, index) | own_hyperparameters(firsts, index)
             kept = {k: v for k, v in members[0].groups[index].items() if k != "params" and k not in apart}
             hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
             self.state.per_rank += group_values(members, index, min(partitions, default=index), apart)

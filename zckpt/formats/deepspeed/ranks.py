@@ -83,9 +83,20 @@ def missing_ranks(size: int, present: Collection[int]) -> str | None:
     return ", ".join(map(str, first)) + (f" and {count - len(first)} more" if count > len(first) else "")
 
 
-def ranks_text(ranks: str) -> str:
-    """Return a list of ranks with the word before it that agrees with it."""
-    return f"ranks {ranks}" if "," in ranks or " " in ranks else f"rank {ranks}"
+def missing_files(what: str, size: int, present: Collection[int], path: Path | str | None = None) -> ShardError | None:
+    """Return the error for files of ranks below `size` that are not present; None if all are."""
+    lost = missing_ranks(size, present)
+    if lost is None:
+        return None
+    return ShardError(
+        f"{what} are missing for rank{'s' if ' ' in lost else ''} {lost}",
+        path=path,
+        expected=f"{size} ranks",
+        found=f"{len(present)} files",
+        advice="give each directory that holds some of them with --root",
+        code=MISSING_FILE,
+        ranks=list(islice((rank for rank in range(size) if rank not in present), SHOWN_RANKS)),
+    )
 
 
 def select(
@@ -126,19 +137,9 @@ def problems(
     if size < 1:
         yield DamagedFileError("unreadable world size", path=directory, expected="at least 1 rank", found=size)
         return
-    there = {*by_rank, *present}
-    missing = missing_ranks(size, there)
-    if missing:
-        where = f" of mp_rank {mp_rank}" if mp_rank else ""
-        yield ShardError(
-            f"optimizer files{where} are missing for {ranks_text(missing)}",
-            path=directory,
-            expected=f"{size} ranks",
-            found=f"{len(by_rank)} files",
-            advice="give each directory that holds some of them with --root",
-            code=MISSING_FILE,
-            ranks=list(islice((rank for rank in range(size) if rank not in there), SHOWN_RANKS)),
-        )
+    where = f" of mp_rank {mp_rank}" if mp_rank else ""
+    if missing := missing_files(f"optimizer files{where}", size, {*by_rank, *present}, directory):
+        yield missing
     members = [by_rank[rank] for rank in sorted(by_rank) if rank < size]
     stale = [m.rank for m in members if recorded_size(m) != size]
     if stale:

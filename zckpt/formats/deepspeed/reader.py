@@ -34,8 +34,8 @@ from zckpt.formats.deepspeed.ranks import (
     check_models,
     data_parallel_size,
     listed_ranks,
+    missing_files,
     missing_ranks,
-    ranks_text,
     select,
 )
 from zckpt.formats.deepspeed.shards import (
@@ -47,13 +47,11 @@ from zckpt.formats.deepspeed.shards import (
     read_optimizer,
     section,
 )
-from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
+from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, Rules, read_rules
 from zckpt.formats.deepspeed.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
-    Apart,
     Content,
-    apart_between,
     copies_of,
     copies_of_optimizers,
     keep_others,
@@ -111,8 +109,8 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         with about(model.path):
             said = said if isinstance(said, dict) else None
             info = known_rules(model.content, said, shapes, model.path, sliced=tp > 1)
-    known = {} if info is None else {key: info[key] for key in (VOCABULARY_KEYS if tp == 1 else info) if key in info}
-    rules = None if info is None else Rules(known, str(tp_rules or model.path))
+    make = Rules if tp > 1 else Rules.of_vocabulary  # the rules that also matter where nothing is sliced
+    rules = None if info is None else make(info, str(tp_rules or model.path))
     attached: list[str] | None = None
     if not files.optimizers and files.of_experts and len(ranks) > 1:
         from zckpt.formats.deepspeed.stage0_ranks import attach_experts_to_ranks
@@ -233,8 +231,7 @@ class _Files:
         weights, copies = stage_weights(self.layers, self._firsts(), tp) if self.layers else ({}, [])
         found = [self._of_rank(mp_rank) for mp_rank in self.mp_ranks]
         self.members = next((members for _, members in found if members), ())
-        firsts = [members[0] for _, members in found if members]
-        every, apart = expert_files(self.experts), apart_between(firsts) if len(firsts) > 1 else Apart()
+        every, firsts = expert_files(self.experts), [members[0] for _, members in found if members]
         for number, (mp_rank, (models, members)) in enumerate(zip(self.mp_ranks, found, strict=True)):
             first, lane = number - number % tp, number % tp
             experts = every.of_stage(self.mp_ranks[first : first + tp])
@@ -243,7 +240,7 @@ class _Files:
             of_experts = experts.all() if across else experts.by_lane.get(lane, {})
             outer = {**of_experts, **weights.get(mp_rank, {})}
             with about(models[0].path):
-                state = _layout(members)(RankState(mp_rank), models, members, outer, apart).state_of(shared, spread)
+                state = _layout(members)(RankState(mp_rank), models, members, outer, firsts).state_of(shared, spread)
             if across:
                 state.lanes, state.whole = spread.lanes, frozenset(filter(is_expert, state.parameters))
                 state.duplicates += experts.copies() if lane == 0 else ()
@@ -273,15 +270,8 @@ class _Files:
         if members[0].stage != 3:
             return own[:1], members
         by_rank = {m.rank: m for m in own}
-        missing = missing_ranks(len(members), by_rank)
-        if missing:
-            raise ShardError(
-                f"model files are missing for {ranks_text(missing)}",
-                expected=f"{len(members)} ranks",
-                advice="give their directory with --root",
-                code=MISSING_FILE,
-                ranks=[rank for rank in range(len(members)) if rank not in by_rank],
-            )
+        if missing := missing_files("model files", len(members), by_rank):
+            raise missing
         models = [by_rank[rank] for rank in range(len(members))]
         steps = [one["step"] for one in members[0].scalars if "step" in one]
         check_models(models, [model.rank for model in models], "rank", steps)

@@ -201,15 +201,27 @@ def stages_of(
             "bounds of too few layers", path=path, expected=f"at least {seen.least} last", found=bounds[-1]
         )
     after = _weights(target)
+
+    def dealt(number: int, uses: dict[str, Numbers]) -> Iterator[Stages]:
+        """Yield the target's stages if so many layers use the tied ones so: by what is given, or as the source's."""
+        if bounds is not None:
+            if bounds[-1] != number:
+                raise UsageError("bounds of another number of layers", expected=f"{number} last", found=bounds[-1])
+            yield Stages(bounds, uses)
+            return
+        for one in (UNIFORM, PARAMETERS) if method is None else (method,):
+            was = _by_method(one, number, uses, layers, seen.stages, seen.weights)
+            if seen.fits(was) or (layers is not None and method is not None):
+                yield _by_method(one, number, uses, layers, count, after)
+
+    names = [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
+    names += [f"{TIED}{key}." for key in sorted(seen.tied)]
     found: dict[object, Stages] = {}
     unseen = range(seen.least, seen.least + UNSEEN + 1)
     for number in [len(layers)] if layers is not None else unseen if bounds is None else [bounds[-1]]:
-        cases = seen.cases(number) if layers is None else [_uses(layers)]
-        for uses in cases:
-            for dealt in _dealt(seen, number, uses, layers, bounds, method, count, after):
-                names = [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
-                names += [f"{TIED}{key}." for key in sorted(seen.tied)]
-                found.setdefault((len(dealt.bounds), *(tuple(dealt.of(name)) for name in names)), dealt)
+        for uses in seen.cases(number) if layers is None else [_uses(layers)]:
+            for one in dealt(number, uses):
+                found.setdefault((len(one.bounds), *(tuple(one.of(name)) for name in names)), one)
     once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
     if layers is None and count > 1 and once:
         raise _unsure(f"tied layer {once[0]}, of which one use is known")
@@ -251,7 +263,7 @@ def _layers(
         if told is not None and len(told[0]) >= seen.least:
             uses = _uses(told[0])
             was = _by_method(told[1], len(told[0]), uses, told[0], seen.stages, seen.weights)
-            if seen.fits(Stages(was, uses)):
+            if seen.fits(was):
                 layers = told[0]
                 method = told[1] if method is None and options.stage_bounds is None else method
     if method is not None and method.lower().startswith(TYPE) and layers is None:
@@ -320,28 +332,6 @@ def _uses(layers: Sequence[Layer]) -> dict[str, Numbers]:
     return found
 
 
-def _dealt(
-    seen: _Evidence,
-    number: int,
-    uses: dict[str, Numbers],
-    layers: Sequence[Layer] | None,
-    bounds: Numbers | None,
-    method: str | None,
-    count: int,
-    after: Weights,
-) -> Iterator[Stages]:
-    """Yield the target's stages if that many layers use the tied ones so: by what is given, or as the source's."""
-    if bounds is not None:
-        if bounds[-1] != number:
-            raise UsageError("bounds of another number of layers", expected=f"{number} last", found=bounds[-1])
-        yield Stages(bounds, uses)
-        return
-    for one in (UNIFORM, PARAMETERS) if method is None else (method,):
-        was = Stages(_by_method(one, number, uses, layers, seen.stages, seen.weights), uses)
-        if seen.fits(was) or (layers is not None and method is not None):
-            yield Stages(_by_method(one, number, uses, layers, count, after), uses)
-
-
 def _by_method(
     method: str,
     number: int,
@@ -349,13 +339,14 @@ def _by_method(
     layers: Sequence[Layer] | None,
     count: int,
     weights: Weights,
-) -> Numbers:
+) -> Stages:
     if method.lower() == UNIFORM:
-        return uniform(number, count)
+        return Stages(uniform(number, count), uses)
     if method.lower() == PARAMETERS:
         tied = {layer: weights.get(key, 0) for key, numbers in uses.items() for layer in numbers}
-        return balanced([weights.get(layer, 0) + tied.get(layer, 0) for layer in range(number)], count)
-    return of_type(layers or [], method[len(TYPE) :], count)
+        each = [weights.get(layer, 0) + tied.get(layer, 0) for layer in range(number)]
+        return Stages(balanced(each, count), uses)
+    return Stages(of_type(layers or [], method[len(TYPE) :], count), uses)
 
 
 def _shown(stages: Stages) -> str:

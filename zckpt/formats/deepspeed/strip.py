@@ -36,7 +36,7 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
-from zckpt.formats.deepspeed.expert_ranks import sharing, spread_of
+from zckpt.formats.deepspeed.expert_ranks import spread_of
 from zckpt.formats.deepspeed.flat import Partitions, flat_groups
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
@@ -225,7 +225,7 @@ def _layouts(one: RankFiles, ranks: Sequence[RankFiles]) -> Iterator[tuple[Optim
     known = {name: parameter.shape for name, parameter in one.state.parameters.items()}
     spread = spread_of(ranks, one)
     for group in flat_groups(one.models[0], members, known, spread):
-        for own in sharing(members, spread, group.index, list(group.shapes)):
+        for own in spread.sharing(members, group.index, list(group.shapes)):
             cut = Partitions(group, own)
             for position, member in enumerate(own):
                 layout = found.get(member.path)

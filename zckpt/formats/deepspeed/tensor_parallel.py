@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.groups import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.ranks import check_slices_alike
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, Rules, info_for
 from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
 from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Shape, Slot
@@ -262,6 +262,8 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
     """
     if origin.rules is None or not origin.ranks or tp in (1, degree):
         return 0
+    from zckpt.engine.copy import read_extent
+
     stages = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     path = origin.rules_path or origin.model.path
     rules = Rules(origin.rules, path)
@@ -277,19 +279,13 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
                 continue
             if any(slot.shape != masters[0].shape for slot in masters):
                 continue
-            values = [_sample(slot, sources) for slot in masters]
+            shape, last = masters[0].shape, max(masters[0].numel - SAMPLED_NUMEL, 0)
+            starts = sorted({round(i * last / (SAMPLED_EXTENTS - 1)) for i in range(SAMPLED_EXTENTS)})
+            extents = [Extent.flat(shape, start, min(SAMPLED_NUMEL, masters[0].numel - start)) for start in starts]
+            values = [[read_extent(slot, extent, sources) for extent in extents] for slot in masters]
             compared += sum(len(block) for sample in values for block in sample)
             _check_sample(name, rule, values)
     return compared
-
-
-def _sample(slot: Slot, sources: Sources) -> list[Array]:
-    from zckpt.engine.copy import read_extent
-
-    last = max(slot.numel - SAMPLED_NUMEL, 0)
-    starts = sorted({round(i * last / (SAMPLED_EXTENTS - 1)) for i in range(SAMPLED_EXTENTS)})
-    extents = [Extent.flat(slot.shape, start, min(SAMPLED_NUMEL, slot.numel - start)) for start in starts]
-    return [read_extent(slot, extent, sources) for extent in extents]
 
 
 def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]]) -> None:
@@ -461,13 +457,11 @@ def written_rules(
 
 def _rows(origin: Origin, stages: Sequence[Sequence[RankFiles]]) -> int | None:
     """Return the padded size of the vocabularies; None where they do not have the same."""
-    rules = (
-        Rules({key: origin.rules[key] for key in VOCABULARY_KEYS if key in origin.rules}, "") if origin.rules else None
-    )
+    rules = Rules.of_vocabulary(origin.rules or {}, "")
     found = {
         sum(files.state.parameters[name].shape[0] for files in of_stage)
         for of_stage in stages
         for name, p in of_stage[0].state.parameters.items()
-        if rules is not None and rules.is_vocabulary(name) and p.shape
+        if rules.is_vocabulary(name) and p.shape
     }
     return found.pop() if len(found) == 1 else None

@@ -84,6 +84,11 @@ class Rules:
         size = info.get("original_vocab_size")
         self.vocabulary_size = size if type(size) is int else None
 
+    @classmethod
+    def of_vocabulary(cls, info: Mapping[str, object], path: str) -> Rules:
+        """Return those of a checkpoint's rules that say what a vocabulary is."""
+        return cls({key: info[key] for key in VOCABULARY_KEYS if key in info}, path)
+
     def rule(self, name: str, shapes: Sequence[Shape], *, padded: bool = False) -> Rule:
         """Return how the slices of a parameter, of these shapes by rank, make it up.
 

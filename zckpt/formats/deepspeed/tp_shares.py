@@ -186,11 +186,20 @@ class AffineMaps:
         size = rule.shape[rule.dim]
         if ranks == 1:
             return Rule(SLICED, rule.shape, rule.dim, ((Share(0, 0, size),),))
+
+        def of_subs() -> Shares | None:
+            """Return the shares of the ranks that `rule` is for, if these are the widths of its sub-parameters."""
+            at, found = 0, []
+            for width in widths:
+                found.append([sum(s.size for s in one if at <= s.target < at + width) for one in rule.shares])
+                at += width
+            return shares_of(found, len(rule.shares)) if [sum(sub) for sub in found] == list(widths) else None
+
         subs = [list(_split(width, ranks)) for width in widths]
         held = [share for shares in rule.shares for share in shares]
         if not rule.copies and [share.target for share in held] == _starts([share.size for share in held]):
             subs, widths = [list(_split(size, ranks))], [size]
-        elif sum(widths) != size or self._of_subs(rule, widths) != tuple(map(joined, rule.shares)):
+        elif sum(widths) != size or of_subs() != tuple(map(joined, rule.shares)):
             raise self._unsupported(
                 f"{name} is cut in an order of its own, which does not say how {ranks} tensor-parallel ranks have it",
                 f"{len(rule.shares)} ranks",
@@ -203,16 +212,6 @@ class AffineMaps:
                 found=f"{list(widths)} in a shape of {rule.shape}",
             )
         return Rule(SLICED, rule.shape, rule.dim, shares_of(subs, ranks))
-
-    def _of_subs(self, rule: Rule, widths: Sequence[int]) -> Shares | None:
-        """Return the shares of the ranks that `rule` is for, if these are the widths of its sub-parameters."""
-        ranks, at = len(rule.shares), 0
-        subs: list[list[int]] = []
-        for width in widths:
-            inside = [[s.size for s in shares if at <= s.target < at + width] for shares in rule.shares]
-            subs.append([sum(sizes) for sizes in inside])
-            at += width
-        return shares_of(subs, ranks) if [sum(sub) for sub in subs] == list(widths) else None
 
     def node(self, names: Sequence[str], degree: int, cut: Callable[[str, Rule], Rule]) -> dict[str, object]:
         """Return the map of these parameters as DeepSpeed writes it, cut for so many ranks."""

@@ -138,36 +138,18 @@ def own_hyperparameters(members: Sequence[OptimizerShard], index: int) -> frozen
     return frozenset(key for key, value in group.items() if _is_each_own(key, value, index, members))
 
 
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """What model-parallel ranks have otherwise: each its own.
-
-    Parameters
-    ----------
-    groups : list of frozenset of str
-        For each param group, keys in it.
-    state : frozenset of str
-        Keys of state that is one value.
-    """
-
-    groups: Sequence[frozenset[str]] = ()
-    state: frozenset[str] = frozenset()
-
-
-def apart_between(firsts: Sequence[OptimizerShard]) -> Apart:
-    """Return what model-parallel ranks have otherwise, given of each the first file.
+def keys_apart(firsts: Sequence[OptimizerShard]) -> set[str]:
+    """Return the keys of single values that model-parallel ranks have otherwise, given of each the first file.
 
     A stage of a pipeline may have fewer groups than the first.
     """
-    count = len(firsts[0].groups)
-    groups = [own_hyperparameters([one for one in firsts if index < len(one.groups)], index) for index in range(count)]
     found = set()
     for index in range(len(firsts[0].scalars)):
         states = [one.scalars[index] for one in firsts if index < len(one.scalars)]
         for key in dict.fromkeys(key for state in states for key in state if key not in FOLLOWS_FROM_STEPS):
             if len({repr(_plain(state[key])) for state in states if key in state}) > 1:
                 found.add(key)
-    return Apart(groups, frozenset(found))
+    return found
 
 
 def _is_each_own(key: str, value: object, index: int, members: Sequence[OptimizerShard]) -> bool:

@@ -25,7 +25,7 @@ from zckpt.formats.deepspeed.auto_ep import common, router_names, with_layers
 from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
 from zckpt.formats.deepspeed.groups import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, frozen_weight
-from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
+from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model, section
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
@@ -510,10 +510,10 @@ def read_models(directory: Path) -> ModelFiles:
     ranks = [[read_model(shard) for shard in one] for one in by_rank.values()]
     for models in ranks if not whole else ():
         world = models[0].content.get("dp_world_size")
-        missing = missing_ranks(world if type(world) is int else len(models), [model.rank for model in models])
+        size = world if type(world) is int else len(models)
+        missing = missing_files("model files", size, [model.rank for model in models], models[0].path)
         if missing and models[0].frozen_fragments:  # only ranks with cut frozen parameters are needed
-            raise ShardError(f"model files are missing for {ranks_text(missing)}", path=models[0].path,
-                             expected=f"{world} ranks", code=MISSING_FILE)  # fmt: skip
+            raise missing
     return ModelFiles(ranks, not whole, [read_model(s) for s in shards if s.dp_rank is not None] if whole else [])
 
 
