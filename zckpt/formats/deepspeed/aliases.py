@@ -10,7 +10,7 @@ not by itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.shards import OptimizerShard
@@ -25,8 +25,11 @@ def aliases(member: OptimizerShard) -> dict[Place, Place]:
     """Return which state of a rank's file is one tensor with state that comes before it."""
     found: dict[Place, Place] = {}
     first: dict[tuple[object, ...], Place] = {}
-    for index, state in _states(member):
-        for key, value in state.items():
+    base = member.content.get("optimizer_state_dict" if member.stage == 3 else "base_optimizer_state")
+    states = base.get("state") if isinstance(base, dict) else base
+    numbered = states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, list) else ())
+    for index, state in numbered:
+        for key, value in state.items() if type(index) is int and isinstance(state, dict) else ():
             if isinstance(value, Tensor) and value.numel:
                 owner = first.setdefault(identity_of(value), (index, str(key)))
                 if owner != (index, str(key)):
@@ -43,15 +46,6 @@ def notes(members: Sequence[OptimizerShard], own: Collection[str]) -> list[str]:
         return []
     return [f"{listed(list(keys))} of the optimizer's state: one tensor under several keys, or of several groups; "
             f"DeepSpeed's files keep it one, other formats have one of each"]  # fmt: skip
-
-
-def _states(member: OptimizerShard) -> Iterator[tuple[int, Mapping[object, object]]]:
-    base = member.content.get("optimizer_state_dict" if member.stage == 3 else "base_optimizer_state")
-    states = base.get("state") if isinstance(base, dict) else base
-    numbered = states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, list) else ())
-    for index, state in numbered:
-        if type(index) is int and isinstance(state, dict):
-            yield index, state
 
 
 def joined(

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
@@ -39,8 +40,7 @@ FOLDING_KEY = "folding"
 SLICED_AS_WELL = "experts of AutoEP that AutoTP slices as well, which DeepSpeed's own converter refuses, too"
 
 
-@dataclass(frozen=True, slots=True)
-class AutoLayer:
+class AutoLayer(NamedTuple):
     """A layer of experts: the name before its weights, how many experts it has, over how many ranks, and its number."""
 
     prefix: str

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from zckpt.engine.computed import Computed
 from zckpt.formats.deepspeed.quantised import Moment, moments_of
@@ -37,8 +38,7 @@ SMALLEST_NUMEL = 4096
 """Elements of a tensor that torchao quantises, if they are whole blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(NamedTuple):
     """How a program keeps the moments of a param group.
 
     Parameters
@@ -141,8 +141,7 @@ class Codes:
         return new_storage(held[0].dtype, numel, contents)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """How the moments of a param group are made codes anew.
 
     Parameters

@@ -190,11 +190,8 @@ class _Optimizer(Numbered):
 
     @property
     def settings(self) -> list[object]:
-        """Hyperparameters and single values of each group, and its members where they are not each rank's own."""
-        return [
-            (group.hyperparameters, group.state, () if at in self.degrees else group.parameters)
-            for at, group in enumerate(self.groups)
-        ]
+        """Hyperparameters and single values of each group; its members, too, where none is of a rank's own experts."""
+        return [(g.hyperparameters, g.state, () if self.degrees else g.parameters) for g in self.groups]
 
     def copies(self, read: Mapping[str, Mapping[str, Slot]]) -> list[Duplicate]:
         """Return what it has of parameters that are read from another's file."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
@@ -36,8 +37,7 @@ from zckpt.torchfile import Tensor, TorchFile, plain
 DATA_FIRST = "use_data_before_expert_parallelism"
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """How expert ranks are numbered.
 
     Parameters
@@ -132,8 +132,7 @@ class Spread:
 Weights = dict[str, tuple[str, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertFiles:
+class ExpertFiles(NamedTuple):
     """The weights of experts, which lie in files of their own under their global names.
 
     Parameters

@@ -9,8 +9,8 @@ partition in a dict, torchao each in a tensor of a class of its own.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError, about, listed
@@ -25,8 +25,7 @@ from zckpt.torchfile import FromFile, MetaTensor
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """One moment of a partition: codes with their scales, or floats alone.
 
     Parameters

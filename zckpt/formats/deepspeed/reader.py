@@ -99,7 +99,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint, model, layers = files.checkpoint, files.models[0], bool(files.layers)
     with about(directory.path):
         ranks = list(files.ranks())
-    states, tp = [rank.state for rank in ranks], files.tp
+    states, tp = [rank.state for rank in ranks], files.degrees[1]
     info: Mapping[str, object] | None = given
     if given is None and not model.content.keys().isdisjoint((INFO_KEY, ARGUMENTS)):
         from zckpt.formats.deepspeed.gpt_model import known_rules
@@ -212,11 +212,6 @@ class _Files:
         """Stages of a pipeline, and tensor-parallel ranks."""
         return degrees(self._firsts(), self.directory.of(PIPELINE_LAYER))
 
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel ranks."""
-        return self.degrees[1]
-
     def _firsts(self) -> list[ModelShard]:
         """Return the first model file of each model-parallel rank."""
         return [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in self.mp_ranks]
@@ -224,7 +219,7 @@ class _Files:
     def ranks(self) -> Iterator[RankFiles]:
         """Yield the files and the state of each model-parallel rank."""
         check_models(self._firsts(), [model.mp_rank for model in self._firsts()], "mp_rank")
-        tp = self.tp
+        tp = self.degrees[1]
         shared = {alias: owner for model in self.models for alias, owner in (model.shared or {}).items()}
         if self.layers:
             self.models = with_shapes(self.models, self.optimizers, self.layers, tp)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from zckpt.errors import UsageError
 
@@ -27,8 +27,7 @@ MOST_LAYERS = 4096
 """A list of more layers than this is a slip; dealing them by weight takes the square of their number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """A layer as the training's `PipelineModule` gets it.
 
     Parameters

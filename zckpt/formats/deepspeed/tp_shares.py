@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError
@@ -48,8 +47,7 @@ Shares = tuple[tuple[Share, ...], ...]
 """By rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(NamedTuple):
     """How one parameter is put together.
 
     Parameters

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
@@ -354,8 +354,7 @@ def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
             yield read_at(descriptor, one.storage.offset, count, path=one.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`.
 
     `others` are the keys of tensors that are something else.
