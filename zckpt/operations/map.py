@@ -131,7 +131,6 @@ def map(  # noqa: A001  # the verb's name, as `open`
     paths = sorted({path for path in drawing.sources.values() if path is not None})
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     number = {path: index for index, path in enumerate(paths)}
-    none = [0] * len(chosen)
     lines: list[dict[str, object]] = []
     for row in order:
         files = rows.files[row]
@@ -140,7 +139,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
             "label": rows.label(row),
             "dp": files[0].dp_rank,
             "mp": files[0].mp_rank,
-            "held": drawing.held.get(row, none),
+            "held": drawing.held.get(row) or [0] * len(chosen),
             "padding": padded.get(row, 0),
             "file_nbytes": sum(file.nbytes for file in files),
             "paths": [SEVERAL if path is None else number.get(path, NONE) for path in held],
