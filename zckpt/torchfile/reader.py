@@ -29,7 +29,7 @@ from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, Unsu
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, open_range
-from zckpt.torchfile.archive import AlikeRecords, Record, has_checksums, read_archive
+from zckpt.torchfile.archive import AlikeRecords, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
 from zckpt.torchfile.trees import check_depth
@@ -171,10 +171,21 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> 
             expected=f"a record {f'{archive}/data.pkl'!r:.120}",
             found=f"{len(records)} records",
         )
-    byteorder = read_byteorder(source, records.get(f"{archive}/byteorder"))
+    byteorder, stated = "little", records.get(f"{archive}/byteorder")  # archives of torch before 2.1 state none
+    if stated is not None:
+        text = source.read(stated.offset - source.base, min(stated.nbytes, 16))
+        if text not in (b"little", b"big"):
+            raise DamagedFileError(f"record {stated.name!r}", expected="'little' or 'big'", found=f"{text!r}")
+        byteorder = text.decode()
     data = pickle_of(source, pickle.offset - source.base, pickle.nbytes, "data.pkl")
-    if has_checksums(records.values()):
-        check_record(data, "data.pkl", pickle.crc32)
+    if has_checksums(records.values()) and crc32(data) != pickle.crc32:
+        raise DamagedFileError(
+            "data.pkl is damaged",
+            expected=f"CRC-32 {pickle.crc32:08x}",
+            found=f"{crc32(data):08x}",
+            advice="copy the file again from where it came from",
+            code=CHECKSUM,
+        )
     digest = b""
     if known is not None and all(name.startswith(f"{archive}/") for name in records):
         places = [(name[len(archive) :], one.offset, one.nbytes) for name, one in records.items()]
@@ -225,29 +236,6 @@ def alike_file(
     """Return a file with the tree of another, whose records have the same places, all but some the same CRC-32."""
     records = AlikeRecords(file.records, filled, len(file.archive), archive, changed)
     return replace(file, path=source.path, nbytes=source.nbytes, records=records, archive=archive)
-
-
-def check_record(data: bytes, name: str, expected: int) -> None:
-    """Raise DamagedFileError unless a record that was read whole has the CRC-32 that the archive states for it."""
-    found = crc32(data)
-    if found != expected:
-        raise DamagedFileError(
-            f"{name} is damaged",
-            expected=f"CRC-32 {expected:08x}",
-            found=f"{found:08x}",
-            advice="copy the file again from where it came from",
-            code=CHECKSUM,
-        )
-
-
-def read_byteorder(source: FileRange, record: Record | None) -> str:
-    """Return the byte order that the archive states; archives of torch before 2.1 state none."""
-    if record is None:
-        return "little"
-    text = source.read(record.offset - source.base, min(record.nbytes, 16))
-    if text not in (b"little", b"big"):
-        raise DamagedFileError(f"record {record.name!r}", expected="'little' or 'big'", found=f"{text!r}")
-    return text.decode()
 
 
 def is_legacy(source: FileRange) -> bool:
