@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,8 @@ from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_ten
 from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.native.files import headers_shared
-from zckpt.naming import Naming
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.operations.options import Renaming, only, shares
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
@@ -33,9 +32,6 @@ from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.training.live import Everywhere, Live, everywhere_of, spread
 from zckpt.training.other_state import OtherState, read_other_state
 from zckpt.training.slices import TpRules, slices_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
@@ -79,7 +75,6 @@ class Restored:
     notes: list[str] = field(default_factory=list)
 
 
-@shares(Renaming)
 def load(
     path: str | os.PathLike[str],
     *,
@@ -92,11 +87,15 @@ def load(
     random_states: bool = True,
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
     dequantize: bool = False,
     tp_rules: TpRules = None,
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
-    **shared: Unpack[Renaming],
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
 
@@ -126,6 +125,9 @@ def load(
     names : sequence of str, optional
         Names of the parameters of the optimizer that was saved, in its order, for files that only number them; by
         default the order of `optimizer`, as in torch.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`: what the tensors of the checkpoint are called in this model, and how they are arranged.
+        The optimizer's state follows.
     dequantize : bool
         Take quantised state (8-bit of bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as the floats that it stands for,
         under the names that Adam has in torch.
@@ -136,7 +138,6 @@ def load(
         before anything is changed, weights before the optimizer is. What ranks read in parts they put together.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world, as of slices.
-    **shared
 
     Returns
     -------
@@ -154,7 +155,7 @@ def load(
     is_remote = workers_of(optimizer) is not None
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=ALONE if is_remote else "")
     place = place_of(path)
-    naming = Naming(**only(Renaming, shared))
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     if is_remote and (naming.changes or dequantize):
         raise UsageError(
             "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
