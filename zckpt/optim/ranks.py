@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,10 +20,12 @@ from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
 from zckpt.formats.survey import checksums_by_path
-from zckpt.operations.shared_target import SHARED, SharedTarget, shared_target
 from zckpt.state import Checkpoint
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.operations.shared_target import SharedTarget
 
 T = TypeVar("T")
 
@@ -272,6 +274,8 @@ def written_together(
     files that are called as in `last` are the first rank's, and come last. Raises TargetError: it exists, or cannot be
     written.
     """
+    from zckpt.operations.shared_target import shared_target  # what only loads does without
+
     with ExitStack() as stack:
 
         def opened() -> SharedTarget:
@@ -304,6 +308,8 @@ def read_together(partial: Path, ranks: Ranks) -> Iterator[Path]:
 
     Raises TargetError: a store cannot be written.
     """
+    from zckpt.operations.shared_target import SHARED
+
     shared = SHARED[partial]
     every = ranks.gather(shared.sent())
     ranks.of_first(lambda: shared.finish(every))
