@@ -39,7 +39,7 @@ KINDS = ("zero1", "zero2", "zero3", "own", "dcp")
 CONVERTED = {"own": "zckpt", "dcp": "dcp"}
 CONVERTED_FROM = 8
 VERBS = ("start", "floor", "open", "inspect", "reshard", "verify")
-ENDS = ("inspect", "map", "consolidate", "fingerprint", "strip", "restage", "diff", "universal", "deep")
+ENDS = ("inspect", "map", "consolidate", "fingerprint", "strip", "restage", "diff", "universal", "dcp", "deep")
 SAMPLED_S = 0.02
 WEIGHT_DECAY = 0.1
 
@@ -244,6 +244,7 @@ def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured
         "restage": lambda: measured(COMMAND, "reshard", path, restaged, *restage, "--quiet"),
         "diff": lambda: measured(COMMAND, "diff", path, restaged, "--quiet", "--json"),
         "universal": lambda: measured(COMMAND, "convert", path, f"{path}.out/u", "--to", "universal", "--quiet"),
+        "dcp": lambda: measured(COMMAND, "convert", path, f"{path}.out/dcp", "--to", "dcp", "--quiet"),
     }
 
 

@@ -195,7 +195,8 @@ class Plan:
     Parameters
     ----------
     files : collection of FilePlan
-        Those of thousands of ranks are not kept: each is planned in every iteration. Those of a few are.
+        Those of thousands of ranks are not kept: each is planned in every iteration. Those of a few are, until they
+        are written and there is a proof to come, which gets their memory.
     names : tuple of str
         Of the files.
     sources : frozenset of str
@@ -221,7 +222,7 @@ def plan(files: Iterable[TargetFile]) -> Plan:
     LayoutError: some element of a hole is covered by no span, or by more than one.
     """
     if not isinstance(files, Lazily):
-        return _summed(tuple(_planned(files)))
+        return _summed(list(_planned(files)))
     few: list[FilePlan] = []
     room = KEPT_NBYTES
 

@@ -55,6 +55,8 @@ class SlotsProof(Proof):
     def of(self, written: Path, companions: Sequence[Path], _files: Sequence[Path]) -> None:
         """Open what was written; raise LayoutError unless all is there."""
         laid = self.laid
+        if isinstance(laid.files, list):
+            laid.files.clear()  # they are written, and what was may be as large
         found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in self.checkpoint.tensors()])
         source, target = self.checkpoint, found
         if laid.in_floats:  # what each rank's codes stand for, as slots

@@ -104,6 +104,8 @@ def write_target(
             journal.check_sources()
         check_unchanged()
         if proof is not None:
+            if isinstance(plan.files, list):
+                plan.files.clear()
             proof.of(whole, companions, names)
     return checked
 

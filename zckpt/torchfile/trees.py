@@ -8,7 +8,7 @@ Answers are remembered by object; who recurses goes as deep as `check_depth` all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 
 from zckpt.errors import PickleError
 from zckpt.torchfile import nodes
@@ -22,6 +22,9 @@ LEAVES = frozenset(
     {str, int, float, bool, type(None), bytes, bytearray, complex, range, slice}
     | {*nodes.NAMES, nodes.Size, nodes.Storage, NumpyScalar}
 )
+
+SMALL = 64
+"""Things in a list or dict of leaves that are looked at again as fast as it is remembered that they are some."""
 
 _TEXT = frozenset({str})
 
@@ -165,14 +168,16 @@ def check_depth(root: object, heights: dict[int, int] | None = None, record: str
         for child in levels[-1]:
             known = heights.get(id(child))
             if known is None:
-                heights[id(child)] = 0  # being visited: a way back to it is a cycle
                 below = inner(child)
                 if below:
+                    heights[id(child)] = 0  # being visited: a way back to it is a cycle
                     open_nodes.append(child)
                     levels.append(iter(below))
                     highest.append(0)
                     break
-                heights[id(child)] = known = 1
+                known = 1
+                if not isinstance(child, Sized) or len(child) > SMALL:
+                    heights[id(child)] = known
             highest[-1] = max(highest[-1], known)
         else:
             height = highest.pop() + 1
