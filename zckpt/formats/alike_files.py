@@ -3,18 +3,16 @@
 Under ZeRO-3 every rank's model file has every name and shape, and a record for each tensor, all of them empty. Such a
 file costs as much to read as the whole model has names. Where all of a file's bytes are those of another, but for the
 archive's name, which each record's begins with, the checksums and the records' data, it gets the other's tree. Names
-have as many characters: the first file of another length is held against the others record by record. Of other files,
-those with the same pickle, and records in the same places, share a tree: ranks' optimizers, parameters of one shape.
+have as many characters. Of other files, those with the same pickle, and records in the same places, share a tree: the
+first of another length, ranks' optimizers, parameters of one shape.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from zckpt.errors import SourceError
-from zckpt.torchfile import FileRange, TorchFile, find_directory, open_range, read_archive, read_source
+from zckpt.torchfile import FileRange, TorchFile, find_directory, open_range, read_source
 
 if TYPE_CHECKING:
     from zckpt.formats.alike_patterns import Pattern
@@ -51,21 +49,13 @@ class AlikeReader:
                 return found
             count, start, size = find_directory(source)
             self._count += count
-            file = self._with_records(source, count) or read_source(source, self._known)
+            file = read_source(source, self._known)
             if count >= FEWEST_RECORDS and self._count >= ENOUGH_RECORDS:
                 from zckpt.formats.alike_patterns import Pattern
 
                 made = Pattern.of(source, file, start, size)
                 self._patterns = [*self._patterns[1 - MOST_PATTERNS :], made] if made is not None else self._patterns
             return file
-
-    def _with_records(self, source: FileRange, count: int) -> TorchFile | None:
-        if all(len(pattern.file.records) != count for pattern in self._patterns):
-            return None
-        with suppress(SourceError):  # which reading it says better
-            records = list(read_archive(source).values())
-            return next(filter(None, (one.match_records(source, records) for one in self._patterns)), None)
-        return None
 
     def _alike(self, source: FileRange) -> TorchFile | None:
         ranges: list[tuple[int, int]] = []

@@ -5,13 +5,11 @@ Apart from `alike_files` because it needs numpy, which is loaded when there are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from zckpt.storage.files import read_into
-from zckpt.torchfile import CENTRAL, LOCAL, FileRange, Record, TorchFile, alike_file
+from zckpt.torchfile import CENTRAL, LOCAL, FileRange, TorchFile, alike_file
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
@@ -40,9 +38,8 @@ class Pattern:
             return found
 
         self.data = read_ranges(source, self.ranges, bytearray())
-        starts = within(np.array([file.records[index].offset for index in kept])).tolist()
-        self.kept = {index: slice(at, at + file.records[index].nbytes) for index, at in zip(kept, starts, strict=True)}
-        self.begin = slice(starts[0], starts[0] + min(file.records[pickle].nbytes, CLOSE))
+        begin = int(within(np.array(file.records[pickle].offset)))
+        self.begin = slice(begin, begin + min(file.records[pickle].nbytes, CLOSE))
         self.free = np.zeros(len(self.data), bool)
         for low, high in set(data).difference(far):
             at = int(within(np.array(low)))
@@ -94,21 +91,6 @@ class Pattern:
             crcs = self._crcs(data)
             changed = {int(i): int(crcs[i]) for i in np.flatnonzero(crcs != self.crcs)}
         return alike_file(self.file, source, name[:-1].decode(), self.filled, changed)
-
-    def match_records(self, source: FileRange, records: Sequence[Record]) -> TorchFile | None:
-        """Return a file with this one's tree if it has the same pickle, and the same records in the same places.
-
-        Its archive's name may have any length.
-        """
-        own, archive = self.file.records, records[0].name.partition("/")[0]
-        expected = [(archive + one.name[len(self.root) - 1 :], one.offset, one.nbytes) for one in own]
-        if [(one.name, one.offset, one.nbytes) for one in records] != expected:
-            return None
-        changed = {index: one.crc32 for index, one in enumerate(records) if one.crc32 != own[index].crc32}
-        for index, part in self.kept.items():
-            if index in changed or source.read(own[index].offset, own[index].nbytes) != self.data[part]:
-                return None
-        return alike_file(self.file, source, archive, self.filled, changed)
 
     def _crcs(self, data: bytearray) -> Numbers:
         """Return the CRC-32s that a directory states."""
