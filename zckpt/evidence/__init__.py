@@ -3,27 +3,29 @@
 Formats bring what their files show: candidates with shapes, groups in their order, names that someone gave or that a
 program wrote down, rules of their own. It is known here when that is certain, and what to ask for where it is not.
 
-solver      names in an order of which some may be left out
+solver      which tensors may be trained, names in an order of which some may be left out, what is said of the rest
 modules     names whose order follows from the modules that they are in
 filling     names that fill a flat tensor
 order       the model's order, where someone says it
-trained     which tensors an optimizer could own at all
-unnamed     what is said where no name is certain
 """
 
 from __future__ import annotations
 
 from zckpt.evidence.filling import ways
-from zckpt.evidence.solver import Evidence, agree, orders_of, shown_shape
-from zckpt.evidence.trained import is_trainable, may_be_trained
-from zckpt.evidence.unnamed import (
+from zckpt.evidence.solver import (
     NAMES_ADVICE,
     NAMES_BY_STAGE_ADVICE,
     NAMES_OF_RANK_ADVICE,
+    Evidence,
+    agree,
+    is_trainable,
     keep_number,
+    may_be_trained,
     note_not_used,
     note_numbers,
+    orders_of,
     refuse_unnamed,
+    shown_shape,
 )
 
 __all__ = [

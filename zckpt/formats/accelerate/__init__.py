@@ -9,7 +9,6 @@ DIR/pytorch_model_fsdp.bin, optimizer.bin, pytorch_model_fsdp_1.bin ... FSDP, FU
 DIR/scheduler.bin, random_states_R.pkl, sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...     in each of them
 DIR/zckpt.pt                                                    what none of these has room for
 
-options     what is left to choose
 split       a checkpoint's models, each with its optimizer
 states      schedulers, random states, all that is carried
 writer      the files
@@ -17,16 +16,41 @@ writer      the files
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.accelerate.options import Options
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.options import option
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
+
+
+SHARDED, FULL = "sharded", "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to accelerate` can be given."""
+
+    fsdp: str | None = option(
+        str,
+        None,
+        "For FSDP with Accelerate's SHARDED_STATE_DICT or FULL_STATE_DICT. Default: for training without FSDP.",
+        choices=(SHARDED, FULL),
+    )
+    world_size: int | None = option(
+        int, None, "Files to spread a sharded model over; any number of ranks loads it. Default: 1.", metavar="N"
+    )
+    groups: str = option(
+        str,
+        "keep",
+        "Param groups: as SOURCE, or one of all parameters in the model's order.",
+        choices=("keep", "one"),
+    )
 
 
 def _is_own(name: str) -> bool:

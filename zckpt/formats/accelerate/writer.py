@@ -16,7 +16,7 @@ from typing import Any
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.accelerate.options import FULL, SHARDED
+from zckpt.formats.accelerate import FULL, SHARDED
 from zckpt.formats.accelerate.split import Parts, parts_of
 from zckpt.formats.accelerate.states import OWN as STATES
 from zckpt.formats.accelerate.states import state_files

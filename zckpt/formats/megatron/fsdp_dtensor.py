@@ -34,9 +34,6 @@ from zckpt.torchfile import Digests
 
 MODEL, META, STEP = "model", "param_to_group_meta", "step"
 
-Copies = list[tuple[str, str, TensorItem, TensorItem]]
-"""A parameter, a slot, and two tensors that are that."""
-
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the model's tensors as they are saved."""
 
@@ -60,12 +57,11 @@ def read(place: Place) -> Checkpoint:
     model = branch(tree.get(MODEL))
     if not model or not all(isinstance(item, TensorItem) for item in model.values()):
         raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(map(str, root))))
-    copies: Copies = []
     shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
     whole = _model(model)
     tree[MODEL] = whole
     if tree.get(OPTIMIZER) is not None:
-        optimizer = _optimizer(tree[OPTIMIZER], shapes, copies)
+        optimizer = _optimizer(tree[OPTIMIZER], shapes, checkpoint.duplicates)
         others = [str(name) for name in branch(optimizer[STATE]) or () if name not in whole]
         if others:
             raise LayoutError("the optimizer has state of what is no tensor of the model", found=listed(others))
@@ -74,8 +70,6 @@ def read(place: Place) -> Checkpoint:
     say_what_values_are(checkpoint, folders, rewritten=False)
     if lost:
         checkpoint.warnings.append(f"not carried, because they are in several pieces: {listed(lost)}")
-    for name, slot, copy, original in copies:
-        checkpoint.duplicates.append(Duplicate("parameter", name, name, copy.slot(slot), original.slot(slot), None))
     settle(checkpoint)
     for group in checkpoint.param_groups:
         if STEP in group.hyperparameters and STEP not in group.state:
@@ -118,7 +112,7 @@ def _whole(key: str, items: list[TensorItem]) -> TensorItem:
     return TensorItem(key, whole.dtype, whole.shape, whole.spans, None, items[0].path)
 
 
-def _optimizer(node: Node, shapes: Shapes, copies: Copies) -> dict[str | int, Node]:
+def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str | int, Node]:
     """Return an optimizer with groups in a list; of a chain of them, one that has all of their parameters."""
     content = branch(node) or {}
     several = [part for part in content.values() if META in (branch(part) or {})]
@@ -148,7 +142,7 @@ def _optimizer(node: Node, shapes: Shapes, copies: Copies) -> dict[str | int, No
     return {**others, STATE: state, GROUPS: listed_groups}
 
 
-def _state(state: Branch, shapes: Shapes, copies: Copies) -> dict[str | int, Node]:
+def _state(state: Branch, shapes: Shapes, copies: list[Duplicate]) -> dict[str | int, Node]:
     """Return the state of each parameter, by slot; `copies` gets what two parts of one have both."""
     names = _named(map(str, state))
     found: dict[str | int, Node] = {}
@@ -166,6 +160,7 @@ def _state(state: Branch, shapes: Shapes, copies: Copies) -> dict[str | int, Nod
                 own[slot] = _whole(f"{slot} of {one.key}", tensors)
             else:  # only the moments are cut, the rest is whole in both
                 own[slot] = tensors[0]
-                copies += [(one.key, str(slot), copy, tensors[0]) for copy in tensors[1:]]
+                first, *rest = (item.slot(str(slot)) for item in tensors)
+                copies += [Duplicate("parameter", one.key, one.key, copy, first) for copy in rest]
         found[one.key] = own
     return found
