@@ -155,7 +155,8 @@ def _moved(shape: Shape, grain: Shape, parts: Sequence[tuple[Move, Slot]]) -> Sl
     def spans(number: int) -> Sequence[Span]:
         sets = tuple((move, (slot.spans, *slot.replicas)[number]) for move, slot in parts)
         made = ViewSpans(grain, sets)
-        return made if any(isinstance(own, Spans) for _, own in sets) else tuple(made)
+        # An iterator: of the spans themselves `tuple` asks how many there are first, which takes a walk of its own.
+        return made if any(isinstance(own, Spans) for _, own in sets) else tuple(iter(made))
 
     every = [spans(number) for number in range(1 + len(first.replicas))] if math.prod(shape) else [()]
     return Slot(first.name, first.dtype, shape, every[0], tuple(every[1:]), None if grain == shape else grain)
