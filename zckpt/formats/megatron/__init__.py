@@ -48,7 +48,6 @@ from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
-from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -170,6 +169,8 @@ class Megatron(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Read `.metadata`, the headers of the items, and `common.pt`."""
+        from zckpt.state.inventory import IMPLIED, Claim
+
         place = found.place
         with about(place.path):
             checkpoint: Checkpoint = import_module(f"{__name__}.{READERS[place.kind]}").read(place)
