@@ -16,7 +16,7 @@ from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import option
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import is_file, read_head, read_whole
@@ -87,7 +87,7 @@ class RawTensors(Format):
         if (
             more
             or checkpoint.step is not None
-            or any(set(one.slots) - {WEIGHT, MASTER} for one in checkpoint.tensors())
+            or any(checkpoint.owner(one.name).slots.keys() != {WEIGHT} for one in checkpoint.tensors())
         ):
             raise UnsupportedError(
                 "raw tensors are a model only, and this is a training's state",

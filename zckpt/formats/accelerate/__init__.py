@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-SHARDED, FULL = "sharded", "full"
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to accelerate` can be given."""
@@ -40,7 +37,7 @@ class Options:
         str,
         None,
         "For FSDP with Accelerate's SHARDED_STATE_DICT or FULL_STATE_DICT. Default: for training without FSDP.",
-        choices=(SHARDED, FULL),
+        choices=("sharded", "full"),
     )
     world_size: int | None = option(
         int, None, "Files to spread a sharded model over; any number of ranks loads it. Default: 1.", metavar="N"

@@ -16,7 +16,6 @@ from typing import Any
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.accelerate import FULL, SHARDED
 from zckpt.formats.accelerate.split import Parts, parts_of
 from zckpt.formats.accelerate.states import OWN as STATES
 from zckpt.formats.accelerate.states import state_files
@@ -37,6 +36,7 @@ from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar
 
 MODEL, OPTIMIZER, FSDP_MODEL = "model", "optimizer", "pytorch_model_fsdp"
+SHARDED, FULL = "sharded", "full"
 
 DEFAULTS: dict[str, object] = {
     "foreach": None,

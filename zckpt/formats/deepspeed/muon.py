@@ -14,11 +14,14 @@ Source: DeepSpeed 0.19.8, `DeepSpeedZeroOptimizer._muon_momentum_buffer` and `_a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from zckpt.formats.deepspeed.flat import Partitions
 from zckpt.formats.deepspeed.shards import section
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Checkpoint, Duplicate, Extent, Slot
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.flat import Partitions
 
 MOMENTUM = "momentum_buffer"
 
