@@ -181,7 +181,7 @@ def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
 
 def is_cut_apart(tensors: Iterable[object], world_size: int) -> bool:
     """Tell whether a tensor is on a mesh of some of the ranks only."""
-    return any(isinstance(one, DTensor) and one.device_mesh.mesh.numel() < world_size for one in tensors)
+    return any(isinstance(one, DTensor) and one.device_mesh.size() < world_size for one in tensors)
 
 
 def _of_flat(model: torch.nn.Module) -> ModelState:
@@ -278,6 +278,8 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
         return None
     offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
     extent = Extent(offsets, sizes, 0, local.numel())
+    if not any(one.is_replicate() for one in tensor.placements):  # a mesh makes its table of ranks anew when asked
+        return Share(tuple(tensor.shape), extent, local, (world_rank(),))
     same = zip(tensor.device_mesh.get_coordinate() or (), tensor.placements, strict=True)  # along what is replicated
     ranks = tensor.device_mesh.mesh[tuple(slice(None) if one.is_replicate() else at for at, one in same)]
     return Share(tuple(tensor.shape), extent, local, tuple(sorted(ranks.flatten().tolist())))
