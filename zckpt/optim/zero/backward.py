@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zckpt.optim.param_groups import SHOWN, Group
@@ -43,13 +42,7 @@ class BackwardOptimizer(FlatOptimizer):
     is_attached = False
     """Whether gradients come in DDP's buckets."""
 
-    def __init__(
-        self,
-        params: Any,
-        optimizer_class: Callable[..., Optimizer],
-        process_group: dist.ProcessGroup | None,
-        defaults: dict[str, Any],
-    ) -> None:
+    def __init__(self, *given: Any) -> None:  # what ShardedOptimizer is given
         self._external_loss_scale: float | None = None
         self._local: dict[torch.Tensor, torch.Tensor] = {}
         self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
@@ -65,7 +58,7 @@ class BackwardOptimizer(FlatOptimizer):
         self._boundary: bool | None = None
         self._window_is_open = False
         self._failed = False
-        super().__init__(params, optimizer_class, process_group, defaults)
+        super().__init__(*given)
         self._reducer = Reducer(self, self._take)
         self._hook_all()
 
