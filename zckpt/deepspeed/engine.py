@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from zckpt.engine.tensors import dtype_name
-from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, listed
+from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, about, listed
 from zckpt.formats.deepspeed.in_place import Pipeline, Training
 from zckpt.formats.deepspeed.target import Unpartitioned
 from zckpt.formats.deepspeed.write_optimizer import FUSED, PLAIN, UNFUSED
@@ -146,7 +146,8 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
                 stateful = True
                 values = {**dict.fromkeys(sorted(keys), True), **of_ranks, **group.state, **one.state}
                 dim = 1 if flat else len(one.shape)
-                check_keys(optimizer, {**own, **group.hyperparameters}, name, dim, values, path=path)
+                with about(path):
+                    check_keys(optimizer, {**own, **group.hyperparameters}, name, dim, values)
         lacking = _lacking(optimizer, group.hyperparameters) if group.hyperparameters else []
         if lacking and not stateful:
             raise UsageError(

@@ -34,7 +34,7 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states import Restoring, Target
+from zckpt.optim.states import OptimizerState, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import bare
 from zckpt.state import MASTER
@@ -115,20 +115,20 @@ def load(
     ranks = Ranks(process_group_of(optimizer), purpose="" if workers_of(optimizer) is None else ALONE)
     checks = Checks()
 
-    def prepared() -> Restoring:
+    def prepared() -> OptimizerState:
         checkpoint = open_for(path, () if of_model is None else of_model.parameters, optimizers.order, names=names)
         if verify:
             find_checksums(checks, checkpoint, ranks)
-        [restoring] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
-        restoring.check()
-        return restoring
+        [state] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
+        state.check()
+        return state
 
     with watching(checks):
-        restoring = ranks.do(prepared)
-        ranks.do(restoring.read)
+        state = ranks.do(prepared)
+        ranks.do(state.read)
         check_together(checks, ranks, os.fspath(path))
-    ranks.do(restoring.take, spoiled=SPOILED)
-    ranks.do(restoring.share, spoiled=SPOILED)
+    ranks.do(state.take, spoiled=SPOILED)
+    ranks.do(state.share, spoiled=SPOILED)
 
 
 # --- opening

@@ -6,17 +6,14 @@ Parameters are given named or not, in groups or not, and are checked as torch ch
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zckpt.errors import UsageError
-from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.tensors import copied_like
-from zckpt.state import ParamGroup, number_of
 from zckpt.state.names import bare_names
 
 SHOWN = 4
@@ -250,46 +247,3 @@ def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.T
     """Return the name of each parameter of param groups."""
     pairs = zip(groups, names, strict=True)
     return {parameter: name for group, its in pairs for parameter, name in zip(group["params"], its, strict=True)}
-
-
-def group_hyperparameters(
-    checkpoint: OpenedCheckpoint,
-    groups: Sequence[ParamGroup],
-    names: Names,
-    path: str | os.PathLike[str],
-    *,
-    optional: Collection[str] = (),
-) -> list[dict[str, Any]]:
-    """Return the checkpoint's hyperparameters of each group.
-
-    Parameters
-    ----------
-    groups : sequence of ParamGroup
-        Its groups of this optimizer.
-    names : list of list of str
-        Of the optimizer's parameters that are trained.
-    optional : collection of str
-        Parameters of the optimizer that may be missing on either side, since they have no state.
-
-    Raises
-    ------
-    UsageError
-        The checkpoint has other param groups.
-    """
-    theirs = [group.parameters for group in groups]
-    if len(theirs) != len(names):
-        raise UsageError("other param groups than the optimizer's", path=path, expected=len(names), found=len(theirs))
-    for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
-        mine = {_owner_name(checkpoint, name) for name in ours}
-        only = sorted((mine ^ set(its)) - {_owner_name(checkpoint, name) for name in optional})
-        if only:
-            raise UsageError(
-                f"param group {index} has other parameters than the optimizer's",
-                path=path,
-                found=", ".join(only[:SHOWN]),
-            )
-    return [{key: number_of(value) for key, value in group.hyperparameters.items()} for group in groups]
-
-
-def _owner_name(checkpoint: OpenedCheckpoint, name: str) -> str:
-    return checkpoint.owner(name).name if name in checkpoint.parameters else name

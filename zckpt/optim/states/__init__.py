@@ -10,7 +10,7 @@ expected         which state a class of optimizers wants, known before anything 
 several          optimizers that are saved or loaded together
 values           what is no tensor of elements
 
-OptimizerState and Restoring, below, say who calls what, in which order, on which ranks.
+OptimizerState, below, says who calls what, in which order, on which ranks.
 
 Another optimizer is a module here, and a line in `STATES`.
 """
@@ -18,27 +18,24 @@ Another optimizer is a module here, and a line in `STATES`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.remainder import BESIDE
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members, check_named
-from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
+from zckpt.optim.param_groups import SHOWN, Group, Names, hyperparameters
 from zckpt.optim.ranks import Place
-from zckpt.optim.states.expected import check_keys
-from zckpt.optim.states.values import as_stored, as_torch, like, read_numbers
+from zckpt.optim.states.values import as_stored, like
 from zckpt.optim.tensors import Share
-from zckpt.state import Extent, Parameter, ParamGroup, Slot, number_of
+from zckpt.state import Parameter, ParamGroup, number_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -117,9 +114,16 @@ class OptimizerState(ABC):
     optimizer's own.
 
     To save, every rank calls `snapshot` together with the others, since an optimizer may have to ask other ranks, which
-    calls `groups`. To load, every rank calls `names`, opens the checkpoint, and calls `restore`
-    for a Restoring, which says what follows. Where the optimizer's parameters live on RPC workers (`is_remote`), only
-    their caller does all this, and each worker has an OptimizerState of its own parameters.
+    calls `groups`. To load, every rank calls `names`, opens the checkpoint, and calls, in this order:
+
+    restore  finds out what the optimizer needs of it, and makes room for that, in `prepare`
+    check    what can be known before is checked
+    read     elements are read into memory of their own: until here nothing has changed
+    take     the optimizer gets them, on this rank
+    share    ranks send each other what follows from it, when all have taken theirs
+
+    Where the optimizer's parameters live on RPC workers (`is_remote`), only their caller does all this, and each worker
+    has an OptimizerState of its own parameters.
 
     Parameters
     ----------
@@ -132,10 +136,17 @@ class OptimizerState(ABC):
         that the model has here.
     is_sliced : bool
         Whether who asks puts tensor-parallel slices together. Without that, an optimizer of slices refuses.
+    source : Source
+        What is loaded, from `restore` on.
+    settings : list of dict
+        The param groups that the optimizer will have.
+    reads : list of TensorRead
+        What will be read.
+    notes : list of str
+        What the checkpoint has not.
     """
 
     optimizer: Any
-    restoring: type[Restoring]
     called: Mapping[torch.Tensor, str] = {}
     """The names of the parameters that are here."""
 
@@ -143,6 +154,11 @@ class OptimizerState(ABC):
     writes: str | None = None
     renamed: Callable[[str], str] | None = None
     is_sliced = False
+
+    source: Source
+    settings: list[Group]
+    reads: list[TensorRead]
+    notes: list[str]
 
     @abstractmethod
     def names(self) -> Names:
@@ -152,6 +168,8 @@ class OptimizerState(ABC):
         """Yield each parameter's name, with what the optimizer has of it in its param groups."""
         for its, group in zip(self.names(), self.optimizer.param_groups, strict=True):
             yield from zip(its, group["params"], strict=True)
+
+    # --- saving
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups as a checkpoint has them, with the names of the parameters that may have state.
@@ -172,7 +190,17 @@ class OptimizerState(ABC):
         """Whether the optimizer may keep more than state by parameter and key."""
         return False
 
-    def restore(self, source: Source) -> Restoring:
+    def write(self, target: Target) -> None:
+        """Write another program's format; errors are those of `zckpt.optim.files.save`."""
+        raise UsageError(
+            f"{type(self.optimizer).__name__} is not written in another program's format",
+            path=target.path,
+            advice="save as zckpt, and use zckpt convert",
+        )
+
+    # --- loading
+
+    def restore(self, source: Source) -> None:
         """Find out what the optimizer needs of a checkpoint; nothing is read or changed yet.
 
         Raises
@@ -182,44 +210,17 @@ class OptimizerState(ABC):
         UnsupportedError
             State that the optimizer has no way to keep.
         """
-        return self.restoring(source, self)
-
-    def write(self, target: Target) -> None:
-        """Write another program's format; errors are those of `zckpt.optim.files.save`."""
-        raise UsageError(
-            f"{type(self.optimizer).__name__} is not written in another program's format",
-            path=target.path,
-            advice="save as zckpt, and use zckpt convert",
-        )
-
-
-class Restoring(ABC):
-    """A checkpoint's state on its way into one optimizer. Every rank calls the methods, in this order.
-
-    check   what can be known before is checked
-    read    elements are read into memory of their own: until here nothing has changed
-    take    the optimizer gets them, on this rank
-    share   ranks send each other what follows from it, when all have taken theirs
-
-    `groups` are the param groups that the optimizer will have, `reads` is what will be read, and `notes` say what the
-    checkpoint has not.
-    """
-
-    def __init__(self, source: Source, live: OptimizerState) -> None:
-        self.source, self.live, self.optimizer = source, live, live.optimizer
-        self.names = live.called
-        self.groups: list[Group] = []
-        self.reads: list[TensorRead] = []
-        self.notes: list[str] = []
-        if BESIDE in source.metadata and not live.keeps_beside:
-            self.leave_out(
-                UsageError(
-                    f"{type(self.optimizer).__name__} has no place for what was saved besides an optimizer's state",
-                    path=source.path,
-                    advice="give the optimizer that was saved, or strict=False",
+        self.source, self.settings, self.reads, self.notes = source, [], [], []
+        with about(source.path):
+            if BESIDE in source.metadata and not self.keeps_beside:
+                cls = type(self.optimizer).__name__
+                self.leave_out(
+                    UsageError(
+                        f"{cls} has no place for what was saved besides an optimizer's state",
+                        advice="give the optimizer that was saved, or strict=False",
+                    )
                 )
-            )
-        self.prepare()
+            self.prepare()
 
     def leave_out(self, error: UsageError) -> None:
         """Raise why something is not loaded, or note it where less than everything was asked for."""
@@ -251,16 +252,12 @@ class Restoring(ABC):
     def share(self) -> None:  # noqa: B027  # most optimizers have nothing to send
         """Bring what follows from it to all ranks."""
 
-    def owner(self, parameter: torch.Tensor) -> Parameter | None:
+    def owner(self, name: str, shape: tuple[int, ...], *, optional: bool) -> Parameter | None:
         """Return the checkpoint's parameter for one of the optimizer's; None if there is none and need not be.
 
-        Raises UsageError: there is none, or it has another shape.
+        `optional`: the optimizer has nothing of it. Raises UsageError: there is none, or it has another shape.
         """
-        return self.owner_of(self.names[parameter], tuple(parameter.shape), optional=not is_trained(parameter))
-
-    def owner_of(self, name: str, shape: tuple[int, ...], *, optional: bool) -> Parameter | None:
-        """Return the checkpoint's parameter of a name, as `owner` does; `optional` is one that has nothing trained."""
-        checkpoint, path = self.source.checkpoint, self.source.path
+        checkpoint = self.source.checkpoint
         there = name in checkpoint.parameters or name in checkpoint.buffers
         found = checkpoint.owner(name) if there else checkpoint.unnamed.get(name)
         if found is not None and found.shape == shape:
@@ -269,78 +266,46 @@ class Restoring(ABC):
         if not self.source.strict or (found is None and (listed or optional)):
             return None
         if found is None:
-            raise UsageError(f"the checkpoint has no parameter {name}", path=path)
-        raise UsageError(f"{name} has another shape", path=path, expected=shape, found=found.shape)
+            raise UsageError(f"the checkpoint has no parameter {name}")
+        raise UsageError(f"{name} has another shape", expected=shape, found=found.shape)
 
     def untrained(self) -> set[str]:
         """Return the names of the parameters that the optimizer has nothing of."""
-        return {name for parameter, name in self.names.items() if not is_trained(parameter)}
+        return {name for parameter, name in self.called.items() if not is_trained(parameter)}
 
     def hyperparameters(self, names: Names) -> list[Group]:
         """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
 
-        Raises UsageError: the checkpoint has other param groups.
+        `names`: of the parameters that are trained. Raises UsageError: the checkpoint has other param groups.
         """
-        source = self.source
         try:
-            found = group_hyperparameters(
-                source.checkpoint, source.param_groups, names, source.path, optional=self.untrained() | source.elsewhere
-            )
+            self._check_groups(names)
         except UsageError as error:
-            if source.strict:
+            if self.source.strict:
                 raise
             self.notes.append(f"hyperparameters stay as they are: {error}")
             return [{} for _ in names]
         return [
-            {key: like(value, ours.get(key)) for key, value in its.items()}
-            for its, ours in zip(found, self.optimizer.param_groups, strict=True)
+            {key: like(number_of(value), ours.get(key)) for key, value in its.hyperparameters.items()}
+            for its, ours in zip(self.source.param_groups, self.optimizer.param_groups, strict=True)
         ]
 
-    def flat_state(
-        self,
-        holder: Optimizer,
-        group: Group,
-        owners: Mapping[str, Parameter | None],
-        parts: Sequence[tuple[int, Extent, int]],
-        of: torch.Tensor,
-        advice: str | None = None,
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return room for the state of a flat tensor with elements of many parameters, and names of those without.
-
-        A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no
-        slot is one value for all. `holder` is the optimizer that will have it, under the settings of `group`; `parts`
-        say which extent of which parameter begins at which element. Raises UsageError: it cannot be one's.
-        """
-        checkpoint, path, every = self.source.checkpoint, self.source.path, list(owners.values())
-        held = [{} if one is None else parameter_values(checkpoint, one) for one in every]
-        read_numbers(held, every)
-        for name, values in zip(owners, held, strict=True):
-            check_keys(holder, group, name, of.dim(), values, path=path)
-        state: dict[str, Any] = {}
-        for key in dict.fromkeys(key for values in held for key in values):
-            found = [values[key] for values in held if key in values]
-            slots = [one for one in found if isinstance(one, Slot)]
-            kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
-            if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
+    def _check_groups(self, names: Names) -> None:
+        """Refuse other param groups than the optimizer's; what has no state may be missing on either side."""
+        source = self.source
+        theirs, optional = source.param_groups, self._owners(self.untrained() | source.elsewhere)
+        if len(theirs) != len(names):
+            raise UsageError("other param groups than the optimizer's", expected=len(names), found=len(theirs))
+        for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
+            only = sorted((self._owners(ours) ^ set(its.parameters)) - optional)
+            if only:
                 raise UsageError(
-                    f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
-                    path=path,
-                    found=", ".join(sorted({str(one) for one in kinds})),
-                    advice=advice,
+                    f"param group {index} has other parameters than the optimizer's", found=", ".join(only[:SHOWN])
                 )
-            if not slots:
-                with about(path):
-                    state[key] = as_torch(found[0])
-                continue
-            dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
-            state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
-            for number, extent, start in parts:
-                slot, owner = held[number].get(key), every[number]
-                if owner is not None and isinstance(slot, Slot):
-                    if slot.shape != owner.shape:
-                        raise UsageError(f"{key} of {owner.name} is not one value for each element", path=path)
-                    self.reads.append(TensorRead(slot, extent, state[key].view(-1)[start : start + extent.numel]))
-        return state, [name for name, values in zip(owners, held, strict=True) if not values]
+
+    def _owners(self, names: Iterable[str]) -> set[str]:
+        checkpoint = self.source.checkpoint
+        return {checkpoint.owner(name).name if name in checkpoint.parameters else name for name in names}
 
 
 def is_trained(parameter: torch.Tensor) -> bool:

@@ -97,23 +97,21 @@ class Declared:
                 advice="save the model alone, and the optimizer's state_dict() with torch.save",
             )
 
-    def kept(self, node: object, names: Names, path: str) -> Beside:
+    def kept(self, node: object, names: Names) -> Beside:
         """Return what a checkpoint has beside. Raises UsageError: it is another class's, or of another order."""
         tree, cls = value_of(node), type(self.optimizer).__name__
         if not _is_tree(tree):
-            raise DamagedFileError(f"unreadable {BESIDE}", path=path, expected="what zckpt.save writes under this key")
+            raise DamagedFileError(f"unreadable {BESIDE}", expected="what zckpt.save writes under this key")
         found = Beside(tree["at"], tree["keys"], tree["parameters"], tree["groups"], tree["rest"])
         strange = [] if tree["class"] == cls else [key for key in found.rest if key not in self.beside.rest]
         if strange or (tree["class"] != cls and list(self.beside.at or ()) != found.at):
             raise UsageError(
                 f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class']} kept beside state",
-                path=path,
                 advice="give the optimizer that was saved, or strict=False",
             )
         if tree["names"] != names:
             raise UsageError(
                 f"what {cls} keeps by numbers of parameters is of others, or of another order",
-                path=path,
                 expected=listed([name for its in tree["names"] for name in its]),
                 found=listed([name for its in names for name in its]),
                 advice="make the optimizer as it was saved, or give strict=False",

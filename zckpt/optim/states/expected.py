@@ -92,9 +92,7 @@ def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
     return Wanted(frozenset(required), frozenset(rule.optional.split()))
 
 
-def check_keys(
-    optimizer: Optimizer, group: Group, name: str, dim: int, values: Mapping[str, object], *, path: str
-) -> None:
+def check_keys(optimizer: Optimizer, group: Group, name: str, dim: int, values: Mapping[str, object]) -> None:
     """Raise UsageError if an optimizer cannot go on with the state that a checkpoint has of a parameter.
 
     `dim`: as for `wanted`; `values`: by key. No state at all is none that is wrong: the optimizer makes it in the next
@@ -107,15 +105,12 @@ def check_keys(
     usable = its.required | its.optional
     if its.required <= set(found) and not usable.isdisjoint(found):
         return
-    raise _another(optimizer, name, found, path, expected=listed(sorted(usable)))
+    raise _another(optimizer, name, found, expected=listed(sorted(usable)))
 
 
-def _another(
-    optimizer: Optimizer, name: str, found: Collection[str], path: str, *, expected: str | None = None
-) -> UsageError:
+def _another(optimizer: Optimizer, name: str, found: Collection[str], *, expected: str) -> UsageError:
     return UsageError(
         f"the state of {name} is not one that {type(optimizer).__name__} goes on with",
-        path=path,
         expected=expected,
         found=listed(list(found)),
         advice="give the optimizer that was saved, or load the model alone",
@@ -138,7 +133,6 @@ def rehearse(
     state: Mapping[torch.Tensor, Mapping[str, Any]],
     settings: Sequence[Group],
     called: Mapping[torch.Tensor, str],
-    path: str,
     beside: Beside,
 ) -> None:
     """Raise UsageError if an optimizer's `load_state_dict` fails, which is called on a copy.
@@ -183,7 +177,7 @@ def rehearse(
         keys = list(dict.fromkeys(key for its in given.values() for key in its))
         why = f"its load_state_dict raises {type(error).__name__}: {error}"
         name = next((called[one] for one in state if one in called), "its parameters")
-        raise _another(optimizer, name, keys, path, expected=why) from error
+        raise _another(optimizer, name, keys, expected=why) from error
 
 
 def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

@@ -16,35 +16,8 @@ from zckpt.errors import UnsupportedError
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Group
 from zckpt.optim.states import Snapshot, is_trained
-from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.tensors import Share
-
-
-class FlatRestoring(ByParameterRestoring):
-    """A checkpoint's state on its way into an optimizer of parameters in FullyShardedDataParallel."""
-
-    live: FlatState
-
-    def untrained(self) -> set[str]:
-        """Return the names of the parameters that no rank has anything of."""
-        members = self.live.held
-        plain = {name for tensor, name in self.names.items() if tensor not in members and not is_trained(tensor)}
-        return plain | {name for every in members.values() for name, one in every if not one.is_trained}
-
-    def _add(self, number: int, parameter: torch.Tensor, group: Group) -> None:
-        if parameter not in self.live.held:
-            super()._add(number, parameter, group)
-            return
-        its = self.live.held[parameter]
-        owners = {name: self.owner_of(name, tuple(one.shape), optional=not one.is_trained) for name, one in its}
-        if not parameter.numel() and any(one.shape.numel() for _, one in its):
-            return  # other ranks have its elements, and torch has no state of it here
-        parts = [(at, one.extent, one.offset) for at, (_, one) in enumerate(its) if one.extent and one.extent.numel]
-        advice = "wrap with use_orig_params=True"
-        state, without = self.flat_state(self.holder, group, owners, parts, parameter, advice)
-        self.notes += [f"no state of {name}" for name in without]
-        if state:
-            self.state[number] = state
 
 
 class FlatState(ByParameter):
@@ -53,8 +26,6 @@ class FlatState(ByParameter):
     Where one tensor stands for many parameters, those of a param group are in the model's order, as they are in an
     optimizer of the bare model.
     """
-
-    restoring = FlatRestoring
 
     def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> None:
         firsts = {tensor: every[0][0] for tensor, every in members.held.items()}
@@ -89,3 +60,26 @@ class FlatState(ByParameter):
 
     def _has(self, parameter: torch.Tensor) -> bool:
         return parameter.numel() > 0 or all(not one.shape.numel() for _, one in self.held.get(parameter, ()))
+
+    # --- loading
+
+    def untrained(self) -> set[str]:
+        """Return the names of the parameters that no rank has anything of."""
+        members = self.held
+        plain = {name for tensor, name in self.called.items() if tensor not in members and not is_trained(tensor)}
+        return plain | {name for every in members.values() for name, one in every if not one.is_trained}
+
+    def _add(self, number: int, parameter: torch.Tensor, group: Group) -> None:
+        if parameter not in self.held:
+            super()._add(number, parameter, group)
+            return
+        its = self.held[parameter]
+        owners = {name: self.owner(name, tuple(one.shape), optional=not one.is_trained) for name, one in its}
+        if not parameter.numel() and any(one.shape.numel() for _, one in its):
+            return  # other ranks have its elements, and torch has no state of it here
+        parts = [(at, one.extent, one.offset) for at, (_, one) in enumerate(its) if one.extent and one.extent.numel]
+        advice = "wrap with use_orig_params=True"
+        state, without = self.flat_state(group, owners, parts, parameter, advice)
+        self.notes += [f"no state of {name}" for name in without]
+        if state:
+            self.loaded[number] = state

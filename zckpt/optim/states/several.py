@@ -22,7 +22,7 @@ from zckpt.formats.remainder import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
-from zckpt.optim.states import OptimizerState, Restoring, Snapshot, Source, state_class, state_of, unwrapped
+from zckpt.optim.states import OptimizerState, Snapshot, Source, state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.state import ParamGroup
 from zckpt.torchfile import FromFile, node_of
@@ -131,19 +131,19 @@ class Optimizers:
         strict: bool = True,
         everywhere: Collection[str] = (),
         called: Sequence[str] = (),
-    ) -> list[Restoring]:
-        """Find out what each optimizer needs of a checkpoint; nothing is read or changed yet.
+    ) -> list[OptimizerState]:
+        """Let each optimizer find out what it needs of a checkpoint; return those that need something of it.
 
         `everywhere`: of a model in parts, all parameters that some rank's optimizers have; `called`: names of
         optimizers that some rank has. Raises UsageError: the checkpoint has another number of optimizers, other names
         of them, or other parameters; UnsupportedError: state that an optimizer has no way to keep.
         """
-        found = []
+        found: list[OptimizerState] = []
         for name, (groups, metadata) in self._each(checkpoint, path, called, strict=strict).items():
             its = self.states[name]
             elsewhere = frozenset(everywhere).difference(*its.names())
-            source = Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere)
-            found.append(its.restore(source))
+            its.restore(Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere))
+            found.append(its)
         return found
 
     @property

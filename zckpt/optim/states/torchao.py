@@ -24,7 +24,7 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.torch_files.tensors import TORCHAO
 from zckpt.formats.torch_files.torchao import CLASSES, PACKED, Quantised, is_quantised, quantised, slots_of
 from zckpt.optim.states import Snapshot
-from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, Slot
 
@@ -141,8 +141,38 @@ class _Anew:
     floats: torch.Tensor
 
 
-class TorchaoRestoring(ByParameterRestoring):
-    """A checkpoint's state on its way into one of torchao's optimizers."""
+class TorchaoState(ByParameter):
+    """The state of one of torchao's optimizers."""
+
+    def _shares(
+        self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot
+    ) -> dict[str, Share]:
+        optimizer: Any = self.optimizer
+        local, ranges, share = _local(value), ranges_of(parameter), share_of(parameter, name)
+        here = _is_codes(local)
+        block = local.block_size if here else optimizer.block_size
+        starts = [start for start, count in ranges or () if _is_quantised(count, block)]
+        if here and not starts:
+            raise _not_cut(f"{key} of {name}", block)
+        has_floats = not here and share is not None and _is_quantised(share.extent.numel, block)
+        if not starts or has_floats:  # who has loaded floats has them on all ranks
+            return super()._shares(name, parameter, key, value, found)
+        if any(start % block for start in starts):
+            raise _not_cut(f"{key} of {name}", block)
+        floats: list[Range] = []
+        for start, count in ranges or ():
+            if _is_quantised(count, block) or not count:
+                continue
+            if floats and sum(floats[-1]) == start:
+                floats[-1] = floats[-1][0], floats[-1][1] + count
+            else:
+                floats.append((start, count))
+        blank = local if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
+        told = {TORCHAO: type(blank).__name__, "block": block, "floats": [list(one) for one in floats]}
+        found.values.setdefault(name, {})[key] = told
+        return _pieces(key, parameter, local, blank, floats)
+
+    # --- loading
 
     def prepare(self) -> None:
         """Make room for the state."""
@@ -186,7 +216,6 @@ class TorchaoRestoring(ByParameterRestoring):
         if (its.cls, its.block) != (type(local).__name__, block) or start % block:
             raise UnsupportedError(
                 f"{key} of {owner.name} is quantised in other blocks than the optimizer has on this rank",
-                path=self.source.path,
                 expected=f"{type(local).__name__}, blocks of {block}, from element {start} on",
                 found=f"{its.cls}, blocks of {its.block}",
                 advice=ADVICE,
@@ -226,37 +255,3 @@ class TorchaoRestoring(ByParameterRestoring):
             one.state.codes.view(-1)[first:last].copy_(made.codes.view(-1))
             one.state.scale[one.block : one.block + count].copy_(made.scale)
         self.anew.clear()
-
-
-class TorchaoState(ByParameter):
-    """The state of one of torchao's optimizers."""
-
-    restoring = TorchaoRestoring
-
-    def _shares(
-        self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot
-    ) -> dict[str, Share]:
-        optimizer: Any = self.optimizer
-        local, ranges, share = _local(value), ranges_of(parameter), share_of(parameter, name)
-        here = _is_codes(local)
-        block = local.block_size if here else optimizer.block_size
-        starts = [start for start, count in ranges or () if _is_quantised(count, block)]
-        if here and not starts:
-            raise _not_cut(f"{key} of {name}", block)
-        has_floats = not here and share is not None and _is_quantised(share.extent.numel, block)
-        if not starts or has_floats:  # who has loaded floats has them on all ranks
-            return super()._shares(name, parameter, key, value, found)
-        if any(start % block for start in starts):
-            raise _not_cut(f"{key} of {name}", block)
-        floats: list[Range] = []
-        for start, count in ranges or ():
-            if _is_quantised(count, block) or not count:
-                continue
-            if floats and sum(floats[-1]) == start:
-                floats[-1] = floats[-1][0], floats[-1][1] + count
-            else:
-                floats.append((start, count))
-        blank = local if here else optimizer._subclass_zeros(torch.empty(block), key == SIGNED, block)
-        told = {TORCHAO: type(blank).__name__, "block": block, "floats": [list(one) for one in floats]}
-        found.values.setdefault(name, {})[key] = told
-        return _pieces(key, parameter, local, blank, floats)

@@ -21,11 +21,11 @@ from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
-from zckpt.optim.param_groups import Names, group_hyperparameters, sync
+from zckpt.optim.param_groups import Names, sync
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import OptimizerState, Restoring, Snapshot, Source, Target
+from zckpt.optim.states import OptimizerState, Snapshot, Source, Target
 from zckpt.optim.states.beside import declared
-from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.tensors import Bare, bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
@@ -79,17 +79,13 @@ class ZeroRedundancyState(PerRank):
                 write(_metadata(target, optimizer.world_size, names) | about, partial / METADATA_NAME)
 
 
-class _TorchRestoring(ByParameterRestoring):
-    def take(self) -> None:
-        """Give the optimizer what was read, and nothing else."""
-        self.live.local.state.clear()
-        super().take()
-
-
 class TorchState(PerRank):
     """The state of torch's class, which keeps what it had of a parameter that a state dict says nothing of."""
 
-    restoring = _TorchRestoring
+    def take(self) -> None:
+        """Give the optimizer what was read, and nothing else."""
+        self.local.state.clear()
+        super().take()
 
 
 # --- the directory
@@ -124,34 +120,11 @@ def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 # --- RPC workers
 
 
-class WorkersRestoring(Restoring):
-    """A checkpoint's state on its way into the workers of an optimizer."""
-
-    def prepare(self) -> None:
-        """Compare the param groups with the checkpoint's."""
-        source = self.source
-        self.groups = group_hyperparameters(source.checkpoint, source.param_groups, self.live.names(), source.path)
-
-    def read(self) -> None:
-        """Let each worker read the state of its parameters into memory of its own."""
-        checks, source = watched_by(), self.source
-        given = source.path, self.live.names(), source.tag, source.listed, checks.find is not None
-        for parts in self.optimizer.call(_read, *given):
-            for one, seen in parts:
-                checks.take_over(one, seen)
-
-    def take(self) -> None:
-        """Let each worker take what it has read, and take the hyperparameters here."""
-        self.optimizer.call(_take)
-        sync(self.groups, self.optimizer.param_groups)
-
-
 class WorkersState(OptimizerState):
     """The state of a DistributedOptimizer, whose workers have it all."""
 
     is_remote = True
     writes = "zero-redundancy"
-    restoring = WorkersRestoring
 
     def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
         del known  # of tensors of this process
@@ -183,6 +156,23 @@ class WorkersState(OptimizerState):
             ]
             torch.save(_metadata(target, len(held), names, held=held), partial / METADATA_NAME)
 
+    def prepare(self) -> None:
+        """Compare the param groups with the checkpoint's."""
+        self.settings = self.hyperparameters(self.names())
+
+    def read(self) -> None:
+        """Let each worker read the state of its parameters into memory of its own."""
+        checks, source = watched_by(), self.source
+        given = source.path, self.names(), source.tag, source.listed, checks.find is not None
+        for parts in self.optimizer.call(_read, *given):
+            for one, seen in parts:
+                checks.take_over(one, seen)
+
+    def take(self) -> None:
+        """Let each worker take what it has read, and take the hyperparameters here."""
+        self.optimizer.call(_take)
+        sync(self.settings, self.optimizer.param_groups)
+
 
 def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[int]]:
     """Write a worker's files; return the numbers of its parameters by group."""
@@ -202,10 +192,11 @@ def _read(
     checks.find = checksums_by_path([checkpoint]) if verify else None
     state = ByParameter(local.optimizer, {})
     elsewhere = frozenset(name for names in order for name in names).difference(*state.names())
-    local.waiting = state.restore(Source(checkpoint, path, checkpoint.param_groups, {}, elsewhere=elsewhere))
-    local.waiting.check()
+    state.restore(Source(checkpoint, path, checkpoint.param_groups, {}, elsewhere=elsewhere))
+    state.check()
     with watching(checks):
-        local.waiting.read()
+        state.read()
+    local.waiting = state
     checks.refuse()
     return checks.hand_over()
 
