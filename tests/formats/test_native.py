@@ -34,17 +34,17 @@ from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.native import rank_file as ranks
-from zckpt.formats.native.document import Members, encode, read_document
+from zckpt.formats.native.document import encode, read_document
 from zckpt.formats.native.files import is_native, is_own, rank_name
-from zckpt.formats.native.layouts import LARGE, Cut, Headers, Layouts, Order, PieceSpans, Table
+from zckpt.formats.native.layouts import LARGE, Cut, Layouts, PieceSpans, Table, offsets_in, spans_of, summed
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
-from zckpt.formats.native.reader import NAMES, Reading, check_digests, headers_shared, read
-from zckpt.formats.native.writer import Placed, describe, lay_out, lay_out_document, members_of
+from zckpt.formats.native.reader import Reading, check_digests, headers_shared, read
+from zckpt.formats.native.writer import Placed, describe, lay_out, lay_out_document, place
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
-from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.boxes import bounds
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.partition import even_extents
@@ -469,17 +469,12 @@ def test_boxes_and_ranges_of_any_layout_are_read(
         {"file": n, "offsets": list(e.offsets), "sizes": list(e.sizes), "start": e.start, "numel": e.numel}
         for n, e in enumerate(extents)
     ]
-    cut = Cut("weight", "weight/x", dtype, shape, 0)
-    found = Layouts([pieces], len(files)).pieces(cut)
-    order = Order([ranks.listed(file) for file in files], identity, [(cut, found)])
-    assert order.is_proven
-    both = zip(found, order.offsets(cut, found), Headers(opened).offsets(cut, found), strict=True)
+    cut = Cut("weight", "weight/x", dtype, shape, Layouts([pieces], len(files)).pieces(0, "weight/x", shape))
+    where = summed([ranks.listed(file) for file in files], identity, [cut])
+    assert where is not None
+    both = zip(cut.pieces, where[cut.key], offsets_in(opened, [cut])[cut.key], strict=True)
     assert all(computed == read or not extent.numel for (_, extent), computed, read in both)
-    spans = tuple(
-        Span(extent, opened[file].path, offset, dtype)
-        for (file, extent), offset in zip(found, order.offsets(cut, found), strict=True)
-        if extent.numel
-    )
+    spans = spans_of(cut, where, [file.path for file in opened])
     assert read_slot(replace(slot, spans=spans)).tobytes() == read_slot(slot).tobytes()
 
 
@@ -583,12 +578,12 @@ def test_table_of_kinds_says_the_same_as_sums_one_by_one(name: str, world_size: 
     reading = reading_of(written(open_checkpoint(FIXTURES / name), tmp_path / "native", world_size))
     table = Table(reading.listed, reading.cuts)
     assert table.is_proven
-    for cut, pieces in reading.cuts:
-        expected, found = reading.offsets.spans(cut, pieces, reading.paths), table.spans(cut, pieces, reading.paths)
+    for cut in reading.cuts:
+        expected, found = spans_of(cut, reading.where, reading.paths), spans_of(cut, table, reading.paths)
         assert isinstance(found, PieceSpans)
         assert found == expected
         assert tuple(found[n] for n in range(len(found))) == tuple(expected) == found[:]
-        assert table.offsets(cut, pieces) == reading.offsets.offsets(cut, pieces)
+        assert tuple(table[cut.key][file] for file, _ in cut.pieces) == reading.where[cut.key]
         for span in expected:
             low, high = bounds(span.extent, cut.shape)
             assert span in found.reaching(low, high)
@@ -598,7 +593,7 @@ def test_table_of_kinds_says_the_same_as_sums_one_by_one(name: str, world_size: 
 
 def reading_of(directory: Path) -> Reading:
     document, nbytes = read_document(directory)
-    return Reading(directory, Members(document, "document", NAMES), nbytes, headers=False)
+    return Reading(directory, document, nbytes, headers=False)
 
 
 def test_many_slots_by_many_files_have_no_object_for_each(tmp_path: Path) -> None:
@@ -621,7 +616,7 @@ def test_many_slots_by_many_files_have_no_object_for_each(tmp_path: Path) -> Non
             data = memoryview(values[name][rank * each : (rank + 1) * each]).cast("B")
             entries.append(ranks.slot_entry(one.key, one.slot, one.pieces[rank][1], data))
         files.append(ranks.lay_out(rank_name(rank, count), entries, "0" * 32))
-    members = members_of(checkpoint, describe(checkpoint), placed)
+    members = place(checkpoint, describe(checkpoint)[0], placed)
     document = lay_out_document(members, "0" * 32, [ranks.listed(file) for file in files])
     write_directory(plan([*files, document]), tmp_path / "native")
     found = read(tmp_path / "native")

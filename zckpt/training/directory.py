@@ -20,7 +20,7 @@ from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, ran
 from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
-from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, place
 from zckpt.formats.remainder import BESIDE
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
@@ -189,7 +189,7 @@ def of_first(
 
 def storage_entries(checkpoint: Checkpoint, values: Values) -> list[Entry]:
     """Return the bytes of the storages that a checkpoint's metadata, which are nodes of these values, mention."""
-    storages = describe(checkpoint).storages
+    _, storages = describe(checkpoint)
     return [_storage_entry(storage_key(number), values.memory[one.storage]) for number, one in enumerate(storages)]
 
 
@@ -246,7 +246,8 @@ def write_document(
             if len(names) != 1:
                 raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")
             placed.append(Placed(slot.name, names.pop(), slot, tuple((file, one.extent) for file, one in pieces)))
-    write_laid_out(members_of(checkpoint, describe(checkpoint), placed), identity, files, directory)
+    members, _ = describe(checkpoint)
+    write_laid_out(place(checkpoint, members, placed), identity, files, directory)
 
 
 def write_laid_out(members: Mapping[str, object], identity: str, files: Sequence[Listed], directory: Path) -> None:

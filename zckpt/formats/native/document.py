@@ -18,16 +18,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import zlib
+from base64 import b64decode
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any
 
 from zckpt.codes import CHECKSUM, MISSING_FILE
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, rank_files
-from zckpt.formats.native.node_kinds import Json
 from zckpt.state.dtypes import DTYPES
 from zckpt.storage.files import read_whole
 from zckpt.torchfile import MAX_DIMENSIONS, MAX_ELEMENTS, brief
@@ -45,10 +46,9 @@ MAX_DIGITS = 20
 SHOWN = 60
 """Characters of what is found in a member, in a message."""
 
-T = TypeVar("T")
+Json = Any
+"""What `json.loads` makes of a document, or of a part of one."""
 
-_MISSING: Json = object()
-_CRC32 = re.compile("[0-9a-f]{8}")
 _END = b',\n"crc32":"%08x"}\n'
 _MARK = b',\n"crc32":"'
 
@@ -163,87 +163,74 @@ def wrong(what: str, expected: str, found: object) -> DamagedFileError:
     return DamagedFileError(f"unreadable {what}", expected=expected, found=brief(found, SHOWN))
 
 
-def read_sizes(found: object, what: str) -> tuple[int, ...]:
-    """Return a shape, strides or offsets. Raises DamagedFileError: it is something else."""
-    if type(found) is not list or len(found) > MAX_DIMENSIONS:
-        raise wrong(what, f"at most {MAX_DIMENSIONS} integers", found)
-    if not all(type(size) is int and 0 <= size <= MAX_ELEMENTS for size in found):
-        raise wrong(what, "integers from 0 to 2**63-1", found)
-    return tuple(found)
+class Form(Enum):
+    """How a value is in JSON, and what that is called.
 
-
-class Members:
-    """The members of one JSON object.
-
-    `where`: for messages; `names`: all that it may have. Raises DamagedFileError: it is no object, or has others. As
-    all errors here it names no file: the caller does.
+    VALUES and LIST are arrays of values (in memory a tuple and a list), PAIRS one of [key, value]. STORAGE is a number
+    of `storages`. JSON is whatever there is, for whoever knows better.
     """
 
-    __slots__ = ("_found", "_where")
+    VALUE = "a value"
+    VALUES = "an array"
+    LIST = "a list"
+    PAIRS = "[key, value] pairs"
+    TEXT = "text"
+    FLAG = "true or false"
+    INTEGER = "an integer from 0 to 2**63-1"
+    POSITIVE = "an integer from 1 to 2**63-1"
+    SIZES = f"at most {MAX_DIMENSIONS} integers from 0 to 2**63-1"
+    DTYPE = "an element type"
+    BYTES = "base64"
+    STORAGE = "a number"
+    JSON = "anything"
 
-    def __init__(self, found: Json, where: str, names: tuple[str, ...]) -> None:
-        if type(found) is not dict or not found.keys() <= set(names):
-            raise wrong(where, f"members {', '.join(names)}", sorted(found) if type(found) is dict else found)
-        self._found = found
-        self._where = where
 
-    def value(self, name: str, default: Json = _MISSING) -> Json:
-        """Return a member as it is."""
-        found = self._found.get(name, default)
-        if found is _MISSING:
-            raise wrong(self._where, f"a member {name}", sorted(self._found))
-        return found
+def _is_size(found: Json) -> bool:
+    return type(found) is int and 0 <= found <= MAX_ELEMENTS
 
-    def has(self, name: str) -> bool:
-        """Tell whether there is such a member."""
-        return name in self._found
 
-    def integer(self, name: str, default: Json = _MISSING, *, least: int = 0, most: int = MAX_ELEMENTS) -> int:
-        """Return an integer."""
-        found = self.value(name, default)
-        if type(found) is not int or not least <= found <= most:
-            raise wrong(f"{name} of {self._where}", f"an integer from {least} to {most}", found)
-        return found
+_FORMS: dict[Form, tuple[type, Callable[[Any], object]]] = {
+    Form.TEXT: (str, is_text),
+    Form.DTYPE: (str, DTYPES.get),
+    Form.FLAG: (bool, lambda _: True),
+    Form.INTEGER: (int, _is_size),
+    Form.POSITIVE: (int, lambda found: found and _is_size(found)),
+    Form.SIZES: (list, lambda found: len(found) <= MAX_DIMENSIONS and all(map(_is_size, found))),
+    Form.BYTES: (str, lambda _: True),
+    Form.STORAGE: (int, lambda _: True),
+    **dict.fromkeys((Form.VALUES, Form.LIST, Form.PAIRS), (list, lambda _: True)),
+}
+"""The type of JSON that a form has, and whether it is one; of others it may be any."""
 
-    def optional_integer(self, name: str) -> int | None:
-        """Return an integer; None where it is null or absent."""
-        return None if self.value(name, None) is None else self.integer(name)
 
-    def text(self, name: str) -> str:
-        """Return text."""
-        found = self.value(name)
-        if type(found) is not str or not is_text(found):
-            raise wrong(f"{name} of {self._where}", "text", found)
-        return found
+def formed(form: Form, found: Json, what: str) -> Json:
+    """Return what has a form: sizes as a tuple, bytes decoded, the rest as it is, arrays with whatever elements.
 
-    def checksum(self, name: str) -> int:
-        """Return a CRC-32 from eight hexadecimal digits."""
-        found = self.value(name)
-        if type(found) is not str or not _CRC32.fullmatch(found):
-            raise wrong(f"{name} of {self._where}", "eight hexadecimal digits", found)
-        return int(found, 16)
+    Raises DamagedFileError: it has another. As all errors here it names no file: the caller does.
+    """
+    kind, is_one = _FORMS.get(form, (type(found), lambda _: True))
+    fits = type(found) is kind and bool(is_one(found))
+    try:
+        if fits:
+            return (
+                tuple(found) if form is Form.SIZES else b64decode(found, validate=True) if form is Form.BYTES else found
+            )
+    except ValueError:  # no base64
+        pass
+    raise wrong(what, form.value, found)
 
-    def dtype(self, name: str) -> str:
-        """Return an element type."""
-        found = self.text(name)
-        if found not in DTYPES:
-            raise wrong(f"{name} of {self._where}", "an element type", found)
-        return found
 
-    def flag(self, name: str) -> bool:
-        """Return true or false; absent: false."""
-        found = self.value(name, default=False)
-        if type(found) is not bool:
-            raise wrong(f"{name} of {self._where}", "true or false", found)
-        return found
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return sizes or offsets."""
-        return read_sizes(self.value(name), f"{name} of {self._where}")
-
-    def list(self, name: str, read: Callable[[Json], T]) -> list[T]:
-        """Return a list, each element read by a function."""
-        found = self.value(name)
-        if type(found) is not list:
-            raise wrong(f"{name} of {self._where}", "a list", found)
-        return [read(one) for one in found]
+def record(
+    found: Json, what: str, needed: Mapping[str, Form], optional: Mapping[str, Form] = MappingProxyType({})
+) -> dict[str, Json]:
+    """Return the members of an object, which has no others; None for an optional one that is absent or null."""
+    every = {**needed, **optional}
+    if type(found) is not dict or not found.keys() <= every.keys():
+        raise wrong(what, f"members {', '.join(every)}", sorted(found) if type(found) is dict else found)
+    for name in needed:
+        if name not in found:
+            raise wrong(what, f"a member {name}", sorted(found))
+    return {
+        name: None if name in optional and found.get(name) is None else formed(form, found[name], f"{name} of {what}")
+        for name, form in every.items()
+    }

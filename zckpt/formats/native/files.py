@@ -14,6 +14,8 @@ from zckpt.storage.files import read_head
 from zckpt.storage.ownership import Owned
 
 DOCUMENT_NAME = "checkpoint.json"
+SECTIONS = ("parameters", "buffers", "unnamed")
+"""Of the document, and of a checkpoint: those that have slots."""
 
 _RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 _MARK = re.compile(rb'"format"\s*:\s*"zckpt"')

@@ -11,16 +11,14 @@ so that a table of slots by kinds, and one of kinds by files, hold all offsets, 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.formats.native.document import Members, wrong
-from zckpt.formats.native.node_kinds import Json
+from zckpt.formats.native.document import Form, Json, formed, record, wrong
 from zckpt.formats.native.rank_file import (
     DIGEST_NBYTES,
     Listed,
@@ -38,14 +36,13 @@ from zckpt.storage.crc32 import crc32
 Pieces = list[tuple[int, Extent]]
 """Which file, and which elements."""
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece as the document has it: what it leaves out depends on the slot's shape."""
-
-    file: int
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
-    flat: tuple[int, int] | None
+PIECE = {
+    "offsets": Form.SIZES,
+    "sizes": Form.SIZES,
+    "start": Form.INTEGER,
+    "numel": Form.INTEGER,
+}
+"""What a piece leaves out depends on the slot's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +53,32 @@ class Cut:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    layout: int
+    pieces: Pieces
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """What the tensors of a file are sorted by."""
+        return order_key(self.key, itemsize(self.dtype))
+
+    def tensor(self, extent: Extent) -> tuple[str, str, tuple[int, ...]]:
+        """Return name, type and shape of the tensor that some of its elements are."""
+        return self.key, *stored_as(self.dtype, shape_of(extent))
 
 
 class Layouts:
     """The layouts of a document, which lists `count` files."""
 
     def __init__(self, layouts: list[Json], count: int) -> None:
-        self._count = count
-        self._layouts = [self._layout(one) for one in layouts]
+        self._layouts = [
+            [record(piece, "piece", {"file": Form.INTEGER}, PIECE) for piece in formed(Form.LIST, one, "layout")]
+            for one in layouts
+        ]
+        for piece in (piece for layout in self._layouts for piece in layout):
+            if piece["file"] >= count:
+                raise wrong("file of piece", f"a number below {count}", piece["file"])
         self._checked: dict[tuple[int, tuple[int, ...]], Pieces] = {}
 
-    def pieces(self, cut: Cut) -> Pieces:
+    def pieces(self, layout: int, key: str, shape: tuple[int, ...]) -> Pieces:
         """Return which file has which elements of a slot: together as many as it has.
 
         Raises
@@ -75,45 +86,32 @@ class Layouts:
         DamagedFileError
             The layout does not fit the slot.
         """
-        if not 0 <= cut.layout < len(self._layouts):
-            raise wrong(f"layout of {cut.key}", f"a number below {len(self._layouts)}", cut.layout)
-        found = self._checked.get((cut.layout, cut.shape))
+        if layout >= len(self._layouts):
+            raise wrong(f"layout of {key}", f"a number below {len(self._layouts)}", layout)
+        found = self._checked.get((layout, shape))
         if found is None:
-            found = self._checked[cut.layout, cut.shape] = self._pieces(cut.layout, cut.key, cut.shape)
+            found = [(piece["file"], _extent(piece, key, shape)) for piece in self._layouts[layout]]
+            numel = sum(extent.numel for _, extent in found)
+            if numel != math.prod(shape):
+                raise DamagedFileError(
+                    f"layout {layout} does not fit {key}", expected=f"{math.prod(shape)} elements", found=numel
+                )
+            self._checked[layout, shape] = found
         return found
 
-    def _layout(self, found: Json) -> list[Piece]:
-        if type(found) is not list:
-            raise wrong("layout", "a list of pieces", found)
-        return [self._piece(one) for one in found]
 
-    def _piece(self, found: Json) -> Piece:
-        members = Members(found, "piece", ("file", "offsets", "sizes", "start", "numel"))
-        box = flat = None
-        if members.has("offsets") or members.has("sizes"):
-            box = members.shape("offsets"), members.shape("sizes")
-        if members.has("start") or members.has("numel"):
-            flat = members.integer("start"), members.integer("numel")
-        return Piece(members.integer("file", most=self._count - 1), box, flat)
-
-    def _pieces(self, layout: int, key: str, shape: tuple[int, ...]) -> Pieces:
-        """Return the pieces of a slot of a shape, which hold as many elements as it has."""
-        pieces = [(piece.file, _extent(piece, key, shape)) for piece in self._layouts[layout]]
-        numel = sum(extent.numel for _, extent in pieces)
-        if numel != math.prod(shape):
-            raise DamagedFileError(
-                f"layout {layout} does not fit {key}", expected=f"{math.prod(shape)} elements", found=numel
-            )
-        return pieces
-
-
-def _extent(piece: Piece, key: str, shape: tuple[int, ...]) -> Extent:
-    offsets, sizes = piece.box or ((0,) * len(shape), shape)
-    if len(offsets) != len(shape) or len(sizes) != len(shape):
+def _extent(piece: Mapping[str, Json], key: str, shape: tuple[int, ...]) -> Extent:
+    offsets, sizes, start, numel = (piece[name] for name in PIECE)
+    if (offsets is None) != (sizes is None) or (start is None) != (numel is None):
+        raise wrong(f"piece of {key}", "offsets and sizes, start and numel", piece)
+    if offsets is None:
+        offsets, sizes = (0,) * len(shape), shape
+    if start is None:
+        start, numel = 0, math.prod(sizes)
+    if not len(offsets) == len(sizes) == len(shape):
         raise wrong(f"box of {key}", f"{len(shape)} dimensions", sizes)
     if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
         raise wrong(f"box of {key}", f"within {shape}", (offsets, sizes))
-    start, numel = piece.flat or (0, math.prod(sizes))
     if start + numel > math.prod(sizes):
         raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
     return Extent(offsets, sizes, start, numel)
@@ -128,96 +126,71 @@ MAX_CELLS = 1 << 24
 MAX_NBYTES = 1 << 44
 """Of a file of a table, so that no sum leaves 64 bits."""
 
-Cuts = Sequence[tuple[Cut, Pieces]]
+Offsets = Mapping[str, tuple[int, ...]]
+"""Where each piece of a slot is in its file, in bytes, by the slot's key."""
 
 
-class Offsets(ABC):
-    """Says where the tensors of slots are."""
+def offsets_in(files: Sequence[RankFile], cuts: Sequence[Cut]) -> Offsets:
+    """Return where the headers of files, which were read, have the pieces of slots.
 
-    @abstractmethod
-    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
-        """Return where each piece of a slot is in its file, in bytes.
-
-        Raises
-        ------
-        DamagedFileError
-            A file that was read does not hold what the document says.
-        """
-
-    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
-        """Return the spans of a slot; errors are those of `offsets`."""
-        return tuple(
-            Span(extent, paths[file], offset, cut.dtype)
-            for (file, extent), offset in zip(pieces, self.offsets(cut, pieces), strict=True)
-            if extent.numel
-        )
-
-
-class Headers(Offsets):
-    """Finds the tensors of slots in the headers of the ranks' files, which were read."""
-
-    def __init__(self, files: Sequence[RankFile]) -> None:
-        self._files = files
-
-    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
-        """Return where the headers have the pieces."""
-        return tuple(
-            self._files[file].take(cut.key, *stored_as(cut.dtype, shape_of(extent))) for file, extent in pieces
-        )
-
-
-class Order(Offsets):
-    """Sums up where tensors are, one by one. Takes all that the files hold.
-
-    `is_proven`: whether the headers that follow from the document have the CRC-32 that it lists. If not, headers are to
-    be read.
+    Raises
+    ------
+    DamagedFileError
+        A file does not hold what the document says.
     """
-
-    def __init__(self, files: Sequence[Listed], identity: str, cuts: Cuts) -> None:
-        tensors: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
-        ordered = sorted(cuts, key=_sort_key)
-        for cut, pieces in ordered:
-            for file, extent in pieces:
-                tensors[file].append((cut.key, *stored_as(cut.dtype, shape_of(extent))))
-        at = [one.header_nbytes + DIGEST_NBYTES * len(held) for one, held in zip(files, tensors, strict=True)]
-        self._offsets: dict[str, tuple[int, ...]] = {}
-        for cut, pieces in ordered:
-            found = []
-            for file, extent in pieces:
-                found.append(at[file])
-                at[file] += extent.numel * itemsize(cut.dtype)
-            self._offsets[cut.key] = tuple(found)
-        self.is_proven = (
-            len(self._offsets) == len(ordered)
-            and at == [one.nbytes for one in files]
-            and all(one == _listed(one, held, identity) for one, held in zip(files, tensors, strict=True))
-        )
-
-    def offsets(self, cut: Cut, _: Pieces) -> tuple[int, ...]:
-        """Return where each piece of a slot is in its file, in bytes."""
-        return self._offsets[cut.key]
+    return {cut.key: tuple(files[file].take(*cut.tensor(extent)) for file, extent in cut.pieces) for cut in cuts}
 
 
-class Table(Offsets):
+def summed(files: Sequence[Listed], identity: str, cuts: Sequence[Cut]) -> Offsets | None:
+    """Return where the pieces of all that the files hold are, summed up one by one.
+
+    None where the headers that follow from the document have not the CRC-32 that it lists: headers are to be read.
+    """
+    tensors: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
+    ordered = sorted(cuts, key=lambda cut: cut.order)
+    for cut in ordered:
+        for file, extent in cut.pieces:
+            tensors[file].append(cut.tensor(extent))
+    at = [one.header_nbytes + DIGEST_NBYTES * len(held) for one, held in zip(files, tensors, strict=True)]
+    found: dict[str, tuple[int, ...]] = {}
+    for cut in ordered:
+        own = []
+        for file, extent in cut.pieces:
+            own.append(at[file])
+            at[file] += extent.numel * itemsize(cut.dtype)
+        found[cut.key] = tuple(own)
+    if len(found) != len(ordered) or at != [one.nbytes for one in files]:
+        return None
+    try:
+        for one, held in zip(files, tensors, strict=True):
+            header = header_for(held, identity, nbytes=one.header_nbytes)
+            if (len(header), crc32(header)) != (one.header_nbytes, one.header_crc32):
+                return None
+    except UnsupportedError:  # there can be no such file
+        return None
+    return found
+
+
+class Table:
     """Computes where a tensor is when asked. Takes all that the files hold, from a document as it was written.
 
     `is_proven`: whether the sizes of all tensors are those of the files. If not, headers are to be read.
     """
 
-    def __init__(self, files: Sequence[Listed], cuts: Cuts) -> None:
+    def __init__(self, files: Sequence[Listed], cuts: Sequence[Cut]) -> None:
         import numpy as np
 
-        ordered = sorted(cuts, key=_sort_key)
-        self._rows = {cut.key: row for row, (cut, _) in enumerate(ordered)}
+        ordered = sorted(cuts, key=lambda cut: cut.order)
+        self.rows = {cut.key: row for row, cut in enumerate(ordered)}
         kinds: dict[tuple[int, int], int] = {}
-        numbers = [kinds.setdefault((id(pieces), itemsize(cut.dtype)), len(kinds)) for cut, pieces in ordered]
-        layouts = {id(pieces): pieces for _, pieces in ordered}
-        self._held = {key: Held(pieces) for key, pieces in layouts.items()}
+        numbers = [kinds.setdefault((id(cut.pieces), itemsize(cut.dtype)), len(kinds)) for cut in ordered]
+        layouts = {id(cut.pieces): cut.pieces for cut in ordered}
+        self.held = {key: Held(pieces) for key, pieces in layouts.items()}
         self.is_proven = (
-            len(self._rows) == len(ordered)
+            len(self.rows) == len(ordered)
             and len(kinds) * len(ordered) <= MAX_CELLS
             and max(one.nbytes for one in files) <= MAX_NBYTES
-            and all(held.fits(files) for held in self._held.values())
+            and all(_fits(pieces, files) for pieces in layouts.values())
         )
         if not self.is_proven:
             return
@@ -235,62 +208,47 @@ class Table(Offsets):
         ends = self._starts + every @ self._sizes
         self.is_proven = ends.tolist() == [one.nbytes for one in files]
 
-    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
-        """Return where each piece of a slot is in its file, in bytes."""
-        found = self.column(self._rows[cut.key])
-        return tuple(found[file] for file, _ in pieces)
-
-    def column(self, row: int) -> list[int]:
+    def __getitem__(self, key: str) -> list[int]:
         """Return where the tensor of a slot is in each file that has one."""
-        found: list[int] = (self._starts + self._before[row] @ self._sizes).tolist()
+        found: list[int] = (self._starts + self._before[self.rows[key]] @ self._sizes).tolist()
         return found
 
-    def offset(self, row: int, file: int) -> int:
+    def offset(self, key: str, file: int) -> int:
         """Return where the tensor of a slot is in one file."""
-        return int(self._starts[file] + self._before[row] @ self._sizes[:, file])
+        return int(self._starts[file] + self._before[self.rows[key]] @ self._sizes[:, file])
 
-    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
-        """Return the spans of a slot, each computed when it is asked for."""
-        return PieceSpans(self, self._rows[cut.key], cut, self._held[id(pieces)], paths)
+
+def _fits(pieces: Pieces, files: Sequence[Listed]) -> bool:
+    """Tell whether no file has two pieces, and each may have its own."""
+    counts = Counter(file for file, _ in pieces)
+    return len(counts) == len(pieces) and all(extent.numel <= files[file].nbytes for file, extent in pieces)
 
 
 class Held:
     """The pieces of a layout that have elements, by what may be asked for."""
 
     def __init__(self, pieces: Pieces) -> None:
-        self._every = pieces
         self.pieces = [(file, extent) for file, extent in pieces if extent.numel]
         self._by_low: tuple[Pieces, list[int], list[int]] | None = None
 
-    def fits(self, files: Sequence[Listed]) -> bool:
-        """Tell whether no file has two pieces, and each may have its own."""
-        counts = Counter(file for file, _ in self._every)
-        return len(counts) == len(self._every) and all(e.numel <= files[file].nbytes for file, e in self._every)
-
     def reaching(self, shape: tuple[int, ...], low: int, high: int) -> Pieces:
         """Return the pieces that may have some of elements [low, high) of the flattened slot."""
-        placed, lows, highs = self._sorted(shape)
-        return placed[bisect_right(highs, low) : bisect_left(lows, high)]
-
-    def _sorted(self, shape: tuple[int, ...]) -> tuple[Pieces, list[int], list[int]]:
         if self._by_low is None:
             found = sorted(((*bounds(one[1], shape), one) for one in self.pieces), key=lambda one: one[:2])
             highs = list(accumulate((high for _, high, _ in found), max))  # of this one and all before
             self._by_low = [one for *_, one in found], [low for low, *_ in found], highs
-        return self._by_low
+        placed, lows, highs = self._by_low
+        return placed[bisect_right(highs, low) : bisect_left(lows, high)]
 
 
 class PieceSpans(Spans):
-    """The spans of a slot whose pieces lie in many files, by its row of the table; slots cut alike share `held`."""
+    """The spans of a slot whose pieces lie in many files, as a table says; slots cut alike share what they hold."""
 
-    __slots__ = ("_cut", "_held", "_paths", "_row", "_table")
+    __slots__ = ("_cut", "_held", "_paths", "_table")
 
-    def __init__(self, table: Table, row: int, cut: Cut, held: Held, paths: Sequence[str]) -> None:
-        self._table = table
-        self._row = row
-        self._cut = cut
-        self._held = held
-        self._paths = paths
+    def __init__(self, table: Table, cut: Cut, paths: Sequence[str]) -> None:
+        self._table, self._cut, self._paths = table, cut, paths
+        self._held = table.held[id(cut.pieces)]
 
     def __len__(self) -> int:
         """Return the number of files that have some of it."""
@@ -302,7 +260,7 @@ class PieceSpans(Spans):
 
     def __iter__(self) -> Iterator[Span]:
         """Yield the spans in the order of the layout."""
-        offsets = self._table.column(self._row)
+        offsets = self._table[self._cut.key]
         for file, extent in self._held.pieces:
             yield Span(extent, self._paths[file], offsets[file], self._cut.dtype)
 
@@ -312,33 +270,33 @@ class PieceSpans(Spans):
 
     def within(self, paths: Collection[str]) -> tuple[Span, ...]:
         """Return those that lie in some files."""
-        pieces = [piece for piece in self._held.pieces if self._paths[piece[0]] in paths]
-        return tuple(map(self._span, pieces))
+        return tuple(self._span(piece) for piece in self._held.pieces if self._paths[piece[0]] in paths)
 
     def _span(self, piece: tuple[int, Extent]) -> Span:
         file, extent = piece
-        return Span(extent, self._paths[file], self._table.offset(self._row, file), self._cut.dtype)
+        return Span(extent, self._paths[file], self._table.offset(self._cut.key, file), self._cut.dtype)
 
 
-def order_of(files: Sequence[Listed], identity: str, cuts: Cuts, *, is_as_written: bool) -> Order | Table:
-    """Return where the tensors of all slots are, as it follows from a document.
+def spans_of(cut: Cut, where: Offsets | Table, paths: Sequence[str]) -> Sequence[Span]:
+    """Return the spans of a slot, those of a table each computed when it is asked for."""
+    if isinstance(where, Table):
+        return PieceSpans(where, cut, paths)
+    return tuple(
+        Span(extent, paths[file], offset, cut.dtype)
+        for (file, extent), offset in zip(cut.pieces, where[cut.key], strict=True)
+        if extent.numel
+    )
+
+
+def where_it_follows(
+    files: Sequence[Listed], identity: str, cuts: Sequence[Cut], *, is_as_written: bool
+) -> Offsets | Table | None:
+    """Return where the tensors of all slots are, as it follows from a document; None where it does not.
 
     A product of slots and files goes unproven only where `is_as_written`: where the document has a checksum of its own.
     """
-    count = sum(len(pieces) for _, pieces in cuts)
+    count = sum(len(cut.pieces) for cut in cuts)
     if is_as_written and count > LARGE and count > 4 * (len(cuts) + len(files)):
-        return Table(files, cuts)
-    return Order(files, identity, cuts)
-
-
-def _sort_key(one: tuple[Cut, Pieces]) -> tuple[int, str]:
-    return order_key(one[0].key, itemsize(one[0].dtype))
-
-
-def _listed(one: Listed, tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:
-    """Return what a document says of a file of these tensors; None where there can be none."""
-    try:
-        header = header_for(tensors, identity, nbytes=one.header_nbytes)
-    except UnsupportedError:
-        return None
-    return Listed(one.name, one.nbytes, len(header), crc32(header))
+        table = Table(files, cuts)
+        return table if table.is_proven else None
+    return summed(files, identity, cuts)

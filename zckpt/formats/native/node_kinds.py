@@ -19,11 +19,10 @@ a cycle closes; so an immutable object of `objects` refers to immutable ones bef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
+from zckpt.formats.native.document import Form
 from zckpt.state import Scalar
-from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import (
     NUMPY,
     DefaultMapping,
@@ -53,35 +52,10 @@ TAG = "$"
 Node = Any
 """A value of a checkpoint, of any kind."""
 
-Json = Any
-"""What `json.loads` makes of one."""
-
 SAFE_INTEGER = (1 << 53) - 1
 """Integers beyond this are written as text: many JSON libraries have doubles only."""
 
 REQUIRED: Any = object()
-
-
-class Form(Enum):
-    """How a field is in JSON.
-
-    VALUES and LIST are arrays of values (here a tuple and a list), PAIRS one of [key, value]; MEMBERS and ENTRIES are
-    the same, for what a container itself holds. SIZES is an array of integers, BYTES is base64, STORAGE is a number of
-    `storages`.
-    """
-
-    VALUE = "value"
-    VALUES = "values"
-    LIST = "list"
-    PAIRS = "pairs"
-    MEMBERS = "members"
-    ENTRIES = "entries"
-    TEXT = "text"
-    FLAG = "flag"
-    INTEGER = "integer"
-    SIZES = "sizes"
-    BYTES = "bytes"
-    STORAGE = "storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +73,8 @@ class Field:
         Of a VALUE; empty: any.
     texts : frozenset of str
         That a TEXT may be; empty: any.
+    own : bool
+        It is the object itself, as a container is its items.
     """
 
     name: str
@@ -106,6 +82,11 @@ class Field:
     default: Any = REQUIRED
     kinds: tuple[type, ...] = ()
     texts: frozenset[str] = frozenset()
+    own: bool = False
+
+    def of(self, node: Node) -> Any:  # noqa: ANN401  # of any type
+        """Return what a node has there."""
+        return node if self.own else getattr(node, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +105,18 @@ def _optional(name: str, *kinds: type) -> Field:
 
 _NAME = Field("name", Form.TEXT)
 _DTYPE = Field("dtype", Form.TEXT)
-_TORCH_DTYPE = Field("dtype", Form.TEXT, texts=frozenset(DTYPES))
+_TORCH_DTYPE = Field("dtype", Form.DTYPE)
 _SHAPE = Field("shape", Form.SIZES)
 _STRIDES = Field("strides", Form.SIZES)
 _GRADIENT = Field("requires_grad", Form.FLAG, default=False)
 _SUBCLASS = _optional("subclass", Global)
 _ATTRIBUTES = _optional("attributes", dict)
 _STATE = _optional("state")
-_ENTRIES = Field("items", Form.ENTRIES)
+_MEMBERS = Field("items", Form.LIST, own=True)
+_ENTRIES = Field("items", Form.PAIRS, own=True)
+_DATA = Field("data", Form.BYTES, own=True)
 
+BOUNDS = ("start", "stop", "step")
 DENSE = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"})
 SPARSE = frozenset({"_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"})
 ON_DEVICE = frozenset(
@@ -141,8 +125,14 @@ ON_DEVICE = frozenset(
 HOW = frozenset({"reduce", "newobj", "newobj_ex", "inst", "obj", "reconstructor"})
 
 IMMUTABLE = (
-    Kind("tuple", tuple, (Field("items", Form.MEMBERS),)),
-    Kind("frozenset", frozenset, (Field("items", Form.MEMBERS),)),
+    Kind("bytes", bytes, (_DATA,)),
+    Kind("bytearray", bytearray, (_DATA,)),
+    Kind("complex", complex, (Field("real", kinds=(float,)), Field("imag", kinds=(float,)))),
+    Kind("range", range, tuple(Field(name, kinds=(int,)) for name in BOUNDS)),
+    Kind("slice", slice, tuple(Field(name, kinds=(int, type(None))) for name in BOUNDS)),
+    Kind("size", Size, (Field("sizes", Form.SIZES, own=True),)),
+    Kind("tuple", tuple, (_MEMBERS,)),
+    Kind("frozenset", frozenset, (_MEMBERS,)),
     Kind("scalar", Scalar, (Field("value", kinds=(int, float, bool)), _TORCH_DTYPE)),
     Kind("global", Global, (Field("module", Form.TEXT), _NAME)),
     Kind("dtype", DType, (_NAME,)),
@@ -177,7 +167,7 @@ MUTABLE = (
     Kind("ordered_dict", OrderedMapping, (_ENTRIES, _STATE), mutable=True),
     Kind("default_dict", DefaultMapping, (_optional("factory", Global, Object), _ENTRIES, _STATE), mutable=True),
     Kind("namespace", Namespace, (_ENTRIES,), mutable=True),
-    Kind("set", set, (Field("items", Form.MEMBERS),), mutable=True),
+    Kind("set", set, (_MEMBERS,), mutable=True),
     Kind(
         "object",
         Object,
@@ -272,4 +262,4 @@ BY_TAG = {kind.tag: kind for kind in (*IMMUTABLE, *MUTABLE)}
 BY_CLASS = {kind.cls: kind for kind in (*IMMUTABLE, *MUTABLE)}
 
 LEAVES = frozenset({bytes, bytearray, complex, range, slice, Size})
-"""Kinds with nothing below them that are no dataclass: each is written and read by a function of its own."""
+"""Kinds with nothing below them that are written where they are, however deep that is."""

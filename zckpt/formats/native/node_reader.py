@@ -6,25 +6,21 @@ within its storage.
 
 from __future__ import annotations
 
-import binascii
 import math
 import struct
-from base64 import b64decode
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.native.document import read_sizes, wrong
-from zckpt.formats.native.node_kinds import BY_TAG, REQUIRED, TAG, Field, Form, Json, Kind, Node
+from zckpt.formats.native.document import Form, Json, formed, record, wrong
+from zckpt.formats.native.node_kinds import BY_TAG, REQUIRED, TAG, Field, Kind, Node
 from zckpt.torchfile import (
-    MAX_ELEMENTS,
     Context,
     FromFile,
     NumpyArray,
     NumpyDType,
     NumpyScalar,
-    Size,
     Storage,
     Tensor,
     check_depth,
@@ -33,10 +29,6 @@ from zckpt.torchfile import (
 
 PENDING: Node = object()
 """An immutable object of `objects` whose turn has not come."""
-
-JSON_TYPES = {Form.TEXT: str, Form.FLAG: bool, Form.INTEGER: int, Form.BYTES: str, Form.STORAGE: int}
-"""What a field's JSON is; of the other forms a list."""
-
 
 MAX_HEX = 4096
 """Characters of a large integer: those that torch files may have take half as many."""
@@ -113,13 +105,11 @@ class NodeReader:
             return self._shell(found, [] if type(found) is list else {})
         tag = found[TAG] if type(found[TAG]) is str else ""
         if tag in READERS:
-            return READERS[tag](found)
+            member, read = READERS[tag]
+            return read(record(found, tag, {TAG: Form.TEXT, member: Form.TEXT})[member])
         if tag in ("ref", "storage"):
-            number = only_part(found, "id")
+            number = record(found, tag, {TAG: Form.TEXT, "id": Form.STORAGE})["id"]
             return self._ref(number) if tag == "ref" else self._storage(number)
-        return self._object(tag, found)
-
-    def _object(self, tag: str, found: dict[str, Json]) -> Node:
         kind = BY_TAG.get(tag)
         if kind is None:
             raise wrong("value", "a known kind", found[TAG])
@@ -137,90 +127,67 @@ class NodeReader:
     def _fill(self, kind: Kind, found: dict[str, Json], shell: Node) -> None:
         for field in kind.fields:
             value = self._field(kind, field, found)
-            if field.form == Form.ENTRIES:
-                self._enter(shell, value)
-            elif field.form == Form.MEMBERS:
-                shell.update(self._hashable(value, shell))
-            else:
+            if not field.own:
                 setattr(shell, field.name, value)
+                continue
+            for one in value:
+                key = one[0] if field.form is Form.PAIRS else one
+                self._context.check_key(shell, key)
+                if field.form is Form.PAIRS and key in shell:
+                    raise wrong("dict", "every key once", key)
+                shell.update([one])
         if isinstance(shell, NumpyArray) and shell.items is None:
             _check_numpy(shell.dtype, shell.data, math.prod(shell.shape))
 
-    def _enter(self, shell: dict[object, object], pairs: Iterable[tuple[object, object]]) -> None:
-        for key, value in pairs:
-            self._context.check_key(shell, key)
-            if key in shell:
-                raise wrong("dict", "every key once", key)
-            shell[key] = value
-
-    def _hashable(self, members: list[object], owner: object) -> list[object]:
-        for member in members:
-            self._context.check_key(owner, member)
-        return members
-
     def _immutable(self, kind: Kind, found: dict[str, Json]) -> object:
         values = {field.name: self._field(kind, field, found) for field in kind.fields}
-        if kind.cls is tuple:
-            return tuple(values["items"])
-        if kind.cls is frozenset:
-            return frozenset(self._hashable(values["items"], found))
         if kind.cls is FromFile:
             self._trees.append(values["node"])
             return FromFile(path=self._storage_path, **values)
         if kind.cls is Tensor:
-            return self._tensor(values)
+            args = tuple(values.pop(name) for name in ("storage", "storage_offset", "shape", "strides"))
+            return replace(dense(args, values.pop("dtype"), "little", values.pop("rebuild")), **values)
+        if kind.cls is frozenset:
+            for member in values["items"]:
+                self._context.check_key(found, member)
         if kind.cls is NumpyScalar:
             _check_numpy(values["dtype"], values["data"], 1)
-        return kind.cls(**values)
-
-    def _tensor(self, values: dict[str, Node]) -> Tensor:
-        args = tuple(values.pop(name) for name in ("storage", "storage_offset", "shape", "strides"))
-        node = dense(args, values.pop("dtype"), "little", values.pop("rebuild"))
-        return replace(node, **values)
+        if kind.cls is range and values["step"] == 0:
+            raise wrong("step of a range", "another number", 0)
+        return kind.cls(*values.values())
 
     def _field(self, kind: Kind, field: Field, found: dict[str, Json]) -> Node:
-        value = found.get(field.name, PENDING)
         where = f"{field.name} of a {kind.tag}"
-        if value is PENDING:
+        if field.name not in found:
             if field.default is REQUIRED:
                 raise DamagedFileError(f"{where} is missing")
             return [] if field.form in (Form.LIST, Form.PAIRS) else field.default
-        if field.form == Form.VALUE:
-            node = self._value(value)
-            if field.kinds and not isinstance(node, field.kinds):
-                raise wrong(where, " or ".join(one.__name__ for one in field.kinds), type(node).__name__)
-            return node
-        if type(value) is not JSON_TYPES.get(field.form, list):
-            raise wrong(where, field.form.value, value)
-        if field.texts and value not in field.texts:
-            raise wrong(where, "one of a few names", value)
-        return self._formed(field.form, value, where)
-
-    def _formed(self, form: Form, value: Json, where: str) -> Node:
-        if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
+        value = formed(field.form, found[field.name], where)
+        if field.form is Form.VALUE:
+            value = self._value(value)
+            kinds = field.kinds
+            if kinds and (not isinstance(value, kinds) or (type(value) is bool and bool not in kinds)):
+                raise wrong(where, " or ".join(one.__name__ for one in kinds), type(value).__name__)
+        elif field.form in (Form.VALUES, Form.LIST):
             nodes = [self._value(one) for one in value]
-            return tuple(nodes) if form == Form.VALUES else nodes
-        if form in (Form.PAIRS, Form.ENTRIES):
+            return tuple(nodes) if field.form is Form.VALUES else nodes
+        elif field.form is Form.PAIRS:
             if not all(type(pair) is list and len(pair) == 2 for pair in value):
-                raise wrong(where, "[key, value] pairs", value)
+                raise wrong(where, Form.PAIRS.value, value)
             return [(self._value(key), self._value(one)) for key, one in value]
-        if form == Form.SIZES:
-            return read_sizes(value, where)
-        if form == Form.BYTES:
-            return read_bytes(value, where)
-        if form == Form.STORAGE:
+        elif field.form is Form.STORAGE:
             return self._storage(value)
-        if form == Form.INTEGER and not 0 <= value <= MAX_ELEMENTS:
-            raise wrong(where, "an integer from 0 to 2**63-1", value)
+        elif field.texts and value not in field.texts:
+            raise wrong(where, "one of a few names", value)
         return value
 
-    def _storage(self, number: object) -> Storage:
-        if type(number) is not int or not 0 <= number < len(self._storages):
+    def _storage(self, number: int) -> Storage:
+        if not 0 <= number < len(self._storages):
             raise wrong("storage of a tensor", f"a number below {len(self._storages)}", number)
         return self._storages[number]
 
-    def _ref(self, number: object) -> object:
-        if type(number) is not int or not 0 <= number < len(self._numbered):
+    def _ref(self, number: int) -> object:
+        if not 0 <= number < len(self._numbered):
             raise wrong("id of a ref", f"a number below {len(self._numbered)}", number)
         node = self._numbered[number]
         if node is PENDING:
@@ -242,96 +209,32 @@ def _check_numpy(dtype: str, data: bytes, count: int) -> None:
         raise wrong(f"data of numpy's {dtype:.20}", f"{size * count} bytes", len(data))
 
 
-def parts(found: Mapping[str, Json], *names: str) -> list[Json]:
-    """Return the members of an object that has these and its kind, and no others."""
-    if found.keys() - {TAG} != set(names):
-        raise wrong(str(found.get(TAG)), f"members {', '.join(names)}", sorted(found))
-    return [found[name] for name in names]
-
-
-def only_part(found: Mapping[str, Json], name: str) -> Json:
-    """Return the one member of an object; errors are those of `parts`."""
-    return parts(found, name)[0]
-
-
-def read_bytes(found: object, what: str) -> bytes:
-    """Return bytes from base64."""
+def _integer(text: str) -> object:
     try:
-        return b64decode(found, validate=True)  # type: ignore[arg-type]  # TypeError is caught
-    except (binascii.Error, ValueError, TypeError):
-        raise wrong(what, "base64", found) from None
-
-
-def _number(found: object, *kinds: type) -> Node:
-    if isinstance(found, dict) and found.get(TAG) in ("int", "float"):
-        found = READERS[found[TAG]](found)
-    if type(found) not in kinds:
-        raise wrong("number", " or ".join(kind.__name__ for kind in kinds), found)
-    return found
-
-
-def _integer(found: Mapping[str, Json]) -> object:
-    text = only_part(found, "hex")
-    if type(text) is not str or len(text) > MAX_HEX or not text.removeprefix("-").startswith("0x"):
-        raise wrong("hex of an int", "0x and digits", text)
-    try:
-        return int(text, 16)
+        if len(text) <= MAX_HEX and text.removeprefix("-").startswith("0x"):
+            return int(text, 16)
     except ValueError:
-        raise wrong("hex of an int", "0x and digits", text) from None
+        pass
+    raise wrong("hex of an int", "0x and digits", text)
 
 
-def _float(found: Mapping[str, Json]) -> object:
-    text = only_part(found, "bits")
+def _float(text: str) -> object:
     try:
-        (value,) = struct.unpack(">d", bytes.fromhex(text))
-    except (ValueError, TypeError, struct.error):
+        return struct.unpack(">d", bytes.fromhex(text))[0]
+    except (ValueError, struct.error):
         raise wrong("bits of a float", "16 hexadecimal digits", text) from None
-    return value
 
 
-def _text(found: Mapping[str, Json]) -> object:
-    data = only_part(found, "utf8")
+def _text(data: str) -> object:
     try:
-        return read_bytes(data, "utf8 of a text").decode("utf-8", "surrogatepass")
+        return formed(Form.BYTES, data, "utf8 of a text").decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         raise wrong("utf8 of a text", "UTF-8", data) from None
 
 
-def _bytes(found: Mapping[str, Json]) -> object:
-    return read_bytes(only_part(found, "data"), "data of bytes")
-
-
-def _bytearray(found: Mapping[str, Json]) -> object:
-    return bytearray(read_bytes(only_part(found, "data"), "data of a bytearray"))
-
-
-def _complex(found: Mapping[str, Json]) -> object:
-    return complex(*(_number(part, float) for part in parts(found, "real", "imag")))
-
-
-def _range(found: Mapping[str, Json]) -> object:
-    start, stop, step = (_number(part, int) for part in parts(found, "start", "stop", "step"))
-    if step == 0:
-        raise wrong("step of a range", "another number", step)
-    return range(start, stop, step)
-
-
-def _slice(found: Mapping[str, Json]) -> object:
-    return slice(*(_number(part, int, type(None)) for part in parts(found, "start", "stop", "step")))
-
-
-def _size(found: Mapping[str, Json]) -> object:
-    return Size(read_sizes(only_part(found, "sizes"), "sizes of a size"))
-
-
-READERS: dict[str, Callable[[Mapping[str, Json]], object]] = {
-    "int": _integer,
-    "float": _float,
-    "text": _text,
-    "bytes": _bytes,
-    "bytearray": _bytearray,
-    "complex": _complex,
-    "range": _range,
-    "slice": _slice,
-    "size": _size,
+READERS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "int": ("hex", _integer),
+    "float": ("bits", _float),
+    "text": ("utf8", _text),
 }
+"""What JSON has no way to say of a number or a text: the member that says it, and what it is."""

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from zckpt.errors import PickleError, UnsupportedError
-from zckpt.formats.native.document import is_text
-from zckpt.formats.native.node_kinds import BY_CLASS, LEAVES, REQUIRED, SAFE_INTEGER, TAG, Field, Form, Json, Kind, Node
+from zckpt.formats.native.document import Form, Json, is_text
+from zckpt.formats.native.node_kinds import BY_CLASS, LEAVES, SAFE_INTEGER, TAG, Field, Kind, Node
 from zckpt.torchfile import (
     Context,
     DType,
@@ -21,7 +21,6 @@ from zckpt.torchfile import (
     Global,
     MemoryFormat,
     Mentioned,
-    Size,
     Storage,
     Tensor,
     check_depth,
@@ -38,7 +37,7 @@ PLAIN = frozenset({type(None), bool, int, float, str})
 UNNUMBERED = PLAIN | {Global, DType, MemoryFormat, Storage}
 """Kinds of which two equal ones are always one and the same, to whoever loads them."""
 
-NESTED = frozenset({list}) | (BY_CLASS.keys() - UNNUMBERED)
+NESTED = frozenset({list}) | (BY_CLASS.keys() - UNNUMBERED - LEAVES)
 
 
 class NodeWriter:
@@ -89,8 +88,8 @@ class NodeWriter:
     def _object(self, node: Node, level: int, source: FromFile | None) -> object:
         """Return an object's JSON: of an immutable one whole, of a mutable one to be filled later."""
         cls = type(node)
-        if cls in LEAVES:
-            return write_leaf(node)
+        if cls is slice and not all(type(one) in (int, type(None)) for one in (node.start, node.stop, node.step)):
+            raise UnsupportedError("a slice of other than integers is not written to a zckpt checkpoint")
         kind = BY_CLASS.get(cls)
         found: Json = [] if cls is list else {}
         if kind is not None and not (cls is dict and _has_plain_keys(node)):
@@ -116,27 +115,26 @@ class NodeWriter:
 
     def _fields(self, found: dict[str, object], kind: Kind, node: Node, level: int, source: FromFile | None) -> None:
         for field in kind.fields:
-            if field.form in (Form.MEMBERS, Form.ENTRIES):
-                value = node
-            else:
-                value = getattr(node, field.name)
-                if _is_default(field, value):
-                    continue
-            found[field.name] = self._field(field, value, node, level, source)
+            value = field.of(node)
+            if not _is_default(field, value):
+                found[field.name] = self._field(field, value, node, level, source)
 
     def _field(self, field: Field, value: Node, node: object, level: int, source: FromFile | None) -> object:
         form = field.form
-        if form == Form.VALUE:
+        if form is Form.VALUE:
             return self._value(value, level + 1, source)
-        if form in (Form.MEMBERS, Form.ENTRIES) and type(value) is not tuple:
+        if field.own and form in (Form.LIST, Form.PAIRS) and type(value) is not tuple:
             self._check_keys(value)
-        if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
-            return self._values(_members(value) if form == Form.MEMBERS else value, level, source)
-        if form in (Form.PAIRS, Form.ENTRIES):
-            return [self._values(pair, level, source) for pair in (value.items() if form == Form.ENTRIES else value)]
-        if form == Form.STORAGE:
+        if form in (
+            Form.VALUES,
+            Form.LIST,
+        ):  # members of a set in an order that is the same in every run, if they have one
+            return self._values(in_order(value) if isinstance(value, (set, frozenset)) else value, level, source)
+        if form is Form.PAIRS:
+            return [self._values(pair, level, source) for pair in (value.items() if field.own else value)]
+        if form is Form.STORAGE:
             return self._storage(value, source, node)
-        return write_bytes(value) if form == Form.BYTES else list(value) if form == Form.SIZES else value
+        return write_bytes(value) if form is Form.BYTES else list(value) if form is Form.SIZES else value
 
     def _check_keys(self, container: Iterable[object]) -> None:
         """Refuse keys that the reader refuses."""
@@ -173,7 +171,9 @@ def _shared(roots: list[object]) -> set[int]:
         _check_depth(root, heights)
     while waiting:
         node, carried = waiting.pop()
-        if type(node) in UNNUMBERED or (type(node) is tuple and _is_plain_tuple(node, carried)):
+        if type(node) in UNNUMBERED:
+            continue
+        if type(node) is tuple and (not node or (not carried and all(type(part) in PLAIN for part in node))):
             continue
         if id(node) in seen:
             shared.add(id(node))
@@ -185,25 +185,19 @@ def _shared(roots: list[object]) -> set[int]:
     return shared
 
 
-def _is_plain_tuple(node: tuple[object, ...], carried: bool) -> bool:
-    return not node or (not carried and all(type(part) in PLAIN for part in node))
-
-
 def _below(node: Node) -> Iterator[object]:
     """Yield the values that are written within the JSON of an object."""
-    if isinstance(node, dict):
-        for pair in node.items():
-            yield from pair
-    elif isinstance(node, (list, tuple, set, frozenset)):
+    if type(node) is list:
         yield from node
     kind = BY_CLASS.get(type(node))
     for field in kind.fields if kind is not None else ():
-        if field.form == Form.VALUE:
-            yield getattr(node, field.name)
+        value = field.of(node)
+        if field.form is Form.VALUE:
+            yield value
         elif field.form in (Form.VALUES, Form.LIST):
-            yield from getattr(node, field.name)
-        elif field.form == Form.PAIRS:
-            for pair in getattr(node, field.name):
+            yield from value
+        elif field.form is Form.PAIRS:
+            for pair in value.items() if field.own else value:
                 yield from pair
 
 
@@ -219,16 +213,9 @@ def _has_plain_keys(node: dict[object, object]) -> bool:
 
 
 def _is_default(field: Field, value: object) -> bool:
-    if field.default is REQUIRED:
-        return False
-    if field.form in (Form.VALUES, Form.LIST, Form.PAIRS, Form.BYTES):
+    if field.default in ((), b""):
         return not value
     return value is field.default or (type(value) is type(field.default) and value == field.default)
-
-
-def _members(node: Iterable[object]) -> list[object]:
-    """Return the members of a container; of a set in an order that is the same in every run, where they have one."""
-    return in_order(node) if isinstance(node, (set, frozenset)) else list(node)
 
 
 def write_plain(node: Node) -> object:
@@ -240,21 +227,6 @@ def write_plain(node: Node) -> object:
     if type(node) is str and not is_text(node):
         return {TAG: "text", "utf8": write_bytes(node.encode("utf-8", "surrogatepass"))}
     return node
-
-
-def write_leaf(node: Node) -> dict[str, object]:
-    """Return the JSON of bytes, a bytearray, a complex number, a range, a slice or a `torch.Size`."""
-    tag = type(node).__name__.lower()
-    if isinstance(node, (bytes, bytearray)):
-        return {TAG: tag, "data": write_bytes(node)}
-    if isinstance(node, complex):
-        return {TAG: tag, "real": write_plain(node.real), "imag": write_plain(node.imag)}
-    if isinstance(node, Size):
-        return {TAG: tag, "sizes": list(node)}
-    bounds = {name: getattr(node, name) for name in ("start", "stop", "step")}
-    if not all(bound is None or type(bound) is int for bound in bounds.values()):
-        raise UnsupportedError("a slice of other than integers is not written to a zckpt checkpoint")
-    return {TAG: tag, **{name: write_plain(bound) for name, bound in bounds.items()}}
 
 
 def write_bytes(data: bytes | bytearray) -> str:

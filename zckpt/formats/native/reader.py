@@ -6,17 +6,25 @@ of the files have, too. Otherwise (version 1, or a document that was changed) ev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.native.document import FORMAT, Members, read_document, wrong
-from zckpt.formats.native.files import DOCUMENT_NAME, SHARE, headers_shared, rank_name
-from zckpt.formats.native.layouts import Cut, Headers, Layouts, Offsets, Order, Pieces, Table, order_of
-from zckpt.formats.native.node_kinds import Json
+from zckpt.formats.native.document import FORMAT, Form, Json, read_document, record, wrong
+from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, SHARE, headers_shared, rank_name
+from zckpt.formats.native.layouts import (
+    Cut,
+    Layouts,
+    Offsets,
+    Table,
+    offsets_in,
+    spans_of,
+    summed,
+    where_it_follows,
+)
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.rank_file import (
     Listed,
@@ -33,12 +41,27 @@ from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import Storage
 
-NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage", "world_size", "topology", "origin",
-         "param_groups", "parameters", "buffers", "unnamed", "layouts", "metadata", "optimizer_metadata", "objects",
-         "storages", "crc32")  # fmt: skip
+LISTS = dict.fromkeys(("files", *SECTIONS, "param_groups", "layouts", "objects", "storages"), Form.LIST)
+VALUES = dict.fromkeys(("origin", "metadata", "optimizer_metadata", "loss_scale", "topology"), Form.JSON)
+DOCUMENT = {
+    "format": Form.TEXT,
+    "version": Form.INTEGER,
+    "id": Form.TEXT,
+    "world_size": Form.POSITIVE,
+    **LISTS,
+    **VALUES,
+}
+MAY_HAVE = {"step": Form.INTEGER, "zero_stage": Form.INTEGER, "crc32": Form.TEXT}
+FILE = {"name": Form.TEXT, "nbytes": Form.INTEGER}
+HEADER = {"header_nbytes": Form.INTEGER, "header_crc32": Form.TEXT}
+STORAGE = {"dtype": Form.DTYPE, "nbytes": Form.INTEGER, "location": Form.TEXT}
+GROUP = {"parameters": Form.LIST, "hyperparameters": Form.JSON, "state": Form.JSON}
+PARAMETER = {"name": Form.TEXT, "shape": Form.SIZES, "dtype": Form.DTYPE, "slots": Form.LIST}
+PARAMETER_MAY_HAVE = {"group": Form.INTEGER, "frozen": Form.FLAG, "tied_to": Form.TEXT, "state": Form.JSON}
+SLOT = {"name": Form.TEXT, "dtype": Form.DTYPE, "layout": Form.INTEGER}
+SLOT_MAY_HAVE = {"shape": Form.SIZES, "key": Form.TEXT}
 
-
-SECTIONS = ("parameters", "buffers", "unnamed")
+_CRC32 = re.compile("[0-9a-f]{8}")
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -94,11 +117,11 @@ def contradictions(path: Path) -> Iterator[SourceError]:
     """
     document, nbytes = read_document(path)
     with _located(path):
-        reading = Reading(path, Members(document, "document", NAMES), nbytes, headers=True)
+        reading = Reading(path, document, nbytes, headers=True)
         if reading.version == 1:
             return
-        proven = Order(reading.listed, reading.identity, reading.cuts).is_proven
-    if not proven:
+        found = summed(reading.listed, reading.identity, reading.cuts)
+    if found is None:
         yield DamagedFileError(
             "what it says of the ranks' files is not what follows from its parameters",
             path=path / DOCUMENT_NAME,
@@ -118,7 +141,7 @@ def contradictions(path: Path) -> Iterator[SourceError]:
 def _read(path: Path, *, headers: bool) -> Checkpoint:
     with collector_paused(), _located(path):
         found, nbytes = read_document(path)
-        return Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
+        return Reading(path, found, nbytes, headers=headers).checkpoint()
 
 
 @contextmanager
@@ -134,95 +157,87 @@ def _located(path: Path) -> Iterator[None]:
         raise DamagedFileError("values are nested too deep", path=path / DOCUMENT_NAME) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A parameter as the document has it, and its slots."""
-
-    found: Members
-    name: str
-    shape: tuple[int, ...]
-    cuts: list[tuple[Cut, Pieces]]
-
-
 class Reading:
     """Reads one directory.
 
     `nbytes`: of the document; `headers`: read all headers, whether or not the document is enough.
     """
 
-    def __init__(self, path: Path, document: Members, nbytes: int, *, headers: bool) -> None:
+    def __init__(self, path: Path, document: Json, nbytes: int, *, headers: bool) -> None:
         self.path = path
-        self.document = document
+        self.document = document = record(document, "document", DOCUMENT, MAY_HAVE)
         self.nbytes = nbytes
-        self.version = document.integer("version")
-        self.identity = document.text("id")
+        self.version, self.identity = document["version"], document["id"]
         self.listed = self._listed()
-        self.layouts = Layouts(document.list("layouts", lambda one: one), len(self.listed))
-        self.storages = document.list("storages", lambda one: Members(one, "storage", ("dtype", "nbytes", "location")))
-        self.described = {section: document.list(section, self._describe) for section in SECTIONS}
-        self.cuts: list[tuple[Cut, Pieces]] = []  # of storages, of which the first file has all bytes; then of slots
-        for number, one in enumerate(self.storages):
-            shape = (one.integer("nbytes"),)
-            self.cuts.append((Cut("storage", storage_key(number), "uint8", shape, 0), [(0, Extent.whole(shape))]))
-        self.cuts += [cut for every in self.described.values() for one in every for cut in one.cuts]
+        self.layouts = Layouts(document["layouts"], len(self.listed))
+        stored = [record(one, "storage", STORAGE) for one in document["storages"]]
+        described = {section: [self._described(one) for one in document[section]] for section in SECTIONS}
+        self.cuts: list[Cut] = []  # of storages, of which the first file has all bytes; then of slots
+        for number, one in enumerate(stored):
+            if one["nbytes"] % itemsize(one["dtype"]):
+                raise wrong(f"nbytes of storage {number}", f"whole elements of {one['dtype']}", one["nbytes"])
+            shape = (one["nbytes"],)
+            self.cuts.append(Cut("storage", storage_key(number), "uint8", shape, [(0, Extent.whole(shape))]))
+        self.cuts += [cut for every in described.values() for _, cuts in every for cut in cuts]
+        self.described = described
         self.files: list[RankFile] = []
-        order = None if headers else self._order()
-        if order is None:
+        self.paths = [str(path / one.name) for one in self.listed]
+        where = None if headers else self._where()
+        if where is None:
             self.files = [
                 open_rank_file(path / one.name, identity=self.identity, nbytes=one.nbytes) for one in self.listed
             ]
-        self.offsets: Offsets = order or Headers(self.files)
-        self.paths = [str(path / one.name) for one in self.listed]
-        self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.paths[0], nbytes)
+            where = offsets_in(self.files, self.cuts)
+        self.where = where
+        storages = [
+            Storage(str(number), one["dtype"], one["nbytes"], one["location"], where[storage_key(number)][0])
+            for number, one in enumerate(stored)
+        ]
+        self.nodes = NodeReader(document["objects"], storages, self.paths[0], nbytes)
 
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
         document, nodes = self.document, self.nodes
         checkpoint = Checkpoint(str(self.path), FORMAT, str(self.version))
-        checkpoint.param_groups = document.list("param_groups", self._group)
+        checkpoint.param_groups = [self._group(one) for one in document["param_groups"]]
         for section, every in self.described.items():
-            found = [self._parameter(one) for one in every]
-            setattr(checkpoint, section, {parameter.name: parameter for parameter in found})
-            if len(getattr(checkpoint, section)) != len(found):
-                raise wrong(section, "every name once", f"{len(found)} entries")
-        checkpoint.metadata = nodes.mapping(document.value("metadata"))
-        checkpoint.optimizer_metadata = nodes.mapping(document.value("optimizer_metadata"))
-        checkpoint.details = {"origin": nodes.mapping(document.value("origin"))}
-        checkpoint.step = document.optional_integer("step")
-        checkpoint.zero_stage = document.optional_integer("zero_stage")
-        checkpoint.world_size = document.integer("world_size", least=1)
-        degrees = ("dp", "tp", "pp", "ep")
-        topology = Members(document.value("topology"), "topology", degrees)
-        checkpoint.topology = Topology(*(topology.integer(name, least=1) for name in degrees))
-        scale = nodes.read(document.value("loss_scale"))
-        if scale is not None and type(scale) not in (int, float):
-            raise wrong("loss_scale", "a number", scale)
-        checkpoint.loss_scale = scale  # type: ignore[assignment]  # a number
+            found = {one["name"]: self._parameter(one, cuts) for one, cuts in every}
+            setattr(checkpoint, section, found)
+            if len(found) != len(every):
+                raise wrong(section, "every name once", f"{len(every)} entries")
+        checkpoint.metadata = nodes.mapping(document["metadata"])
+        checkpoint.optimizer_metadata = nodes.mapping(document["optimizer_metadata"])
+        checkpoint.details = {"origin": nodes.mapping(document["origin"])}
+        for name in ("step", "zero_stage", "world_size"):
+            setattr(checkpoint, name, document[name])
+        degrees = dict.fromkeys(("dp", "tp", "pp", "ep"), Form.POSITIVE)
+        checkpoint.topology = Topology(**record(document["topology"], "topology", degrees))
+        checkpoint.loss_scale = nodes.read(document["loss_scale"])  # type: ignore[assignment]  # a number
+        if type(checkpoint.loss_scale) not in (int, float, type(None)):
+            raise wrong("loss_scale", "a number", checkpoint.loss_scale)
         _check(checkpoint)
         checkpoint.files = list(self._sources())
         return checkpoint
 
     def _listed(self) -> list[Listed]:
-        members = ("name", "nbytes", "header_nbytes", "header_crc32")[: 2 if self.version == 1 else 4]
-        files = self.document.list("files", lambda one: Members(one, "file", members))
-        if not files:
-            raise wrong("files", "at least one", files)
-        names = [one.text("name") for one in files]
-        if names != [rank_name(rank, len(names)) for rank in range(len(names))]:
+        members = FILE if self.version == 1 else {**FILE, **HEADER}
+        files = [record(one, "file", members) for one in self.document["files"]]
+        names = [one["name"] for one in files]
+        if not names or names != [rank_name(rank, len(names)) for rank in range(len(names))]:
             raise wrong("files", f"{rank_name(0, len(names))} and so on", names)
-        if self.version == 1:
-            return [Listed(name, one.integer("nbytes")) for name, one in zip(names, files, strict=True)]
-        return [
-            Listed(name, one.integer("nbytes"), one.integer("header_nbytes"), one.checksum("header_crc32"))
-            for name, one in zip(names, files, strict=True)
-        ]
+        for one in files if self.version > 1 else ():
+            if not _CRC32.fullmatch(one["header_crc32"]):
+                raise wrong("header_crc32 of file", "eight hexadecimal digits", one["header_crc32"])
+            one["header_crc32"] = int(one["header_crc32"], 16)
+        return [Listed(**one) for one in files]
 
-    def _order(self) -> Order | Table | None:
+    def _where(self) -> Offsets | Table | None:
         """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists."""
         if self.version == 1:
             return None
-        order = order_of(self.listed, self.identity, self.cuts, is_as_written=self.document.has("crc32"))
-        if not order.is_proven:
+        is_as_written = self.document["crc32"] is not None
+        where = where_it_follows(self.listed, self.identity, self.cuts, is_as_written=is_as_written)
+        if where is None:
             return None
         rank, world_size = share = SHARE.get() or (0, 1)
         for one in self.listed[rank::world_size]:
@@ -232,52 +247,34 @@ class Reading:
                     return None
                 open_rank_file(path, identity=self.identity, nbytes=one.nbytes)
                 check_header(path, one)
-        return order
-
-    def _storages(self) -> list[Storage]:
-        found = []
-        for number, (one, (cut, pieces)) in enumerate(zip(self.storages, self.cuts, strict=False)):
-            dtype, nbytes = one.dtype("dtype"), one.integer("nbytes")
-            if nbytes % itemsize(dtype):
-                raise wrong(f"nbytes of storage {number}", f"whole elements of {dtype}", nbytes)
-            (offset,) = self.offsets.offsets(cut, pieces)
-            found.append(Storage(str(number), dtype, nbytes, one.text("location"), offset))
-        return found
+        return where
 
     def _group(self, found: Json) -> ParamGroup:
-        one = Members(found, "param group", ("parameters", "hyperparameters", "state", "optimizer"))
-        names = one.list("parameters", lambda name: name)
+        one = record(found, "param group", GROUP, {"optimizer": Form.TEXT})
+        names = one["parameters"]
         if not all(type(name) is str for name in names) or len(set(names)) != len(names):
             raise wrong("parameters of a param group", "names, each once", names)
-        optimizer = one.text("optimizer") if one.has("optimizer") else None
-        values = (self.nodes.mapping(one.value(key)) for key in ("hyperparameters", "state"))
-        return ParamGroup(next(values), names, next(values), optimizer)
+        hyperparameters, state = (self.nodes.mapping(one[key]) for key in ("hyperparameters", "state"))
+        return ParamGroup(hyperparameters, names, state, one["optimizer"])
 
-    def _describe(self, found: Json) -> _Described:
-        one = Members(found, "parameter", ("name", "shape", "dtype", "slots", "group", "frozen", "tied_to", "state"))
-        name, shape = one.text("name"), one.shape("shape")
-        cuts = one.list("slots", lambda slot: self._cut(slot, name, shape))
+    def _described(self, found: Json) -> tuple[dict[str, Json], list[Cut]]:
+        """Return a parameter as the document has it, and its slots."""
+        parameter = record(found, "parameter", PARAMETER, PARAMETER_MAY_HAVE)
+        cuts = []
+        for slot in parameter["slots"]:
+            one = record(slot, f"slot of {parameter['name']}", SLOT, SLOT_MAY_HAVE)
+            shape = parameter["shape"] if one["shape"] is None else one["shape"]
+            key = one["key"] or f"{one['name']}/{parameter['name']}"
+            cuts.append(Cut(one["name"], key, one["dtype"], shape, self.layouts.pieces(one["layout"], key, shape)))
         if len({cut.name for cut in cuts}) != len(cuts):
-            raise wrong(f"slots of {name}", "every slot once", [cut.name for cut in cuts])
-        return _Described(one, name, shape, [(cut, self.layouts.pieces(cut)) for cut in cuts])
+            raise wrong(f"slots of {parameter['name']}", "every slot once", [cut.name for cut in cuts])
+        return parameter, cuts
 
-    def _cut(self, found: Json, parameter: str, shape: tuple[int, ...]) -> Cut:
-        one = Members(found, f"slot of {parameter}", ("name", "dtype", "shape", "key", "layout"))
-        name, dtype = one.text("name"), one.dtype("dtype")
-        shape = one.shape("shape") if one.has("shape") else shape
-        key = one.text("key") if one.has("key") else f"{name}/{parameter}"
-        return Cut(name, key, dtype, shape, one.integer("layout"))
-
-    def _parameter(self, described: _Described) -> Parameter:
-        one, name, shape = described.found, described.name, described.shape
-        slots = {
-            cut.name: Slot(cut.name, cut.dtype, cut.shape, self.offsets.spans(cut, pieces, self.paths))
-            for cut, pieces in described.cuts
-        }
-        state = self.nodes.mapping(one.value("state", {}))
-        tied_to = one.text("tied_to") if one.has("tied_to") else None
-        group = one.optional_integer("group")
-        return Parameter(name, shape, one.dtype("dtype"), slots, group, one.flag("frozen"), tied_to, state)
+    def _parameter(self, one: dict[str, Json], cuts: Sequence[Cut]) -> Parameter:
+        slots = {cut.name: Slot(cut.name, cut.dtype, cut.shape, spans_of(cut, self.where, self.paths)) for cut in cuts}
+        state = {} if one["state"] is None else self.nodes.mapping(one["state"])
+        about = one["group"], bool(one["frozen"]), one["tied_to"]
+        return Parameter(one["name"], one["shape"], one["dtype"], slots, *about, state)
 
     def _sources(self) -> Iterator[SourceFile]:
         """Yield what was read; a tensor that nothing has taken is not for this program to leave out."""

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.formats.latest import LATEST
-from zckpt.formats.native.files import RANK_ROLE
-from zckpt.formats.native.writer import SECTIONS, lay_out_as_cut
+from zckpt.formats.native.files import RANK_ROLE, SECTIONS
+from zckpt.formats.native.writer import lay_out_as_cut
 from zckpt.formats.remainder import BESIDE
 from zckpt.formats.stripped_directory import completed
 from zckpt.formats.stripping import Request, Rewritten, Stripping, as_it_is, replaced

@@ -6,12 +6,13 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
-from zckpt.formats.native.files import DOCUMENT_NAME, rank_name
+from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, rank_name
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
@@ -21,8 +22,6 @@ from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
-
-SECTIONS = ("parameters", "buffers", "unnamed")
 
 IDENTITY_NBYTES = 16
 
@@ -41,29 +40,6 @@ class Placed:
     key: str
     slot: Slot
     pieces: Pieces
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a document says of a checkpoint, without where its elements are.
-
-    Parameters
-    ----------
-    members, metadata : dict
-        Facts and param groups; what is inert.
-    states : dict
-        State that is no tensor, by the identity of its parameter.
-    objects : list
-        That others refer to.
-    storages : list of Mentioned
-        In which tensors of inert objects lie.
-    """
-
-    members: dict[str, object]
-    metadata: dict[str, object]
-    states: dict[int, object]
-    objects: list[object]
-    storages: list[Mentioned]
 
 
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
@@ -162,14 +138,14 @@ def _cut(
     `cut`: says of all slots, and the bytes before them, which file has which elements; `part`: what of a slot a file
     has.
     """
-    about = describe(checkpoint)
-    stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]
+    members, storages = describe(checkpoint)
+    stored = [_storage_entry(number, one) for number, one in enumerate(storages)]
     placed = list(_place(checkpoint, cut, stored))
     entries = [stored, *([] for _ in range(world_size - 1))]
     for one in placed:
         for file, extent in one.pieces:
             entries[file].append(slot_entry(one.key, part(one.slot, file), extent))
-    return ByRank(members_of(checkpoint, about, placed), entries)
+    return ByRank(place(checkpoint, members, placed), entries)
 
 
 def _lay_out(
@@ -181,10 +157,10 @@ def _lay_out(
     return [*files, lay_out_document(laid.members, identity, [listed(file) for file in files])]
 
 
-def describe(checkpoint: Checkpoint) -> Description:
-    """Return what a document says of a checkpoint, but where its elements are."""
+def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
+    """Return the members of a document, without where elements are and those that tell the files; and the storages."""
     nodes = NodeWriter(_values(checkpoint))
-    members: dict[str, object] = {
+    members: dict[str, Any] = {
         "step": checkpoint.step,
         "loss_scale": nodes.write(checkpoint.loss_scale),
         "zero_stage": checkpoint.zero_stage,
@@ -201,27 +177,46 @@ def describe(checkpoint: Checkpoint) -> Description:
             for group in checkpoint.param_groups
         ],
     }
-    metadata = {
-        "metadata": nodes.write(checkpoint.metadata),
-        "optimizer_metadata": nodes.write(checkpoint.optimizer_metadata),
-    }
-    states = {id(p): nodes.write(p.state) for p in _parameters(checkpoint) if p.state}
-    return Description(members, metadata, states, nodes.objects, nodes.storages)
-
-
-def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Placed]) -> dict[str, object]:
-    """Return the members of a document, without those that tell the files; `placed` has all slots in their order."""
-    members = dict(about.members)
-    every = iter(placed)
-    layouts: dict[Layout, int] = {}
+    inert = {name: nodes.write(getattr(checkpoint, name)) for name in ("metadata", "optimizer_metadata")}
     for section in SECTIONS:
-        members[section] = [
-            _parameter(p, about.states.get(id(p)), [_slot(next(every), p, layouts) for _ in p.slots])
-            for p in getattr(checkpoint, section).values()
-        ]
+        members[section] = [_parameter(one, nodes) for one in getattr(checkpoint, section).values()]
+    storages = [{key: getattr(one.storage, key) for key in ("dtype", "nbytes", "location")} for one in nodes.storages]
+    return members | {"layouts": [], **inert, "objects": nodes.objects, "storages": storages}, nodes.storages
+
+
+def _parameter(parameter: Parameter, nodes: NodeWriter) -> dict[str, object]:
+    about = {
+        "group": parameter.group,
+        "frozen": parameter.frozen or None,
+        "tied_to": parameter.tied_to,
+        "state": nodes.write(parameter.state) if parameter.state else None,
+    }
+    return {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "dtype": parameter.dtype,
+        "slots": [],
+        **{key: value for key, value in about.items() if value is not None},
+    }
+
+
+def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Placed]) -> dict[str, Any]:
+    """Say in the members of a document, which are returned, where all slots are, given in their order."""
+    layouts: dict[Layout, int] = {}
+    every = iter(placed)
+    described = (one for section in SECTIONS for one in members[section])
+    for one, parameter in zip(described, _parameters(checkpoint), strict=True):
+        for _ in parameter.slots:
+            at = next(every)
+            said: dict[str, object] = {"name": at.name, "dtype": at.slot.dtype}
+            if at.slot.shape != parameter.shape:
+                said["shape"] = list(at.slot.shape)
+            if at.key != f"{at.name}/{parameter.name}":
+                said["key"] = at.key
+            layout = tuple(_piece(file, extent, at.slot.shape) for file, extent in at.pieces)
+            one["slots"].append(said | {"layout": layouts.setdefault(layout, len(layouts))})
     members["layouts"] = [[dict(piece) for piece in layout] for layout in layouts]
-    storages = [{key: getattr(one.storage, key) for key in ("dtype", "nbytes", "location")} for one in about.storages]
-    return members | {**about.metadata, "objects": about.objects, "storages": storages}
+    return members
 
 
 def lay_out_document(members: Mapping[str, object], identity: str, files: Sequence[Listed]) -> TargetFile:
@@ -263,33 +258,6 @@ def _place(
             key += "'"
         used.add(key)
         yield Placed(name, key, slot, pieces)
-
-
-def _parameter(parameter: Parameter, state: object, slots: list[dict[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "dtype": parameter.dtype,
-        "slots": slots,
-    }
-    optional = {
-        "group": parameter.group,
-        "frozen": parameter.frozen or None,
-        "tied_to": parameter.tied_to,
-        "state": state,
-    }
-    return found | {key: value for key, value in optional.items() if value is not None}
-
-
-def _slot(placed: Placed, parameter: Parameter, layouts: dict[Layout, int]) -> dict[str, object]:
-    slot = placed.slot
-    found: dict[str, object] = {"name": placed.name, "dtype": slot.dtype}
-    if slot.shape != parameter.shape:
-        found["shape"] = list(slot.shape)
-    if placed.key != f"{placed.name}/{parameter.name}":
-        found["key"] = placed.key
-    layout = tuple(_piece(file, extent, slot.shape) for file, extent in placed.pieces)
-    return found | {"layout": layouts.setdefault(layout, len(layouts))}
 
 
 def _piece(file: int, extent: Extent, shape: tuple[int, ...]) -> tuple[tuple[str, object], ...]:
