@@ -194,7 +194,7 @@ def test_single_group_gets_every_name_that_is_certain(
         *([lambda names: sorted(names, key=last.__contains__)] if last else []),
     )
     every = list(readings(kinds, group, model, list(model), orders))
-    found = evidence(model, [kinds]).certain(sorted_too=sorted_too, last=last)
+    found = evidence(model, [kinds]).certain(lambda _, names: [order(names) for order in orders])
     assert found == (common(every) if every else {})
 
 

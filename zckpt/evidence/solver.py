@@ -7,7 +7,7 @@ parameters in the model's order, or sorted by name, or as a format says; it need
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +22,19 @@ Number = TypeVar("Number", bound=Hashable)
 
 ROW, COLUMN = "exp_avg_sq_row", "exp_avg_sq_col"
 """Slots of Adafactor: the shape of the parameter without its last dimension, and without the one before."""
+
+
+Orders = Callable[[int, Sequence[str]], Sequence[Sequence[str]]]
+
+
+def in_order(_group: int, names: Sequence[str]) -> list[Sequence[str]]:
+    """Return the only order of a group that has its parameters as the model has them."""
+    return [names]
+
+
+def in_order_or_sorted(_group: int, names: Sequence[str]) -> list[Sequence[str]]:
+    """Return the orders of a group that has its parameters as the model has them, or sorted by name."""
+    return [names, sorted(names)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +126,22 @@ class Evidence(Generic[Number]):
         except UsageError:
             return {}
 
-    def certain(self, *, sorted_too: bool = True, last: Collection[str] = ()) -> dict[Number, str]:
+    def certain(self, orders: Orders = in_order_or_sorted) -> dict[Number, str]:
         """Return the candidates that are certain.
 
         Parameters
         ----------
-        sorted_too : bool
-            Whether groups may also list their parameters sorted by name.
-        last : collection of str
-            Names that groups may also list after all others.
+        orders : callable
+            Given the index of a group and names in the model's order, the orders in which it may have some of them.
         """
         certain: dict[Number, str] = {}
         while True:
             found = dict(certain)
             taken = set(certain.values())
-            for group in self.groups:
+            for index, group in enumerate(self.groups):
                 own = {certain[number] for number in group if number in certain}
                 free = [name for name in self.candidates if name not in taken or name in own]
-                found |= self._of_group(group, orders_of(free, sorted_too=sorted_too, last=last))
+                found |= self._of_group(group, orders(index, free))
             uses = Counter(found.values())
             if len(uses) < len(found):  # two groups have some
                 return {number: name for number, name in found.items() if uses[name] == 1}
@@ -157,12 +168,6 @@ class Evidence(Generic[Number]):
         rest = iter(order)
         found = [next((name for name in rest if self.fits(number, name)), None) for number in group]
         return [name for name in found if name is not None] if None not in found else None
-
-
-def orders_of(names: Sequence[str], *, sorted_too: bool = True, last: Collection[str] = ()) -> list[Sequence[str]]:
-    """Return the orders in which a group may have parameters that the model has in this one; see `Evidence.certain`."""
-    orders = [names, sorted(names)] if sorted_too else [names]
-    return [*orders, sorted(names, key=lambda name: name in last)] if last else orders
 
 
 def agree(state: Shape, parameter: Shape) -> bool:

@@ -1,55 +1,51 @@
-"""Which layers of experts are spread over how many ranks, by shapes and numbers alone."""
+"""Which layers of experts are spread over how many ranks without ZeRO: by the shapes of state, and by names."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
-from zckpt.formats.deepspeed.expert_optimizers import IsOf, degrees_of_layers
-from zckpt.state import Parameter
+import pytest
+import torch
 
-
-def model(*layers: tuple[int, int]) -> tuple[dict[str, Parameter], dict[str, int]]:
-    """Experts of one matrix each: how many of them a layer has, and how wide they are."""
-    names = [(f"{i}.deepspeed_experts.", count, width) for i, (count, width) in enumerate(layers)]
-    parameters = {
-        f"{layer}{number}.w": Parameter(f"{layer}{number}.w", (8, width), "float32")
-        for layer, count, width in names
-        for number in range(count)
-    }
-    return parameters, {layer: count for layer, count, _ in names}
+from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.expert_optimizers import _Optimizer
+from zckpt.state import Checkpoint, Parameter
+from zckpt.torchfile import read_torchfile
 
 
-def held(**of: dict[tuple[int, int], int]) -> dict[int, IsOf]:
-    return {int(degree[2:]): Counter(shapes).__eq__ for degree, shapes in of.items()}
+def layers(
+    tmp_path: Path, *of: tuple[int, int], names: Sequence[str] | None = None, **groups: list[int]
+) -> dict[int, set[int]]:
+    """Over how many ranks layers are found to be: how many experts each has, how wide, and what is in which group."""
+    model = [f"{i}.deepspeed_experts.{number}.w" for i, (count, _) in enumerate(of) for number in range(count)]
+    checkpoint = Checkpoint("", "deepspeed")
+    checkpoint.parameters = {name: Parameter(name, (8, of[int(name[0])][1]), "float32") for name in model}
+    widths = [width for its in groups.values() for width in its]
+    state = {n: {"exp_avg": torch.ones(8, width)} for n, width in enumerate(widths)}
+    own, ends = [], 0
+    for name, its in groups.items():
+        own.append({"name": name, "moe": True, "params": list(range(ends, ends := ends + len(its)))})
+    torch.save({"optimizer": {"state": state, "param_groups": own}}, tmp_path / "one.pt")
+    file = read_torchfile(tmp_path / "one.pt")
+    assert isinstance(file.root, dict)
+    found = _Optimizer(checkpoint, 0, file.root["optimizer"], file).layers(names)
+    return {int(layer[0]): degrees for layer, degrees in found.items()}
 
 
-def count(number: int) -> IsOf:
-    return lambda shapes: shapes.total() == number
+def test_shapes_tell(tmp_path: Path) -> None:
+    model = (4, 9), (4, 11), (8, 9)
+    assert layers(tmp_path, *model, ep_size_1=[11] * 4, ep_size_4=[9] * 3) == {0: {4}, 1: {1}, 2: {4}}
+    assert layers(tmp_path, *model, ep_size_4=[9] * 3) == {0: {4}, 2: {4}}  # the second is not trained
+    assert layers(tmp_path, *model, ep_size_2=[9, 9, 11, 11], ep_size_8=[9]) == {0: {2}, 1: {2}, 2: {8}}
 
 
-def numel(number: int) -> IsOf:
-    return lambda shapes: sum(rows * columns * many for (rows, columns), many in shapes.items()) == number
+@pytest.mark.parametrize("groups", [{"ep_size_1": [9] * 4, "ep_size_2": [9] * 2}, {"ep_size_2": [9], "ep_size_1": [9]}])
+def test_what_fits_in_several_ways_is_not_certain(groups: dict[str, list[int]], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="over 1, 2 ranks, and which layer's are over how many is not certain"):
+        layers(tmp_path, (4, 9), (4, 9), **groups)
 
 
-def test_shapes_and_numbers_tell() -> None:
-    parameters, totals = model((4, 9), (4, 11), (8, 9))
-    a, b, c = totals
-    found = degrees_of_layers(parameters, totals, held(ep1={(8, 11): 4}, ep4={(8, 9): 3}))
-    assert found == {a: 4, b: 1, c: 4}
-    assert degrees_of_layers(parameters, totals, held(ep4={(8, 9): 3})) == {a: 4, c: 4}  # b is not trained
-    assert degrees_of_layers(parameters, totals, held(ep2={(8, 11): 2, (8, 9): 2}, ep8={(8, 9): 1})) == {
-        a: 2,
-        b: 2,
-        c: 8,
-    }
-
-
-def test_what_fits_in_several_ways_is_not_certain() -> None:
-    parameters, totals = model((4, 9), (4, 9))
-    assert degrees_of_layers(parameters, totals, held(ep1={(8, 9): 4}, ep2={(8, 9): 2})) is None
-    parameters, totals = model((4, 9), (8, 9))  # 4 + 4 or 2 + 8 of those
-    assert degrees_of_layers(parameters, totals, {2: count(4), 1: count(4)}) is not None
-    assert degrees_of_layers(parameters, totals, {2: numel(2 * 72), 1: numel(8 * 72)}) is not None
-    assert degrees_of_layers(parameters, totals, held(ep2={(8, 9): 3}, ep1={(8, 9): 4})) is None
-    parameters, totals = model(*[(4, width) for width in range(20)])
-    assert degrees_of_layers(parameters, totals, {1: count(40), 2: count(20)}) is None
+def test_names_tell(tmp_path: Path) -> None:
+    names = [f"1.deepspeed_experts.{n}.w" for n in range(4)] + [f"0.deepspeed_experts.{n}.w" for n in range(2)]
+    assert layers(tmp_path, (4, 9), (4, 9), names=names, ep_size_1=[9] * 4, ep_size_2=[9] * 2) == {1: {1}, 0: {2}}

@@ -92,25 +92,6 @@ def local_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
     return global_name(name, -expert_rank, per_rank)
 
 
-def local_experts(names: Iterable[str], layers: Mapping[str, int], ranks: Mapping[int, int]) -> list[str]:
-    """Return the names of the experts that a rank has, out of all experts' under their global numbers.
-
-    Parameters
-    ----------
-    layers : mapping of str to int
-        Over how many ranks each of some layers is spread.
-    ranks : mapping of int to int
-        Which expert rank the rank is, of each degree.
-    """
-    every = [name for name in names if layer_of(name) in layers]
-    totals = experts_per_rank(every)
-    per_rank = {layer: max(total // layers[layer], 1) for layer, total in totals.items()}
-    return [
-        name for name in every
-        if (expert_number(name) or 0) // per_rank[layer_of(name)] == ranks[layers[layer_of(name)]]
-    ]  # fmt: skip
-
-
 def check_divides(layer: str, count: int, degree: int) -> None:
     """Raise UsageError where the experts of a layer do not divide among ranks."""
     if count % degree:

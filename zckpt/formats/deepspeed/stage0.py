@@ -8,11 +8,11 @@ optimizer = {optimizer_state_dict, fp32_groups_flat, ...}                   FP16
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from zckpt.errors import DamagedFileError, about
-from zckpt.evidence import NAMES_ADVICE
+from zckpt.evidence import NAMES_ADVICE, Orders, in_order_or_sorted
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, unflattened
@@ -61,44 +61,26 @@ class Numbered:
         self,
         checkpoint: Checkpoint,
         names: Sequence[str] | None,
-        *,
-        groups: Sequence[int] | None = None,
-        sorted_too: bool = True,
-        last: Collection[str] = (),
+        orders: Orders = in_order_or_sorted,
     ) -> bool:
-        """Give a checkpoint's parameters the state of these groups; False: the order in flat masters is not certain.
+        """Give a checkpoint's parameters the optimizer's state; False: the order in flat masters is not certain.
 
         Parameters
         ----------
         names : sequence of str, optional
             Of all that the optimizer has, in its order, from the user.
-        groups : sequence of int, optional
-            All by default.
-        sorted_too, last
-            In which orders groups may have their parameters, as for `Evidence.certain`.
+        orders : callable
+            In which groups may have their parameters, as for `Evidence.certain`.
 
         Raises
         ------
         UsageError
             `names` do not fit the file.
         """
-        path, state, flats = self.file.path, self.state, self.flats
-        if groups is not None:
-            numbers = [n for i in groups for n in state.numbers[i]]
-            state = OptimizerState(
-                {n: state.state[n] for n in numbers if n in state.state},
-                [state.groups[i] for i in groups],
-                {n: state.masters[n] for n in numbers if n in state.masters},
-            )
-            if names is not None and flats is None:
-                named = dict(zip(self.state.every_number, names, strict=False))
-                names = [named.get(n, "") for n in numbers]
-            elif names is not None:
-                names = [name for name in names if name in checkpoint.parameters]
-            flats = flats and [flats[i] for i in groups]
-        if flats is not None:
+        path, state = self.file.path, self.state
+        if self.flats is not None:
             with about(path):
-                found = unflattened(checkpoint, state, flats, path, names, sorted_too=sorted_too, last=last)
+                found = unflattened(checkpoint, state, self.flats, path, names, orders)
             if found is not None:
                 attach(checkpoint, found[0], path, certain=found[1])
             return found is not None
@@ -110,7 +92,7 @@ class Numbered:
             return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
 
         sample = rounds_to_weight if state.masters else None
-        attach(checkpoint, state, path, names=names, sample=sample, sorted_too=sorted_too, last=last)
+        attach(checkpoint, state, path, names=names, sample=sample, orders=orders)
         return True
 
     def count(self, numels: Sequence[int]) -> int:

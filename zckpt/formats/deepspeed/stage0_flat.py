@@ -12,11 +12,11 @@ Source: `FP16_Optimizer.__init__`, DeepSpeed 0.14 to 0.19.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UsageError
-from zckpt.evidence import orders_of, ways
+from zckpt.evidence import Orders, ways
 from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -37,9 +37,7 @@ def unflattened(
     flats: Sequence[Tensor],
     path: str,
     names: Sequence[str] | None,
-    *,
-    sorted_too: bool,
-    last: Collection[str],
+    orders: Orders,
 ) -> tuple[OptimizerState, Mapping[int, str]] | None:
     """Return an optimizer of flat masters as one that numbers its parameters, and their names by number.
 
@@ -51,8 +49,8 @@ def unflattened(
         Has its parameters already.
     names : sequence of str, optional
         All of the optimizer's, in its order, from the user.
-    sorted_too, last
-        In which orders groups may have their parameters, as for `Evidence.certain`.
+    orders : callable
+        In which groups may have their parameters, as for `Evidence.certain`.
 
     Raises
     ------
@@ -63,30 +61,29 @@ def unflattened(
         p.name: p for p in checkpoint.parameters.values()
         if p.tied_to is None and p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
     }  # fmt: skip
-    orders: list[list[str]] = []
-    possible = orders_of(list(candidates), sorted_too=sorted_too, last=last)
+    found: list[list[str]] = []
     numels = {name: one.numel for name, one in candidates.items()}
     with Sources() as sources:
         rest = list(names or ())
-        for flat in flats:
+        for index, flat in enumerate(flats):
             fits = _by_value(slot_of(MASTER, flat, path), candidates, sources)
             if names is None:
-                readings = {_reading(order, numels, flat.numel, fits) for order in possible} - {(0, ())}
+                possible = orders(index, list(candidates))
+                readings = {_reading(one, numels, flat.numel, fits) for one in possible} - {(0, ())}
                 if len(readings) != 1 or next(iter(readings))[0] > 1:
                     return None
-                found = list(readings.pop()[1])
+                found.append(list(readings.pop()[1]))
             else:
-                found = _given(rest, candidates, flat.numel, fits)
-                rest = rest[len(found) :]
-            orders.append(found)
-    every = [name for order in orders for name in order]
+                found.append(_given(rest, candidates, flat.numel, fits))
+                rest = rest[len(found[-1]) :]
+    every = [name for order in found for name in order]
     if rest:
         raise UsageError("more parameter names than the optimizer has", found=rest[0])
     if len(set(every)) < len(every):
         return None
     numbered = OptimizerState({}, [])
     by_number: dict[int, str] = {}
-    for group, (number,), flat, order in zip(base.groups, base.numbers, flats, orders, strict=True):
+    for group, (number,), flat, order in zip(base.groups, base.numbers, flats, found, strict=True):
         state = base.state.get(number, {})
         whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape}
         if any(state[key].shape != flat.shape or not state[key].is_contiguous for key in whole):  # type: ignore[attr-defined]

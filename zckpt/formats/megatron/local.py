@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from zckpt.compare.weights import rounds_to
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
-from zckpt.evidence import Evidence
+from zckpt.evidence import Evidence, in_order
 from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.optimizer import EXPERTS, GROUPS, MASTERS, Held, optimizers
@@ -103,9 +103,9 @@ def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:
     said = Evidence.of(
         checkpoint, state.numbers, {number: state.shape(number) for number in kinds}, rules=(is_of_kind,)
     )
-    found = said.certain(sorted_too=False)
+    found = said.certain(in_order)
     if len(found) < len(kinds) and state.masters:
-        found = replace(said, rules=(is_of_kind, rounds)).certain(sorted_too=False)
+        found = replace(said, rules=(is_of_kind, rounds)).certain(in_order)
     return found
 
 

@@ -8,12 +8,12 @@ given only where both readings give the same one; a number stays a number otherw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from zckpt.errors import DamagedFileError, UsageError, about, listed
-from zckpt.evidence import Evidence, keep_number, note_numbers
+from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers
 from zckpt.formats.torch_files.gathered import lost_in_gathering
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, shared_values
 from zckpt.formats.torch_files.tensors import holds_tensors, read_scalars, slot_of
@@ -32,8 +32,7 @@ def attach(
     names: Sequence[str] | None = None,
     sample: Sample | None = None,
     certain: Mapping[int, str] | None = None,
-    sorted_too: bool = True,
-    last: Collection[str] = (),
+    orders: Orders = in_order_or_sorted,
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -52,8 +51,8 @@ def attach(
         Tells by values whether a master belongs to a weight.
     certain : mapping of int to str, optional
         The names that are certain, by number, where they have been found already.
-    sorted_too, last
-        In which orders groups may have their parameters, as for `Evidence.certain`.
+    orders : callable
+        In which groups may have their parameters, as for `Evidence.certain`.
 
     Raises
     ------
@@ -65,7 +64,7 @@ def attach(
     found = {} if labels else certain
     if found is None:
         with about(path):
-            found = _names(checkpoint, optimizer, names, sample, sorted_too=sorted_too, last=last)
+            found = _names(checkpoint, optimizer, names, sample, orders)
     labels |= {number: name for number, name in optimizer.names.items() if number not in found}
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
@@ -121,9 +120,7 @@ def _names(
     optimizer: OptimizerState,
     names: Sequence[str] | None,
     sample: Sample | None,
-    *,
-    sorted_too: bool,
-    last: Collection[str],
+    orders: Orders,
 ) -> dict[int, str]:
     numbers = optimizer.every_number
     shapes = {number: optimizer.shape(number) for number in numbers}
@@ -148,7 +145,7 @@ def _names(
         master = optimizer.masters.get(number)
         return master is None or sample is None or sample(master, name)
 
-    return replace(said, factored=False, rules=(is_of, rounds)).certain(sorted_too=sorted_too, last=last)
+    return replace(said, factored=False, rules=(is_of, rounds)).certain(orders)
 
 
 def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt.errors import UsageError
-from zckpt.evidence import Evidence
+from zckpt.evidence import Evidence, in_order
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
@@ -115,7 +115,7 @@ def _in_order(said: Evidence[int], order: Sequence[str], weights: Weights) -> di
     said = replace(said, candidates={name: said.candidates[name] for name in order})
     groups = _groups(said, weights.known)
     found = said.recorded([name for members in groups for name in members]) if groups is not None else {}
-    return found or said.certain(sorted_too=False)
+    return found or said.certain(in_order)
 
 
 def _in_any_order(said: Evidence[int], weights: Weights) -> dict[int, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
-from zckpt.evidence import NAMES_ADVICE, Evidence
+from zckpt.evidence import NAMES_ADVICE, Evidence, in_order
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse, shared_values
@@ -211,7 +211,7 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
             by_size[one.numel][1][name] = one.shape
     names: dict[tuple[int, int], str] = {}
     for numbers, fitting in by_size.values():
-        names |= Evidence(numbers, fitting, of).certain(sorted_too=False)
+        names |= Evidence(numbers, fitting, of).certain(in_order)
     for (group, at), shape in of.items():
         if (group, at) not in names:
             rank, position = assigned[group][at]
