@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from zckpt.errors import SourceError
+from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats import alike_files
-from zckpt.formats.alike_files import FEWEST_RECORDS, AlikeReader
+from zckpt.formats.alike_files import FEWEST_RECORDS, AlikeReader, glanced
 from zckpt.torchfile import TorchFile, read_torchfile
 
 NAMES = [f"layer.{i}.weight" for i in range(FEWEST_RECORDS)]
 
 
-@pytest.fixture(autouse=True, params=[0, 1 << 30], ids=["bytes", "pickles"])
-def _held_against(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As bytes from the first file on; and by its pickle and places of records, as small files are."""
-    monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", request.param)
+@pytest.fixture(autouse=True, params=["bytes", "pickles", "directories"])
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """As bytes from the first file on; by its pickle and places of records, as small files are; by what is stated."""
+    monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", 1 << 30 if request.param == "pickles" else 0)
+    with glanced() if request.param == "directories" else nullcontext():
+        yield request.param
 
 
-def save(path: Path, *, step: int = 3, value: float = 1.0, shape: tuple[int, ...] = (0,), numel: int = 50) -> Path:
-    content = {"module": OrderedDict((name, torch.empty(shape)) for name in NAMES), "step": step}
+def save(
+    path: Path,
+    *,
+    step: int = 3,
+    value: float = 1.0,
+    shape: tuple[int, ...] = (0,),
+    numel: int = 50,
+    many: bool = False,
+) -> Path:
+    content = {"module": OrderedDict((name, torch.empty(shape)) for name in NAMES)}
+    if many:  # names, more than are looked at
+        content["shapes"] = OrderedDict((f"a parameter's long name, dim_{i}.weight", i) for i in reversed(range(400)))
+    content["step"] = step
     content["own"] = torch.full((numel,), value)
     torch.save(content, path)
     return path
@@ -63,7 +78,7 @@ def test_a_file_with_another_pickle_is_read_by_itself(tmp_path: Path, changes: d
     assert same(found, read_torchfile(path))
 
 
-def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path: Path) -> None:
+def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path: Path, held: str) -> None:
     """A file that differs in one byte of its structure is refused, or read, exactly as it is without the other."""
     reader = AlikeReader()
     pattern = save(tmp_path / "rank_1.pt")
@@ -76,7 +91,7 @@ def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path:
     local = data.find(b"PK\3\4", 5)
     places = [
         *range(0, 120),
-        *range(local, local + 110),
+        *(range(local, local + 110) if held != "directories" else ()),
         *range(directory, directory + 150),
         *range(records[0].offset, records[0].offset + 400, 7),
     ]
@@ -95,6 +110,32 @@ def outcome(read):  # type: ignore[no-untyped-def]
     except SourceError as error:
         return str(error)
     return repr(found.root), list(found.records), found.archive, found.byteorder
+
+
+def test_a_glance_reads_no_more_than_a_files_beginning_and_its_directory(tmp_path: Path, held: str) -> None:
+    """A pickle with another CRC-32 is read; one that is damaged elsewhere is its like; without sums, all is."""
+    reader = AlikeReader()
+    first = reader.read(save(tmp_path / "rank_1.pt", many=True))
+    path = save(tmp_path / "rank_2.pt", many=True)
+    data = bytearray(path.read_bytes())
+    data[data.find(b"dim_7.") + 4] ^= 1  # beyond what is looked at of the pickle
+    path.write_bytes(data)
+    if held == "directories":
+        assert reader.read(path).root is first.root
+    else:
+        with pytest.raises(DamagedFileError, match=r"data\.pkl"):
+            reader.read(path)
+    other = reader.read(save(tmp_path / "rank_3.pt", many=True, step=4))
+    assert other.root is not first.root
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert same(reader.read(save(tmp_path / "rank_4.pt", many=True)), read_torchfile(tmp_path / "rank_4.pt"))
+        path = save(tmp_path / "rank_5.pt", many=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    data = path.read_bytes().replace(b"dim_7.", b"dim_8.")
+    path.write_bytes(data)
+    assert same(reader.read(path), read_torchfile(path))
 
 
 def test_an_entry_under_another_archives_name_is_not_taken_for_its_own(tmp_path: Path) -> None:

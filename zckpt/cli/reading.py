@@ -119,10 +119,8 @@ def inspect_command(
 ) -> _Shown:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.operations.inspect import inspect
-    from zckpt.operations.open import open as opened
 
-    checkpoint = opened(source, **shared)
-    document = inspect(checkpoint, include_globals=with_globals, include_inventory=files).as_dict()
+    document = inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict()
 
     def text() -> str:
         from zckpt.report.inspection import render
@@ -133,7 +131,7 @@ def inspect_command(
         from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
-        return inspect_page(document, map_of(checkpoint).as_dict())
+        return inspect_page(document, map_of(source, **shared).as_dict())
 
     return _Shown([], document, text, page)
 

@@ -5,11 +5,13 @@ Apart from `alike_files` because it needs numpy, which is loaded when there are 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from zckpt.storage.files import read_into
-from zckpt.torchfile import CENTRAL, LOCAL, FileRange, TorchFile, alike_file
+from zckpt.torchfile import CENTRAL, LOCAL, FileRange, Record, TorchFile, alike_file
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
@@ -19,44 +21,60 @@ Ranges = list[tuple[int, int]]
 
 
 class Pattern:
-    """A file that others are held against: what its ranges hold, where names and CRC-32s are in it, what is free."""
+    """A file that others are held against: what its ranges hold, where names and CRC-32s are in it, what is free.
 
-    def __init__(self, source: FileRange, file: TorchFile, start: int, entries: Numbers, headers: Numbers) -> None:
+    Of one that is `glanced` at, the ranges are its beginning and its directory, which states the CRC-32 of its pickle.
+    """
+
+    def __init__(
+        self,
+        source: FileRange,
+        file: TorchFile,
+        records: Sequence[Record],
+        start: int,
+        entries: Numbers,
+        headers: Numbers,
+        *,
+        glanced: bool,
+    ) -> None:
         self.file, self.root = file, file.archive.encode() + b"/"
-        inner = {one.name.partition("/")[2]: index for index, one in enumerate(file.records)}
+        inner = {one.name.partition("/")[2]: index for index, one in enumerate(records)}
         pickle = inner["data.pkl"]
         kept = [pickle, *(index for name, index in inner.items() if name == "byteorder")]
-        data = sorted((one.offset, one.offset + one.nbytes) for index, one in enumerate(file.records)
+        data = sorted((one.offset, one.offset + one.nbytes) for index, one in enumerate(records)
                       if index not in kept and one.nbytes)  # fmt: skip
-        far = [one for one in data if one[1] - one[0] > CLOSE]
+        begin = records[pickle].offset
+        shown = begin + min(records[pickle].nbytes, CLOSE)
+        far = [(shown, start)] if glanced else [one for one in data if one[1] - one[0] > CLOSE]
         self.ranges = list(zip([0, *(high for _, high in far)], [*(low for low, _ in far), source.nbytes], strict=True))
-        lows = np.array([low for low, _ in self.ranges])
+        lows, highs = np.array(self.ranges).T
         skipped = lows - np.cumsum([0, *(high - low for low, high in self.ranges[:-1])])
 
         def within(offsets: Numbers) -> Numbers:
-            found: Numbers = offsets - skipped[np.searchsorted(lows, offsets, "right") - 1]
+            """Return where in the ranges bytes of the file are: of those that are."""
+            number = np.searchsorted(lows, offsets, "right") - 1
+            found: Numbers = (offsets - skipped[number])[offsets < highs[number]]
             return found
 
         self.data = read_ranges(source, self.ranges, bytearray())
-        begin = int(within(np.array(file.records[pickle].offset)))
-        self.begin = slice(begin, begin + min(file.records[pickle].nbytes, CLOSE))
+        self.begin = slice(*within(np.array([begin, shown - 1])).tolist())
         self.free = np.zeros(len(self.data), bool)
-        for low, high in set(data).difference(far):
-            at = int(within(np.array(low)))
-            self.free[at : at + high - low] = True
+        for low, high in data:
+            for at in within(np.array([low])):
+                self.free[at : at + high - low] = True
         self.sums = within(start + entries + 16)
-        self.free[np.delete(self.sums, pickle)[:, None] + np.arange(4)] = True
-        ends = within(np.array([one.offset + one.nbytes for one in file.records])).tolist()
+        self.free[np.delete(self.sums, kept)[:, None] + np.arange(4)] = True
+        ends = within(np.array([one.offset + one.nbytes for one in records])).tolist()
         stated = [at + 4 for at in ends if self.data[at : at + 4] == b"PK\7\x08"]
         self.free[np.array([*within(headers + 14).tolist(), *stated])[:, None] + np.arange(4)] = True
         self.crcs = self._crcs(self.data)
-        self.filled = [index for index, one in enumerate(file.records) if one.nbytes or one.crc32]
+        self.filled = [index for index, one in enumerate(records) if one.nbytes or one.crc32]
         between = np.array([len(one) for one in self.data.split(self.root)])
         self.named = np.cumsum(between[:-1] + len(self.root)) - len(self.root)
         self.name = self.root
 
     @classmethod
-    def of(cls, source: FileRange, file: TorchFile, start: int, size: int) -> Pattern | None:
+    def of(cls, source: FileRange, file: TorchFile, start: int, size: int, *, glanced: bool) -> Pattern | None:
         """Return the pattern of a file, given its directory; None for one of unusual form.
 
         The archive's name is nowhere in it but where records are named.
@@ -68,11 +86,13 @@ class Pattern:
             entries.append(at)
             headers.append(fields[-1])
             at += CENTRAL.size + sum(fields[10:13])
-        inner = [one.name.partition("/")[2] for one in file.records]
+        records = list(file.records)
+        inner = [one.name.partition("/")[2] for one in records]
         if "data.pkl" not in inner or not file.archive.isascii() or source.base or max(headers) == 0xFFFFFFFF:
             return None
-        made = cls(source, file, start, np.array(entries), np.array(headers))
-        return made if len(made.named) == 2 * len(entries) else None
+        glanced = glanced and inner[int(np.argmin(headers))] == "data.pkl" and any(one.crc32 for one in records)
+        made = cls(source, file, records, start, np.array(entries), np.array(headers), glanced=glanced)
+        return made if len(made.named) == (1 if glanced else len(entries)) + len(entries) else None
 
     def match(self, source: FileRange, data: bytearray) -> TorchFile | None:
         """Return a file with this one's tree if what its ranges hold is the same but for names, CRC-32s and data."""

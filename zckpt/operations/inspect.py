@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from zckpt.formats.account import take_inventory
+from zckpt.formats.alike_files import glanced
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Reading, shares
@@ -124,7 +125,8 @@ def inspect(
     SourceError
         The source cannot be opened.
     """
-    checkpoint = opened(source, **shared)
+    with glanced():
+        checkpoint = opened(source, **shared)
     inventory = take_inventory(checkpoint)
     owners = [p for p in checkpoint.parameters.values() if p.tied_to is None]
     return Inspection(

@@ -46,7 +46,8 @@ def printable(value: Value) -> Value:
     """
     cleaned: object = value
     if isinstance(value, str):
-        cleaned = shortened(without_controls(value.translate(_LINES)), SHOWN_CHARACTERS)
+        if not value.isprintable() or len(value) > SHOWN_CHARACTERS:
+            cleaned = shortened(without_controls(value.translate(_LINES)), SHOWN_CHARACTERS)
     elif isinstance(value, dict):
         cleaned = found = {}
         for key, one in value.items():

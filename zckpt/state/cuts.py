@@ -7,6 +7,7 @@ are columns of numbers, so that what a file has of them takes a few operations o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ class Cuts:
         self.numel = np.array([one.numel for one in some], np.int64)
         self._first = self.origin // self.width
         self._end = -(-(self.origin + self.numel) // self.width)
+        starts, ends = -(-self.origin // self.width), (self.origin + self.numel) // self.width
+        self._full = range(int(starts.max(initial=0)), int(ends.min(initial=1 << 62)))
         self._is_sorted = bool((np.diff(self._first) >= 0).all() and (np.diff(self._end) >= 0).all())
 
     def __eq__(self, other: object) -> bool:
@@ -49,8 +52,15 @@ class Cuts:
 
     def of(self, file: int) -> Ranges:
         """Return which elements of a file's tensor are some parameter's: sorted, none touching another."""
+        if file in self._full:
+            return self._in_full
         _, low, high, _ = self._shares(file)
         return merged_ranges(low, high)
+
+    @cached_property
+    def _in_full(self) -> Ranges:
+        """What files have of which each parameter fills its place."""
+        return merged_ranges(self.at, self.at + self.width)
 
     def within(self, file: int, low: int, high: int) -> npt.NDArray[np.int64]:
         """Return what elements [low, high) of a file's tensor are: rows of parameter, begin, end, and its element."""

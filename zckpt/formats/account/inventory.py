@@ -45,7 +45,8 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     found = Inventory()
     known, values = Coverage(checkpoint), taken(checkpoint)
     root = os.path.realpath(checkpoint.opened or checkpoint.source)
-    places = [os.path.realpath(file.path) for file in checkpoint.files]
+    folders = dict[str, str]()
+    places = [_resolved(file.path, folders) for file in checkpoint.files]
     read = {real: shown(file.path, real, root) for file, real in zip(checkpoint.files, places, strict=True)}
     before: dict[object, _Account] = {}
     for file, real in zip(checkpoint.files, places, strict=True):
@@ -60,7 +61,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             continue
         items, found.nbytes[name] = _account(file, name, known.of(file.path), values, before)
         found.items += items
-    found.items += file_items(checkpoint, read)
+    found.items += file_items(checkpoint, read, folders)
     found.items.sort(key=lambda item: item.fate == LEFT_OUT)  # which keeps the order of the others
     return found
 
@@ -82,8 +83,17 @@ def _account(file: SourceFile, name: str, known: Known, values: Taken, before: d
 
 def shown(path: str, real: str, root: str) -> str:
     """Return a file's name within the directory that was opened; of others the path. `real` and `root` are resolved."""
-    inside = os.path.relpath(real, root)
-    return Path(path).name if inside == "." else path if inside.startswith("..") else Path(inside).as_posix()
+    if real == root:
+        return Path(path).name
+    return real[len(root) :].lstrip(os.sep) if within(real, root) else path
+
+
+def _resolved(path: str, folders: dict[str, str]) -> str:
+    """Return a file's real path; that of its folder, which thousands of files lie in, is found out once."""
+    folder, name = os.path.split(path)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    return os.path.realpath(path) if os.path.islink(path) else os.path.join(folders[folder], name)  # noqa: PTH114,PTH118
 
 
 _STATE = re.compile(
@@ -150,8 +160,8 @@ POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iterati
 FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache"})
 
 
-def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
-    """Yield an item for each file that no tree of is looked through."""
+def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, str]) -> Iterator[Item]:
+    """Yield an item for each file that no tree of is looked through; `folders` has real paths of some."""
     root = Path(checkpoint.opened or checkpoint.source)
     if not root.is_dir():
         return
@@ -161,7 +171,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
     others = _other_checkpoints(root, read, own)
     outside = os.path.realpath(root) != own
     for path, name, about in _below(root, others):
-        real = os.path.realpath(path)
+        real = _resolved(str(path), folders)
         if real in read:
             continue
         nbytes = _size(path)

@@ -85,7 +85,8 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
                 held = [m.masters[index] if key == MASTER else m.tensors[index].get(key) for m in members]
                 lines[index, key] = Line(held, [member.path for member in members])
             line = lines[index, key]
-            for tensor in [tensor for tensor in line.tensors if tensor is not None][:1]:
+            tensor = next((tensor for tensor in line.tensors if tensor is not None), None)
+            if tensor is not None:
                 slots[name][key] = Slot(key, tensor.dtype, shape, line.spans(shape, 0, shard_numel(numel, world), at))
     paddings = []
     pads = {index: shard_paddings([numel for _, numel in its], world) for index, its in sorted(places.items())}
@@ -151,8 +152,9 @@ class ShardPadding:
 
         ranks, columns = self._known
         rank = ranks.get(path, -1)
-        for index, (starts, numels) in columns.items() if rank >= 0 else ():
-            widths = -(-numels // len(self.members))
+        for index, (starts, numels, widths) in columns.items() if rank >= 0 else ():
+            if rank < self._full[index]:
+                continue
             held = np.clip(numels - rank * widths, 0, widths)
             ranges = merged_ranges(starts + held, starts + widths)
             for tensor in self.members[rank].element_tensors(index, self.keys[index]).values():
@@ -160,11 +162,19 @@ class ShardPadding:
 
     @cached_property
     def _known(self) -> tuple[dict[str, int], dict[int, Ranges]]:
-        """The rank of each file, and the places as columns."""
+        """The rank of each file, and the places as columns, with the elements that a rank's shard has room for."""
         import numpy as np
 
-        columns = {index: np.array(places, np.int64).T for index, places in self.places.items()}
+        columns = {
+            index: np.array([(at, numel, shard_numel(numel, len(self.members))) for at, numel in places], np.int64).T
+            for index, places in self.places.items()
+        }
         return {member.path: rank for rank, member in enumerate(self.members)}, columns
+
+    @cached_property
+    def _full(self) -> dict[int, int]:
+        """How many ranks have no padding in a sub-group, the first ones."""
+        return {index: int((numels // widths.clip(1)).min()) for index, (_, numels, widths) in self._known[1].items()}
 
 
 @dataclass(frozen=True, slots=True)
