@@ -27,7 +27,7 @@ from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import Sources, is_file, opened, read_at
+from zckpt.storage.files import Sources, is_file, opened, read_at, read_head
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -245,56 +245,36 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
     return RankFile(str(path), size, tensors, {DIGESTS})
 
 
-def _digests(tensors: Mapping[str, Slot], path: str | Path) -> Slot:
+def _digests(tensors: Mapping[str, Slot], path: str | Path) -> None:
     digests = tensors.get(DIGESTS)
     if digests is None or (digests.dtype, digests.shape) != (DIGEST_DTYPE, (len(tensors) - 1,)):
         found = None if digests is None else f"{digests.dtype} {digests.shape}"
         raise DamagedFileError(f"no {DIGESTS}", path=path, expected=f"{len(tensors) - 1} {DIGEST_DTYPE}", found=found)
-    return digests
-
-
-def _found_header(path: Path, one: Listed) -> tuple[int, int]:
-    """Return the size of a rank's file, and the CRC-32 of what it has where a document lists its header."""
-    with opened(str(path)) as descriptor:
-        size = os.fstat(descriptor).st_size
-        return size, crc32(read_at(descriptor, 0, min(one.header_nbytes, size), path=str(path)))
 
 
 def is_as_listed(path: Path, one: Listed) -> bool:
     """Tell whether a rank's file is the one that a document lists, by its size and its header."""
-    fits = is_file(path) and one.header_nbytes <= one.nbytes
-    return fits and _found_header(path, one) == (one.nbytes, one.header_crc32)
+    if not is_file(path) or one.header_nbytes > one.nbytes:
+        return False
+    with opened(str(path)) as descriptor:
+        if os.fstat(descriptor).st_size != one.nbytes:
+            return False
+        return crc32(read_at(descriptor, 0, one.header_nbytes, path=str(path))) == one.header_crc32
 
 
-def check_header(path: Path, one: Listed) -> None:
-    """Refuse a file whose header is not the one that a document lists. Raises DamagedFileError: it is another."""
-    _, found = _found_header(path, one)
-    if found != one.header_crc32:
-        raise _other_header(path, one, found)
-
-
-def _other_header(path: str | Path, one: Listed, found: int) -> DamagedFileError:
-    return DamagedFileError(
-        "its header is not the one that checkpoint.json lists",
-        path=path,
-        expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
-        found=f"{found:08x}",
-        advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
-        code=LAYOUT,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A tensor of a file, by its name there, whose bytes do not have the CRC-32 of those that were written."""
-
-    path: str
-    key: str
-    expected: int
-    found: int
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.key} is damaged: expected CRC-32 {self.expected:08x}, found {self.found:08x}"
+def listed_header(path: str | Path, one: Listed) -> bytes:
+    """Return the header of a file that a document lists. Raises DamagedFileError: it has another."""
+    head = read_head(str(path), one.header_nbytes)
+    if crc32(head) != one.header_crc32:
+        raise DamagedFileError(
+            "its header is not the one that checkpoint.json lists",
+            path=path,
+            expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
+            found=f"{crc32(head):08x}",
+            advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
+            code=LAYOUT,
+        )
+    return head
 
 
 def recorded(path: str) -> list[Sum]:
@@ -303,42 +283,33 @@ def recorded(path: str) -> list[Sum]:
     Raises SourceError: the file's header is damaged, or does not have them.
     """
     tensors, _, _ = read_header(Path(path))
-    digests = _digests(tensors, path)
-    del tensors[DIGESTS]
-    if not digests.spans:
-        return []
-    with opened(path) as descriptor:
-        data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path)
-    begins = {key: (slot.spans[0].offset if slot.spans else 0, slot.nbytes) for key, slot in tensors.items()}
-    return _sums(path, begins, data)
-
-
-def _sums(path: str, tensors: Mapping[str, tuple[int, int]], digests: bytes) -> list[Sum]:
-    """Return checksums, given where tensors begin and how long they are."""
-    sums = [digests[at : at + DIGEST_NBYTES] for at in range(0, len(digests), DIGEST_NBYTES)]
-    return [
-        Sum(key, path, *tensors[key], int.from_bytes(crc, "little"))
-        for key, crc in zip(sorted(tensors), sums, strict=True)
-    ]
+    _digests(tensors, path)
+    return _sums(path, {key: (slot.spans[0].offset if slot.spans else 0, slot.nbytes) for key, slot in tensors.items()})
 
 
 def listed_sums(path: str, one: Listed) -> list[Sum]:
     """Return the checksums of a file's tensors, of which nothing is doubted where its header is the listed one."""
+    head = listed_header(path, one)
+    base = 8 + int.from_bytes(head[:8], "little")
+    begins = {key: its["data_offsets"] for key, its in json.loads(head[8:base]).items() if key != METADATA_KEY}
+    return _sums(path, {key: (base + low, high - low) for key, (low, high) in begins.items()})
+
+
+def _sums(path: str, tensors: dict[str, tuple[int, int]]) -> list[Sum]:
+    """Return checksums, given where tensors begin and how long they are."""
+    offset, nbytes = tensors.pop(DIGESTS)
     with opened(path) as descriptor:
-        head = read_at(descriptor, 0, one.header_nbytes, path=path)
-        if crc32(head) != one.header_crc32:
-            raise _other_header(path, one, crc32(head))
-        base = 8 + int.from_bytes(head[:8], "little")
-        begins = {key: its["data_offsets"] for key, its in json.loads(head[8:base]).items() if key != METADATA_KEY}
-        low, high = begins.pop(DIGESTS, (0, 0))
-        data = read_at(descriptor, base + low, high - low, path=path)
-    return _sums(path, {key: (base + low, high - low) for key, (low, high) in begins.items()}, data)
+        data = read_at(descriptor, offset, nbytes, path=path)
+    sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, nbytes, DIGEST_NBYTES)]
+    return [Sum(key, path, *tensors[key], crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
 
 
-def mismatches(path: str) -> Iterator[Mismatch]:
-    """Yield the tensors of a rank's file that are damaged; errors are those of `recorded`."""
+def mismatches(path: str) -> Iterator[DamagedFileError]:
+    """Yield an error for each tensor of a rank's file that is damaged; errors that it raises are those of `recorded`."""
     with Sources() as sources:
         for one in recorded(path):
             found = crc_of(path, one.offset, one.offset + one.nbytes, (), sources) if one.nbytes else 0
             if found != one.crc32:
-                yield Mismatch(path, one.name, one.crc32, found)
+                yield DamagedFileError(
+                    f"{one.name} is damaged", path=path, expected=f"CRC-32 {one.crc32:08x}", found=f"{found:08x}"
+                )

@@ -28,10 +28,9 @@ from zckpt.formats.native.layouts import (
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.rank_file import (
     Listed,
-    Mismatch,
     RankFile,
-    check_header,
     is_as_listed,
+    listed_header,
     mismatches,
     open_rank_file,
     storage_key,
@@ -88,7 +87,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     return checkpoint
 
 
-def check_digests(path: Path, *, rank: int = 0, world_size: int = 1) -> list[Mismatch]:
+def check_digests(path: Path, *, rank: int = 0, world_size: int = 1) -> list[DamagedFileError]:
     """Return the tensors of a directory that are damaged; the document's own checksum is checked as it is read.
 
     Parameters
@@ -102,7 +101,7 @@ def check_digests(path: Path, *, rank: int = 0, world_size: int = 1) -> list[Mis
     SourceError
         The document or a file's header is damaged, or a file is missing.
     """
-    found: list[Mismatch] = []
+    found: list[DamagedFileError] = []
     with headers_shared(rank, world_size):
         files = [file for file in read(path).files if file.role == "rank"]
     for file in files[rank::world_size]:
@@ -132,7 +131,7 @@ def contradictions(path: Path) -> Iterator[SourceError]:
         return
     for rank, one in enumerate(reading.listed):
         try:
-            check_header(path / one.name, one)
+            listed_header(path / one.name, one)
         except SourceError as error:
             error.ranks = (rank,)
             yield error
@@ -246,7 +245,7 @@ class Reading:
                 if share == (0, 1):
                     return None
                 open_rank_file(path, identity=self.identity, nbytes=one.nbytes)
-                check_header(path, one)
+                listed_header(path, one)
         return where
 
     def _group(self, found: Json) -> ParamGroup:

@@ -16,7 +16,7 @@ from zckpt.formats.native.files import RANK_ROLE, SECTIONS
 from zckpt.formats.native.writer import lay_out_as_cut
 from zckpt.formats.remainder import BESIDE
 from zckpt.formats.stripped_directory import completed
-from zckpt.formats.stripping import Request, Rewritten, Stripping, as_it_is, replaced
+from zckpt.formats.stripping import Request, Stripping, as_it_is, replaced
 from zckpt.formats.torch_files.strip import shaped_slots
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
 from zckpt.state.dtypes import itemsize
@@ -34,20 +34,17 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     """
     directory = Path(checkpoint.source)
     thin = _without(checkpoint, request) if request.slots else checkpoint
-    return completed(source, directory, _rewritten(checkpoint, thin), request, pointer=LATEST)
-
-
-def _rewritten(checkpoint: Checkpoint, thin: Checkpoint) -> list[Rewritten]:
-    """Return the document and the ranks' files, given the checkpoint that they are to hold."""
     before = {Path(file.path).name: file for file in checkpoint.files}
-    if _state(thin) == _state(checkpoint):
-        return [as_it_is(Path(file.path), name) for name, file in before.items()]
-    kinds = _dropped(checkpoint, thin)
-    ranks = [file.path for file in checkpoint.files if file.role == RANK_ROLE]
-    return [
-        replaced(file.name, before[file.name].nbytes, file, kinds.get(before[file.name].path, {}))
-        for file in lay_out_as_cut(thin, ranks)
-    ]
+    if thin == checkpoint:
+        own = [as_it_is(Path(file.path), name) for name, file in before.items()]
+    else:  # the document and the ranks' files, each with its part of what stays
+        kinds = _dropped(checkpoint, thin)
+        ranks = [file.path for file in checkpoint.files if file.role == RANK_ROLE]
+        own = [
+            replaced(file.name, before[file.name].nbytes, file, kinds.get(before[file.name].path, {}))
+            for file in lay_out_as_cut(thin, ranks)
+        ]
+    return completed(source, directory, own, request, pointer=LATEST)
 
 
 def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
@@ -83,16 +80,6 @@ def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) ->
         or (key != MASTER and not state and key not in gone)
     }
     return replace(parameter, slots=kept, state={} if state else parameter.state), whole
-
-
-def _state(checkpoint: Checkpoint) -> object:
-    """Return what a strip may change."""
-    every = [getattr(checkpoint, section) for section in SECTIONS]
-    return (
-        [[(name, list(one.slots), one.state) for name, one in section.items()] for section in every],
-        [group.state for group in checkpoint.param_groups],
-        list(checkpoint.optimizer_metadata),
-    )
 
 
 def _dropped(checkpoint: Checkpoint, thin: Checkpoint) -> dict[str, dict[str, int]]:
