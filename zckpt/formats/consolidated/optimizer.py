@@ -22,9 +22,9 @@ from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.quantised import keys_in_pieces
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import refuse_trees
-from zckpt.formats.torch_files.torchao import keys_in_pieces
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer

@@ -5,7 +5,6 @@ from __future__ import annotations
 from zckpt.formats.deepspeed.codes import Codes, Kept, bytes_of
 from zckpt.formats.deepspeed.quantised import is_quantised, of_slices
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.formats.torch_files import torchao
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.state.checkpoint import RankValue, how_to_drop
 
@@ -17,7 +16,7 @@ def cut_codes(target: Target) -> tuple[bool, str | None]:
     """Cut quantised state for a target's ranks; tell whether that could be, and else what to do instead."""
     values = target.checkpoint.per_rank
     quantised = any(value.key == NESTED for value in values)
-    if not quantised and not any(torchao.is_quantised(value.value) for value in values):
+    if not any(map(is_quantised, values)):
         return False, how_to_drop(values)
     found = codes_of(target)
     if found is not None:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zckpt.engine.computed import Computed
-from zckpt.formats.deepspeed.quantised import Moment, moments_of
+from zckpt.formats.deepspeed.quantised import moments_of
+from zckpt.formats.torch_files.quantised import Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
 from zckpt.state import Extent, Slot
 from zckpt.state.checkpoint import RankValue

@@ -10,55 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError, about, listed
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.torch_files import torchao
-from zckpt.formats.torch_files.quantised import ADAM, NESTED, block_of, pieces_of
+from zckpt.formats.torch_files import quantised
+from zckpt.formats.torch_files.quantised import NESTED, Moment, moments_in, of_torchao, pieces_of
 from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
 from zckpt.state.checkpoint import RankValue, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import FromFile, MetaTensor
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
-
-
-class Moment(NamedTuple):
-    """One moment of a partition: codes with their scales, or floats alone.
-
-    Parameters
-    ----------
-    key : str
-        What its program calls it.
-    codes : Slot
-        Of a partition, flat; or float32.
-    scale : Slot or None
-        One for each block.
-    qmap : Slot or None
-    block : int, elements
-        1 of floats.
-    cls : str
-        torchao's class of tensors; empty of bitsandbytes.
-    """
-
-    key: str
-    codes: Slot
-    scale: Slot | None = None
-    qmap: Slot | None = None
-    block: int = 1
-    cls: str = ""
-
-    @property
-    def per_code(self) -> int:
-        """Elements that a byte of codes is of."""
-        return 2 if self.cls == torchao.PACKED else 1
-
-    @property
-    def numel(self) -> int:
-        """Elements of the partition."""
-        return self.codes.numel * self.per_code
 
 
 Partition = tuple[str, int]
@@ -69,7 +33,7 @@ Held = dict[Partition, dict[str, Moment]]
 
 def is_quantised(value: RankValue) -> bool:
     """Tell whether a rank's state is quantised in a way that is known."""
-    return value.key == NESTED or torchao.is_quantised(value.value)
+    return value.key == NESTED or quantised.is_quantised(value.value)
 
 
 def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) -> AnyCheckpoint:
@@ -166,25 +130,18 @@ def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    if value.key != NESTED:
+    with about(path):
+        if value.key == NESTED:
+            pieces = pieces_of(value.value, what)
+            moments, others = moments_in(pieces, what)
+            if others:
+                raise _uncertain(what, ", ".join(pieces))
+            return moments
         node = value.value.node if isinstance(value.value, FromFile) else None
         if not isinstance(node, MetaTensor):
             raise _uncertain(what, value.key)
         partition = Parameter(what, node.shape, node.dtype, state={value.key: value.value})
-        found = torchao.quantised(value.key, partition, path)
-        return {value.key: Moment(value.key, found.codes, found.scale, found.qmap, found.block, found.cls)}
-    _, pieces = pieces_of(value.value, what, path)
-    keys = sorted(ADAM.keys() & pieces.keys())
-    if set(pieces) - {f"{kind}{key[-1]}" for kind in ("state", "qmap", "absmax") for key in keys}:
-        raise _uncertain(what, ", ".join(pieces))
-    moments = {}
-    for key in keys:
-        name = ADAM[key] if len(keys) == len(ADAM) else key  # Lion's and momentum look alike
-        codes, scale, qmap = pieces[key], pieces.get(f"absmax{key[-1]}"), pieces.get(f"qmap{key[-1]}")
-        is_float = codes.dtype == "float32" and scale is None
-        block = 1 if is_float else block_of(name, codes, scale, qmap, what, path)
-        moments[name] = Moment(key, codes, scale, qmap, block)
-    return moments
+        return {value.key: of_torchao(value.key, partition)}
 
 
 def _uncertain(name: str, found: object) -> UnsupportedError:

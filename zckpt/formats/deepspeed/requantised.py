@@ -16,9 +16,9 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.codes import SMALLEST_NUMEL, Form, Kept, bytes_of
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.quantised import Moment, is_quantised, with_float_slots
+from zckpt.formats.deepspeed.quantised import is_quantised, with_float_slots
 from zckpt.formats.deepspeed.target import Target
-from zckpt.formats.torch_files.quantised import BLOCKS, NESTED
+from zckpt.formats.torch_files.quantised import BLOCKS, NESTED, Moment
 from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import RankValue
 

@@ -305,7 +305,7 @@ def _sums(path: str, tensors: dict[str, tuple[int, int]]) -> list[Sum]:
 
 
 def mismatches(path: str) -> Iterator[DamagedFileError]:
-    """Yield an error for each tensor of a rank's file that is damaged; errors that it raises are those of `recorded`."""
+    """Yield an error for each tensor of a rank's file that is damaged; errors are those of `recorded`."""
     with Sources() as sources:
         for one in recorded(path):
             found = crc_of(path, one.offset, one.offset + one.nbytes, (), sources) if one.nbytes else 0

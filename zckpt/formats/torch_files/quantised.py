@@ -5,24 +5,41 @@ bitsandbytes   {state1, state2: uint8; qmap1, qmap2: 256 values; absmax1, absmax
                float32 alone. Blocks have 256 elements, or 2048: a power of two, of which the number of scales leaves
                one, or none that matters. Two states are those of Adam, under its names; of a single one, Lion's,
                momentum and RMSprop's look alike, and it keeps its own name.
-torchao        see `torchao`
+torchao        KEY: a tensor of a class of its own with `codes`, `scale` and `qmap` in it; or as `zckpt.save` writes it:
+               KEY: {"torchao": CLASS, "signed": ..., "dtype": ..., "block": ..., "floats": [[start, numel], ...]}
+               KEY.codes, KEY.scale, KEY.qmap, KEY.floats: slots, each of which ranks have pieces of
 
-Values are bit-equal to what the programs' own functions give (bitsandbytes 0.50, torchao 0.18). What is quantised in
-any other way is refused by name.
+CLASS       codes                               map
+OptimState8bit   uint8                          256 values
+OptimState4bit   uint8, two in one, end to end  16 values
+OptimStateFp8    float8_e4m3fn                  none
+
+Blocks follow each other from the tensor's first element on. A rank whose share torchao does not quantise, such as a
+small last one, has floats: `floats` says of which elements, whole blocks, and the slot has these end to end. Codes and
+scales are zeros there.
+
+Values are bit-equal to what the programs' own functions give (bitsandbytes 0.50; torchao 0.18, `optim/subclass_*.py`).
+What is quantised in any other way is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engine.computed import Computed
-from zckpt.errors import DamagedFileError
-from zckpt.formats.torch_files import torchao
-from zckpt.formats.torch_files.tensors import holds_tensors, slot_of
-from zckpt.formats.torch_files.torchao import other_sizes, unknown
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.torchfile import FromFile, Tensor
+from zckpt.errors import DamagedFileError, UnsupportedError, about
+from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
+from zckpt.state.dtypes import is_floating
+from zckpt.torchfile import FromFile, MetaTensor, Tensor
+
+if TYPE_CHECKING:
+    from zckpt.engine.blockwise import Blockwise
+    from zckpt.engine.cast import Array
+    from zckpt.engine.computed import Input
 
 NESTED = "__bnb_optimizer_quant_state__"
 
@@ -32,6 +49,100 @@ ADAM = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 BLOCKS = tuple(1 << power for power in range(6, 13))
 """Elements of a block, of those that bitsandbytes' `quantize_blockwise` takes."""
 
+CLASSES = {"OptimState8bit": 256, "OptimState4bit": 16, "OptimStateFp8": 0}
+"""torchao's classes of tensors, and how many values their maps have."""
+
+PACKED = "OptimState4bit"
+
+PIECES = ("codes", "scale", "qmap", "floats")
+
+
+class Moment(NamedTuple):
+    """One moment of a parameter, or of a rank's partition: codes with their scales, or floats alone.
+
+    Parameters
+    ----------
+    key : str
+        What its program calls it.
+    codes : Slot
+        Or float32.
+    scale : Slot or None
+        One for each block.
+    qmap : Slot or None
+    block : int, elements
+        1 of floats.
+    cls : str
+        torchao's class of tensors; empty of bitsandbytes.
+    floats : Slot or None
+        Of elements that have no codes.
+    ranges : tuple of (int, int)
+        First element and number of those.
+    """
+
+    key: str
+    codes: Slot
+    scale: Slot | None = None
+    qmap: Slot | None = None
+    block: int = 1
+    cls: str = ""
+    floats: Slot | None = None
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def per_code(self) -> int:
+        """Elements that a byte of codes is of."""
+        return 2 if self.cls == PACKED else 1
+
+    @property
+    def numel(self) -> int:
+        """Elements, of a partition."""
+        return self.codes.numel * self.per_code
+
+    def as_floats(self, name: str, shape: tuple[int, ...]) -> Slot:
+        """Return the slot of a parameter that it stands for, in float32."""
+        from zckpt.engine.blockwise import Blockwise, Portion
+
+        if self.scale is None:
+            return replace(self.codes, name=name)
+        packed = self.cls == PACKED
+        every = Blockwise((Portion(0, math.prod(shape), 0, self.codes, self.scale, self.block, self.qmap, packed),))
+        function = every if self.floats is None else _SomeFloats(every, self.floats, self.ranges)
+        return Computed(name, "float32", shape, (), function=function)
+
+
+@dataclass(frozen=True, slots=True)
+class _SomeFloats:
+    """The values of quantised state of which some blocks are floats."""
+
+    every: Blockwise
+    floats: Slot
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def step(self) -> int:
+        """One block: it is of one kind."""
+        return self.every.portions[0].block
+
+    @property
+    def width(self) -> int:
+        """Bytes of a float32."""
+        return self.every.width
+
+    def inputs(self, start: int, numel: int) -> list[Input]:
+        """Return the floats of a block, or what they are computed from."""
+        from zckpt.engine.computed import Input
+
+        at = 0
+        for first, count in self.ranges:
+            if first <= start < first + count:
+                return [Input(self.floats, Extent.flat(self.floats.shape, at + start - first, numel), "float32")]
+            at += count
+        return self.every.inputs(start, numel)
+
+    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
+        """Return the values of a block."""
+        return inputs[0]() if len(inputs) == 1 else self.every.compute(inputs, start, numel)
+
 
 def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:
     """Return the slots that quantised state of a parameter is as floats; empty if it has none.
@@ -40,17 +151,18 @@ def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:
     do not belong together.
     """
     slots: dict[str, Slot] = {}
-    for key, value in parameter.state.items():
-        if isinstance(value, FromFile) and key == NESTED:
-            where, pieces = pieces_of(value, parameter.name, path)
-            slots |= _of_bitsandbytes(pieces, parameter, where)
-        elif torchao.is_quantised(value):
-            slots[key] = torchao.quantised(key, parameter, path).as_floats(key)
-        elif holds_tensors(value):
-            raise unknown(key, parameter.name, path)
-    beside = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
-    if "absmax1" in beside or "max1" in beside:
-        slots |= _of_bitsandbytes(beside, parameter, path)
+    with about(path):
+        for key, value in parameter.state.items():
+            if isinstance(value, FromFile) and key == NESTED:
+                with about(value.path):
+                    slots |= _of_bitsandbytes(pieces_of(value, parameter.name), parameter)
+            elif is_quantised(value):
+                slots[key] = of_torchao(key, parameter).as_floats(key, parameter.shape)
+            elif holds_tensors(value):
+                raise _unknown(key, parameter.name)
+        beside = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+        if "absmax1" in beside or "max1" in beside:
+            slots |= _of_bitsandbytes(beside, parameter)
     return slots
 
 
@@ -60,7 +172,7 @@ def as_floats(parameter: Parameter, path: str) -> Parameter:
     if not slots:
         return parameter
     is_beside = any(key in parameter.slots for key in ("absmax1", "max1"))
-    pieces = {piece for key in parameter.state for piece in torchao.slots_of(key, parameter)}
+    pieces = {piece for key in parameter.state for piece in slots_of(key, parameter)}
     kept = {
         key: slot
         for key, slot in parameter.slots.items()
@@ -70,72 +182,174 @@ def as_floats(parameter: Parameter, path: str) -> Parameter:
     return replace(parameter, slots={**kept, **slots}, state=state)
 
 
-# --- bitsandbytes
+def is_quantised(value: object) -> bool:
+    """Tell whether a value in a parameter's state is a slot that torchao has quantised."""
+    if description(value) is not None:
+        return True
+    own = value.node.subclass if isinstance(value, FromFile) and isinstance(value.node, MetaTensor) else None
+    return own is not None and own.module.startswith("torchao.") and own.name in CLASSES
 
 
-def pieces_of(value: object, name: str, path: str) -> tuple[str, dict[str, Slot]]:
-    """Return the file in which bitsandbytes' dict of tensors is, and those; raise UnsupportedError if it is none."""
+def _unknown(what: str, name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} of {name} is quantised in a way that is not known",
+        expected=f"blocks of bitsandbytes, or torchao's {', '.join(CLASSES)}",
+        advice="load the model alone, or everything in the program that saved it",
+    )
+
+
+def _other_sizes(key: str, name: str, expected: object, found: object) -> DamagedFileError:
+    what = f"{key} of {name}: codes, scales and map do not belong together"
+    return DamagedFileError(what, expected=expected, found=found)
+
+
+def _check_sizes(key: str, name: str, scale: Slot, blocks: int, qmap: Slot | None, values: int) -> None:
+    """Raise DamagedFileError unless there are so many scales, and values in a map; both in float32."""
+    for one, numel in ((scale, blocks), (qmap, values)):
+        if one is not None and (one.dtype, one.shape) != ("float32", (numel,)):
+            raise _other_sizes(key, name, f"float32 {(numel,)}", f"{one.dtype} {one.shape}")
+
+
+# --- bitsandbytes. As all errors below these name no file: the caller does.
+
+
+def pieces_of(value: object, name: str) -> dict[str, Slot]:
+    """Return the tensors of bitsandbytes' dict; raise UnsupportedError if it is none."""
     if not isinstance(value, FromFile) or not isinstance(value.node, dict):
-        raise unknown(NESTED, name, path)
+        raise _unknown(NESTED, name)
     found: dict[str, Slot] = {}
     for key, tensor in value.node.items():
         if not isinstance(tensor, Tensor):
-            raise unknown(f"{NESTED}.{key}", name, value.path)
+            raise _unknown(f"{NESTED}.{key}", name)
         found[str(key)] = slot_of(str(key), tensor, value.path)
-    return value.path, found
-
-
-def block_of(key: str, codes: Slot, scale: Slot | None, qmap: Slot | None, name: str, path: str) -> int:
-    """Return how many elements a block of bitsandbytes has.
-
-    Raises UnsupportedError: these are no codes with scales and a map; DamagedFileError: they do not belong together.
-    """
-    if scale is None or qmap is None or codes.dtype != "uint8":
-        raise unknown(key, name, path)
-    _check_sizes(key, scale, qmap, 256, name, path)
-    block = next((one for one in BLOCKS if -(-codes.numel // one) == scale.numel), None)
-    if block is None:
-        raise DamagedFileError(
-            f"{key} of {name}: its scales fit no size of blocks",
-            path=path,
-            expected=f"one for each {BLOCKS[0]} to {BLOCKS[-1]} of {codes.numel} elements, a power of two",
-            found=scale.numel,
-        )
-    return block
-
-
-def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter, path: str) -> dict[str, Slot]:
-    strange = [key for key in pieces if key.startswith(("max", "new_max"))]  # of whole tensors, not of blocks
-    if strange:
-        raise unknown(strange[0], parameter.name, path)
-    states = [key for key in ADAM if key in pieces]
-    names = ADAM if len(states) == len(ADAM) else {}
-    used = {f"{kind}{key[-1]}" for key in states for kind in ("state", "qmap", "absmax")}
-    found = {key: slot for key, slot in pieces.items() if key not in used}  # such as LAMB's norms
-    for key in states:
-        number, name = key[-1], names.get(key, key)
-        codes = pieces[key]
-        if codes.shape != parameter.shape:  # AdEMAMix has two in one
-            raise unknown(key, parameter.name, path)
-        if codes.dtype == "float32" and f"absmax{number}" not in pieces:
-            found[name] = replace(codes, name=name)
-            continue
-        scale, qmap = pieces.get(f"absmax{number}"), pieces.get(f"qmap{number}")
-        block = block_of(key, codes, scale, qmap, parameter.name, path)
-        if scale is not None:
-            found[name] = _computed(name, codes, scale, qmap, block, parameter)
     return found
 
 
-def _computed(name: str, codes: Slot, scale: Slot, qmap: Slot | None, block: int, parameter: Parameter) -> Computed:
-    from zckpt.engine.blockwise import Blockwise, Portion
+def moments_in(pieces: Mapping[str, Slot], of: str) -> tuple[dict[str, Moment], dict[str, Slot]]:
+    """Return bitsandbytes' moments, by the names that they have as floats, and what else there is.
 
-    function = Blockwise((Portion(0, parameter.numel, 0, codes, scale, block, qmap),))
-    return Computed(name, "float32", parameter.shape, (), function=function)
+    Raises UnsupportedError: these are no codes with scales and a map; DamagedFileError: they do not belong together.
+    """
+    keys = [key for key in ADAM if key in pieces]
+    found = {}
+    for key in keys:
+        codes, scale, qmap = pieces[key], pieces.get(f"absmax{key[-1]}"), pieces.get(f"qmap{key[-1]}")
+        name = ADAM[key] if len(keys) == len(ADAM) else key  # Lion's and momentum look alike
+        found[name] = Moment(key, codes)
+        if codes.dtype == "float32" and scale is None:
+            continue
+        if scale is None or qmap is None or codes.dtype != "uint8":
+            raise _unknown(key, of)
+        _check_sizes(key, of, scale, scale.numel, qmap, 256)
+        block = next((one for one in BLOCKS if -(-codes.numel // one) == scale.numel), None)
+        if block is None:
+            raise DamagedFileError(
+                f"{key} of {of}: its scales fit no size of blocks",
+                expected=f"one for each {BLOCKS[0]} to {BLOCKS[-1]} of {codes.numel} elements, a power of two",
+                found=scale.numel,
+            )
+        found[name] = Moment(key, codes, scale, qmap, block)
+    used = {f"{kind}{key[-1]}" for key in keys for kind in ("state", "qmap", "absmax")}
+    return found, {key: slot for key, slot in pieces.items() if key not in used}
 
 
-def _check_sizes(key: str, scale: Slot, qmap: Slot | None, values: int, name: str, path: str) -> None:
-    """Raise DamagedFileError unless scales are flat, and a map has so many values; both in float32."""
-    for one, shape in ((scale, scale.shape[:1]), (qmap, (values,))):
-        if one is not None and (one.dtype, one.shape, len(one.shape)) != ("float32", shape, 1):
-            raise other_sizes(key, name, path, f"float32 {shape or '(blocks,)'}", f"{one.dtype} {one.shape}")
+def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter) -> dict[str, Slot]:
+    strange = [key for key in pieces if key.startswith(("max", "new_max"))]  # of whole tensors, not of blocks
+    strange += [
+        key for key in ADAM if key in pieces and pieces[key].shape != parameter.shape
+    ]  # AdEMAMix has two in one
+    if strange:
+        raise _unknown(strange[0], parameter.name)
+    found, others = moments_in(pieces, parameter.name)  # others such as LAMB's norms
+    return {**others, **{name: one.as_floats(name, parameter.shape) for name, one in found.items()}}
+
+
+# --- torchao
+
+
+def keys_in_pieces(parameter: Parameter) -> list[str]:
+    """Return the keys of a parameter's slots that ranks have saved in pieces."""
+    return [key for key, value in parameter.state.items() if description(value) is not None]
+
+
+def slots_of(key: str, parameter: Parameter) -> list[str]:
+    """Return the names of the slots that are pieces of a quantised one; none of one that is a tensor of a file."""
+    return [] if description(parameter.state.get(key)) is None else [f"{key}.{piece}" for piece in PIECES]
+
+
+def of_torchao(key: str, parameter: Parameter) -> Moment:
+    """Return a slot of a parameter that torchao has quantised, in its pieces.
+
+    Raises UnsupportedError: it is of a class that is not known; DamagedFileError: codes, scales and map do not belong
+    together.
+    """
+    value = parameter.state[key]
+    told = description(value)
+    if told is not None:
+        return _checked(_of_slots(key, told, parameter), parameter)
+    if not isinstance(value, FromFile) or not isinstance(value.node, MetaTensor):
+        raise _unknown(key, parameter.name)
+    with about(value.path):
+        return _checked(_of_tensor(key, value.node, value.path, parameter), parameter)
+
+
+def _of_tensor(key: str, node: MetaTensor, path: str, parameter: Parameter) -> Moment:
+    attributes = node.attributes or {}
+    tensors = (attributes.get(name) for name in PIECES[:3])
+    codes, scale, qmap = (slot_of(key, one, path) if isinstance(one, Tensor) else None for one in tensors)
+    numel = math.prod(node.shape)
+    if codes is None or scale is None:
+        raise _unknown(key, parameter.name)
+    if node.shape != parameter.shape:
+        raise _other_sizes(key, parameter.name, f"codes of {parameter.shape}", node.shape)
+    if not scale.numel or numel % scale.numel:
+        raise _other_sizes(key, parameter.name, f"a number of scales that divides {numel}", scale.shape)
+    cls = "" if node.subclass is None else str(node.subclass.name)
+    return Moment(key, codes, scale, qmap, numel // scale.numel, cls)
+
+
+def _of_slots(key: str, told: Mapping[str, Any], parameter: Parameter) -> Moment:
+    codes, scale, qmap, floats = (parameter.slots.get(f"{key}.{piece}") for piece in PIECES)
+    cls, block, ranges = told[TORCHAO], told.get("block"), told.get("floats", [])
+    if cls not in CLASSES or codes is None or scale is None:
+        raise _unknown(key, parameter.name)
+    numel = math.prod(parameter.shape)
+    if type(block) is not int or block < 1 or not _are_ranges(ranges, block, numel):
+        raise _other_sizes(key, parameter.name, f"whole blocks of {numel} elements", f"{block}, floats {ranges}")
+    found = tuple((start, count) for start, count in ranges)
+    count = sum(count for _, count in found)
+    if bool(found) != (floats is not None) or (floats is not None and floats.shape != (count,)):
+        raise _other_sizes(key, parameter.name, f"{count} floats", None if floats is None else floats.shape)
+    if floats is not None and not is_floating(floats.dtype):
+        raise _unknown(key, parameter.name)
+    return Moment(key, codes, scale, qmap, block, cls, floats, found)
+
+
+def _are_ranges(found: object, block: int, numel: int) -> bool:
+    """Tell whether these are ranges of whole blocks, in order, that leave whole blocks."""
+    if type(found) is not list or not all(type(one) is list and len(one) == 2 for one in found):
+        return False
+    end = 0
+    for start, count in found:
+        if type(start) is not int or type(count) is not int or start < end or start % block or count < 1:
+            return False
+        end = start + count
+        if end > numel or (end % block and end != numel):
+            return False
+    return end == numel or not numel % block
+
+
+def _checked(found: Moment, parameter: Parameter) -> Moment:
+    """Return a moment whose codes, scales and map are as its class has them; raise an error for any other."""
+    key, name, numel, values = found.key, parameter.name, parameter.numel, CLASSES[found.cls]
+    dtype = "uint8" if values else "float8_e4m3fn"
+    if found.scale is None or found.codes.dtype != dtype or (found.qmap is None) != (not values):
+        raise _unknown(key, name)
+    is_packed = found.cls == PACKED
+    shape = (-(-numel // 2),) if is_packed else parameter.shape
+    if found.codes.shape != shape and not (is_packed and found.codes.numel == shape[0]):
+        raise _other_sizes(key, name, f"codes of {shape}", found.codes.shape)
+    if is_packed and found.block % 2:
+        raise _other_sizes(key, name, "blocks of an even number of elements", found.block)
+    _check_sizes(key, name, found.scale, -(-numel // found.block), found.qmap, values)
+    return found

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.torch_files.quantised import CLASSES, PACKED, Moment, is_quantised, of_torchao, slots_of
 from zckpt.formats.torch_files.tensors import TORCHAO
-from zckpt.formats.torch_files.torchao import CLASSES, PACKED, Quantised, is_quantised, quantised, slots_of
 from zckpt.optim.states import Snapshot
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.tensors import Share, share_of
@@ -192,8 +192,8 @@ class TorchaoState(ByParameter):
         is_codes = is_quantised(value)
         if not is_codes and (not isinstance(value, Slot) or not value.shape or value.shape != owner.shape):
             return super()._value(key, value, parameter, owner)
-        its = quantised(key, owner, self.source.path) if is_codes else None
-        floats: Any = value if its is None else its.as_floats(key)
+        its = of_torchao(key, owner) if is_codes else None
+        floats: Any = value if its is None else its.as_floats(key, owner.shape)
         optimizer: Any = self.optimizer
         found = optimizer._new_buffer(parameter.detach(), key == SIGNED)
         local, share = _local(found), share_of(parameter, owner.name)
@@ -209,7 +209,7 @@ class TorchaoState(ByParameter):
             self._fill(local, its, floats, _flat(share), owner, key)
         return found
 
-    def _fill(self, local: Any, its: Quantised, floats: Slot, where: Range, owner: Parameter, key: str) -> None:
+    def _fill(self, local: Any, its: Moment, floats: Slot, where: Range, owner: Parameter, key: str) -> None:
         """Read blocks as they are, and the floats of those that were none."""
         start, numel = where
         block = local.block_size
@@ -220,12 +220,10 @@ class TorchaoState(ByParameter):
                 found=f"{its.cls}, blocks of {its.block}",
                 advice=ADVICE,
             )
-        per = 2 if its.cls == PACKED else 1
-        codes = Extent.flat(its.codes.shape, start // per, numel // per)
-        self.reads.append(TensorRead(its.codes, codes, local.codes))
-        self.reads.append(
-            TensorRead(its.scale, Extent.flat(its.scale.shape, start // block, numel // block), local.scale)
-        )
+        for piece, source, per in (("codes", its.codes, its.per_code), ("scale", its.scale, block)):
+            if source is not None:
+                extent = Extent.flat(source.shape, start // per, numel // per)
+                self.reads.append(TensorRead(source, extent, getattr(local, piece)))
         if its.qmap is not None:
             self.reads.append(TensorRead(its.qmap, Extent.whole(its.qmap.shape), local.qmap))
         for first, count in its.ranges:
