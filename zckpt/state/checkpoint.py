@@ -216,7 +216,7 @@ class SourceFile:
         Bytes of storages that some tensor uses, and that none does.
     globals : dict of str to tuple of str
         For each pickle in the file, the globals it mentions.
-    archives : sequence of (int, int), bytes
+    archives : iterable of (int, int), bytes
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
         What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
@@ -238,7 +238,7 @@ class SourceFile:
     tensor_nbytes: int = 0
     unreferenced_nbytes: int = 0
     globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    archives: Sequence[tuple[int, int]] = ()
+    archives: Iterable[tuple[int, int]] = ()
     tree: object = field(default=None, repr=False, compare=False)
     records: Sequence[tuple[str, int, int, int]] = field(default=(), repr=False, compare=False)
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)

@@ -131,7 +131,7 @@ class Dcp(Format):
 
         surveyed = survey_files(search.path if found is None else found.place.directory.path)
         for folder in found.place.directory.folders.values() if found is not None else ():
-            surveyed.errors += faults(folder, read_metadata(folder))
+            surveyed.errors += faults(read_metadata(folder))
         return surveyed
 
 

@@ -1,11 +1,11 @@
-"""The chunks of a directory as columns of numbers, and the spans that tensors have of them.
+"""The items of a directory as columns of numbers, and the spans that tensors have of them.
 
 A checkpoint of thousands of parameters by thousands of ranks has millions of chunks. Each takes some tens of bytes here
 and no object: a span or a node of it is made when it is asked for.
 
-    chunk       0   1   2   3   4 ...      numbered tensor by tensor, those of a tensor by their first index
+    item        0   1   2   3   4 ...      objects, and chunks of tensors: those of one by their first index
+    entry       a number for the tensor or object that it is of
     box         first index and size along each dimension
-    tensor      a number for the tensor that it is of
     file        a number for the name
     offset      of the item in the file, and its length
     kind        a number for a node that all chunks share which differ only in where they are
@@ -16,24 +16,29 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import overload
+from typing import Generic, TypeVar
 
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Extent, Span, Spans
 from zckpt.state.boxes import Box, bounds
 from zckpt.torchfile import Tensor
 
+T = TypeVar("T")
+
 NOWHERE = -1
-"""The file of a chunk that nothing says the place of."""
+"""The file of an item that nothing says the place of."""
+
+OBJECT, UNUSED = "object", "unused"
+"""In the place of an element type: an entry is no tensor; it is of a chunk that no tensor has any elements in."""
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor: its element type, whole shape, and the chunks of it that have elements.
+class Entry:
+    """A tensor: its element type, whole shape, and the chunks of it that have elements; or an object, of one item.
 
     Parameters
     ----------
@@ -41,7 +46,7 @@ class TensorEntry:
     dtype : str
     shape : tuple of int
     first, count : int
-        The number of its first chunk, and how many follow each other.
+        The number of its first item, and how many follow each other.
     at : int
         Where the boxes of these begin in their column.
     """
@@ -55,51 +60,53 @@ class TensorEntry:
 
     @property
     def numbers(self) -> range:
-        """The numbers of its chunks."""
+        """The numbers of its items."""
         return range(self.first, self.first + self.count)
 
 
 class Chunks:
-    """What `.metadata` says of the chunks that have elements: all columns but the kind.
+    """What `.metadata` says of the items of a directory; and once they were read, where the elements of each chunk are.
 
     Attributes
     ----------
-    names : list of str
+    paths : list of str
         The files.
     file, offset, nbytes : array of int
-        By the number of a chunk; offset and length in bytes.
+        By the number of an item; offset and length in bytes.
     """
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
+    def __init__(self, directory: Path) -> None:
+        self.paths: list[str] = []
         self.file, self.offset, self.nbytes = array("i"), array("q"), array("q")
-        self._tensor, self._boxes = array("i"), array("q")
-        self._tensors: list[TensorEntry] = []
-        self._files: dict[str, int] = {}
+        self._entry, self._boxes, self._kind = array("i"), array("q"), array("i")
+        self._entries: list[Entry] = []
+        self._kinds: list[tuple[Tensor, Span]] = []
+        self._numbers: dict[int, int] = {}  # of kinds
+        self._directory, self._files = directory, dict[str, int]()
 
-    def add(self, key: str, dtype: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> TensorEntry:
-        """Add the chunks of a tensor, in the order of their first indices; where they are is not known yet."""
-        entry = TensorEntry(key, dtype, shape, len(self.file), len(boxes), len(self._boxes))
+    def add(self, key: str, dtype: str, shape: tuple[int, ...] = (), boxes: Sequence[Box] = (((), ()),)) -> Entry:
+        """Add an object, or the chunks of a tensor in the order of their first indices; where they are is not known."""
+        entry = Entry(key, dtype, shape, len(self.file), len(boxes), len(self._boxes))
         for offsets, sizes in boxes:
             self._boxes.extend(offsets)
             self._boxes.extend(sizes)
-            self._tensor.append(len(self._tensors))
+            self._entry.append(len(self._entries))
             self.file.append(NOWHERE)
-            self.offset.append(0)
-            self.nbytes.append(0)
-        self._tensors.append(entry)
+            for column in (self.offset, self.nbytes, self._kind):
+                column.append(0)
+        self._entries.append(entry)
         return entry
 
     def put(self, number: int, name: str, offset: int, nbytes: int) -> None:
-        """Say where a chunk is."""
-        file = self._files.setdefault(name, len(self.names))
-        if file == len(self.names):
-            self.names.append(name)
+        """Say where an item is."""
+        file = self._files.setdefault(name, len(self.paths))
+        if file == len(self.paths):
+            self.paths.append(str(self._directory / name))
         self.file[number], self.offset[number], self.nbytes[number] = file, offset, nbytes
 
-    def entry(self, number: int) -> TensorEntry:
-        """Return the tensor that a chunk is of."""
-        return self._tensors[self._tensor[number]]
+    def entry(self, number: int) -> Entry:
+        """Return what an item is of."""
+        return self._entries[self._entry[number]]
 
     def box(self, number: int) -> Box:
         """Return the first index and the sizes of a chunk."""
@@ -109,48 +116,37 @@ class Chunks:
         middle = at + dimensions
         return tuple(self._boxes[at:middle]), tuple(self._boxes[middle : middle + dimensions])
 
-    def numel(self, entry: TensorEntry) -> int:
-        """Return how many elements the chunks of a tensor have together."""
-        return sum(math.prod(self.box(number)[1]) for number in entry.numbers)
-
-
-class Located:
-    """Where the elements of each chunk are, found in the items: the column kind."""
-
-    def __init__(self, chunks: Chunks, directory: Path) -> None:
-        self.chunks = chunks
-        self.paths = [str(directory / name) for name in chunks.names]
-        self._kind = array("i", [0]) * len(chunks.file)
-        self._kinds: list[tuple[Tensor, Span]] = []
-        self._numbers: dict[int, int] = {}
-
-    def put(self, number: int, node: Tensor) -> None:
-        """Say what an item is: `node` is that of an item that begins its file, and may be that of others.
+    def read(self, number: int, node: Tensor) -> None:
+        """Say what a chunk is: `node` is that of an item that begins its file, and may be that of others.
 
         Raises UnsupportedError: the bytes of its elements are not its values.
         """
         kind = self._numbers.get(id(node))
         if kind is None:
             kind = self._numbers[id(node)] = len(self._kinds)
-            self._kinds.append((node, span_of(node, self.path(number))))
+            self._kinds.append((node, span_of(node, self.paths[self.file[number]])))
         self._kind[number] = kind
 
     def node(self, number: int) -> Tensor:
         """Return the node of a chunk."""
         node, _ = self._kinds[self._kind[number]]
-        return moved(node, self.chunks.offset[number])
-
-    def path(self, number: int) -> str:
-        """Return the file of a chunk."""
-        return self.paths[self.chunks.file[number]]
+        return moved(node, self.offset[number])
 
     def span(self, number: int) -> Span:
         """Return the span of a chunk."""
-        offsets, sizes = self.chunks.box(number)
+        offsets, sizes = self.box(number)
         _, like = self._kinds[self._kind[number]]
-        extent = Extent(offsets, sizes, 0, math.prod(sizes))
-        offset = self.chunks.offset[number] + like.offset
-        return Span(extent, self.path(number), offset, like.dtype, like.strides, like.byteorder, like.unresolved)
+        extent, path = Extent(offsets, sizes, 0, math.prod(sizes)), self.paths[self.file[number]]
+        offset = self.offset[number] + like.offset
+        return Span(extent, path, offset, like.dtype, like.strides, like.byteorder, like.unresolved)
+
+    def named(self, number: int) -> tuple[tuple[str, str], Tensor]:
+        """Return the key of a chunk and where it begins in its tensor, and its node."""
+        return (self.entry(number).key, str(list(self.box(number)[0]))), self.node(number)
+
+    def range(self, number: int) -> tuple[int, int]:
+        """Return where an item is in its file: offset and length, in bytes."""
+        return self.offset[number], self.nbytes[number]
 
 
 def moved(node: Tensor, nbytes: int) -> Tensor:
@@ -161,10 +157,10 @@ def moved(node: Tensor, nbytes: int) -> Tensor:
 class ChunkSpans(Spans):
     """The spans of a tensor of many chunks."""
 
-    __slots__ = ("_bounds", "_entry", "_located")
+    __slots__ = ("_bounds", "_chunks", "_entry")
 
-    def __init__(self, located: Located, entry: TensorEntry) -> None:
-        self._located, self._entry = located, entry
+    def __init__(self, chunks: Chunks, entry: Entry) -> None:
+        self._chunks, self._entry = chunks, entry
         self._bounds: tuple[array[int], array[int]] | None = None
 
     def __len__(self) -> int:
@@ -173,7 +169,7 @@ class ChunkSpans(Spans):
 
     def numbered(self, index: int) -> Span:
         """Return one of them, in the order of their first indices."""
-        return self._located.span(self._entry.first + index)
+        return self._chunks.span(self._entry.first + index)
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that may have some of elements [low, high) of the flattened tensor."""
@@ -182,9 +178,9 @@ class ChunkSpans(Spans):
 
     def within(self, paths: Collection[str]) -> tuple[Span, ...]:
         """Return those that lie in some files."""
-        located = self._located
-        files = {file for file, path in enumerate(located.paths) if path in paths}
-        return tuple(located.span(number) for number in self._entry.numbers if located.chunks.file[number] in files)
+        chunks = self._chunks
+        files = {file for file, path in enumerate(chunks.paths) if path in paths}
+        return tuple(chunks.span(number) for number in self._entry.numbers if chunks.file[number] in files)
 
     def _sorted(self) -> tuple[array[int], array[int]]:
         """Return where each begins, and where it or one before it ends, in the flattened tensor."""
@@ -195,51 +191,17 @@ class ChunkSpans(Spans):
         return self._bounds
 
 
-class FileChunks:
-    """Some chunks of a file, in the order in which they are listed."""
+@dataclass(frozen=True, slots=True)
+class Each(Generic[T]):
+    """What is to be known of each of some items, which is found when it is asked for."""
 
-    def __init__(self, numbers: array[int], located: Located) -> None:
-        self._numbers, self._located = numbers, located
-
-    def __iter__(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yield the key of each and where it begins in its tensor, and its node."""
-        chunks = self._located.chunks
-        for number in self._numbers:
-            offsets, _ = chunks.box(number)
-            yield (chunks.entry(number).key, str(list(offsets))), self._located.node(number)
-
-
-class Pairs(Sequence[tuple[int, int]]):
-    """Offsets and lengths, in bytes, of any number of items."""
-
-    __slots__ = ("_numbers",)
-
-    def __init__(self) -> None:
-        self._numbers = array("q")
-
-    def append(self, offset: int, nbytes: int) -> None:
-        """Add one."""
-        self._numbers.extend((offset, nbytes))
+    numbers: array[int]
+    find: Callable[[int], T]
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._numbers) // 2
+        return len(self.numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, int]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[tuple[int, int], ...]: ...
-
-    def __getitem__(self, index: int | slice) -> tuple[int, int] | tuple[tuple[int, int], ...]:
-        """Return one, or some."""
-        found = range(len(self))[index]
-        if isinstance(found, int):
-            return self._numbers[2 * found], self._numbers[2 * found + 1]
-        return tuple((self._numbers[2 * at], self._numbers[2 * at + 1]) for at in found)
-
-    def __eq__(self, other: object) -> bool:
-        """Tell whether others are the same."""
-        return self._numbers == other._numbers if isinstance(other, Pairs) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    def __iter__(self) -> Iterator[T]:
+        """Yield it, item by item."""
+        return map(self.find, self.numbers)

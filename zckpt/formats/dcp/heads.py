@@ -25,7 +25,6 @@ from zckpt.errors import DamagedFileError
 from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
-from zckpt.storage.files import read_at
 from zckpt.torchfile import CENTRAL, FileRange, Storage, Tensor, TorchFile, find_directory, read_directory
 
 MAXIMUM_KINDS = 4096
@@ -165,32 +164,29 @@ class Blob:
     offsets: tuple[int, ...]
 
 
-def is_blob(descriptor: int, offset: int, nbytes: int, path: str) -> bool:
-    """Tell whether a safetensors blob begins at `offset` of a file of `nbytes` bytes; an archive has a zero there."""
-    return offset + 9 <= nbytes and read_at(descriptor, offset + 8, 1, path=path) == b"{"
-
-
-def read_blob(descriptor: int, offset: int, nbytes: int, path: str) -> dict[str, Blob]:
-    """Read the header of a blob that begins at `offset` and ends with the file.
+def read_blob(source: FileRange) -> dict[str, Blob] | None:
+    """Read the header of a blob that ends with its file; None where there is none: an archive has a zero there.
 
     Raises DamagedFileError: it is malformed, or its tensors leave holes, overlap or reach beyond the file.
     """
-    length = int.from_bytes(read_at(descriptor, offset, 8, path=path), "little")
-    start = offset + 8 + length
-    if length > MAXIMUM_HEADER_NBYTES or start > nbytes:
+    if source.nbytes <= 8 or source.read(8, 1) != b"{":
+        return None
+    length = int.from_bytes(source.read(0, 8), "little")
+    start = 8 + length
+    if length > MAXIMUM_HEADER_NBYTES or start > source.nbytes:
         raise DamagedFileError("unreadable header", found=f"{length} bytes")
     try:
-        header = json.loads(read_at(descriptor, offset + 8, length, path=path))
+        header = json.loads(source.read(8, length))
         about = sharding(header.pop("__metadata__", {}))
-        ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        found, at = {}, start
-        for name, one in ordered:
-            found[name] = Blob(_node(name, one, at, at - start), offsets_of(name, about, len(one["shape"])))
-            at += found[name].tensor.nbytes
+        found, at = dict[str, Blob](), start
+        for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            tensor = _tensor(name, one, source.base + at, at - start)
+            found[name] = Blob(tensor, offsets_of(name, about, len(tensor.shape)))
+            at += tensor.nbytes
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError("unreadable header", found=f"{type(error).__name__}: {error}") from error
-    if at != nbytes:
-        raise DamagedFileError("the tensors do not fill the file", expected=f"{at} bytes", found=nbytes)
+    if at != source.nbytes:
+        raise DamagedFileError("the tensors do not fill the file", expected=f"{at} bytes", found=source.nbytes)
     return found
 
 
@@ -216,7 +212,7 @@ def offsets_of(name: str, about: Mapping[str, Any], dimensions: int) -> tuple[in
     return tuple(offsets)
 
 
-def _node(name: str, one: Mapping[str, Any], offset: int, begin: int) -> Tensor:
+def _tensor(name: str, one: Mapping[str, Any], offset: int, begin: int) -> Tensor:
     dtype, shape = FROM_SAFETENSORS[one["dtype"]], tuple(one["shape"])
     if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"the shape of {name} is {shape}")

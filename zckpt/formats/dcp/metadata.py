@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
-from zckpt.formats.dcp.chunks import Chunks, TensorEntry
+from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.state.boxes import Box
 from zckpt.state.dtypes import DTYPES
@@ -40,29 +41,16 @@ Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The bytes of a chunk or an object: a file of the directory, byte offset and length."""
-
-    file: str
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Metadata:
     """What a `.metadata` says.
 
     Parameters
     ----------
     path : str
-    tensors : dict of str to TensorEntry
-        By key.
-    objects : dict of str to Place
-        Everything that is no tensor, by key.
+    tensors, objects : dict of str to Entry
+        By key; the latter are all that is no tensor.
     chunks : Chunks
-        Of all tensors.
-    others : list of Place
-        Of chunks that no tensor has any elements in.
+        Of all of them.
     paths : dict of str to tuple
         Of every key, in the order of the dict that was saved.
     unsaved : tuple of str
@@ -73,10 +61,9 @@ class Metadata:
     """
 
     path: str
-    tensors: dict[str, TensorEntry]
-    objects: dict[str, Place]
+    tensors: dict[str, Entry]
+    objects: dict[str, Entry]
     chunks: Chunks
-    others: list[Place]
     paths: dict[str, Keys]
     unsaved: tuple[str, ...]
     version: str | None
@@ -100,33 +87,30 @@ def read_metadata(directory: Path) -> Metadata:
     with about(path):
         root = _object(file.root, "Metadata")
         entries = _mapping(root.get("state_dict_metadata"), "state_dict_metadata")
-        chunks, keys = Chunks(), list(entries)
-        tensors: dict[str, TensorEntry] = {}
-        needed: list[str] = []
-        numbers: dict[str, dict[Offsets, int]] = {}  # of tensors of several chunks
+        chunks, keys = Chunks(directory), list(entries)
+        tensors: dict[str, Entry] = {}
+        objects: dict[str, Entry] = {}
+        numbers: dict[str, dict[Offsets | None, int]] = {}  # of items by key and first index
         for key, entry in _drained(entries):
             if not isinstance(key, str) or not isinstance(entry, Object):
                 raise _unexpected("a tensor or an object by its key", key)
             if entry.qualified.endswith(".BytesStorageMetadata"):
-                needed.append(key)
+                objects[key] = chunks.add(key, OBJECT)
+                numbers[key] = {None: objects[key].first}
             else:
                 tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata"), chunks)
-                if tensors[key].count > 1:
-                    numbers[key] = firsts = {}
-                    for number in tensors[key].numbers:
-                        offsets, _ = chunks.box(number)
-                        if offsets in firsts:
-                            raise LayoutError(f"two chunks of {key} begin at {offsets}")
-                        firsts[offsets] = number
-        places, others = _places(_mapping(root.get("storage_data"), "storage_data"), chunks, tensors, numbers)
-        missing = next((key for key in needed if key not in places), None)
+                firsts = [chunks.box(number)[0] for number in tensors[key].numbers]
+                if (twice := next((one for one, after in pairwise(firsts) if one == after), None)) is not None:
+                    raise LayoutError(f"two chunks of {key} begin at {twice}")
+                numbers[key] = dict(zip(firsts, tensors[key].numbers, strict=True))
+        _place(_mapping(root.get("storage_data"), "storage_data"), chunks, numbers)
+        missing = next((key for key, one in objects.items() if chunks.file[one.first] == NOWHERE), None)
         if missing is not None:
             raise DamagedFileError(f"it does not say where {missing} is")
-        objects = {key: places[key] for key in needed}
         paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None
-        return Metadata(path, tensors, objects, chunks, others, paths, unsaved, said, file.globals)
+        return Metadata(path, tensors, objects, chunks, paths, unsaved, said, file.globals)
 
 
 def _unexpected(expected: str, found: object) -> DamagedFileError:
@@ -161,7 +145,7 @@ def _integers(node: object, what: str) -> tuple[int, ...]:
     return tuple(node)
 
 
-def _tensor(key: str, node: Object, chunks: Chunks) -> TensorEntry:
+def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     properties = _object(node.get("properties"), "TensorProperties")
     values = properties.state if isinstance(properties.state, (tuple, list)) else ()
     dtype, layout = (
@@ -193,57 +177,37 @@ def _box(key: str, node: object, shape: tuple[int, ...]) -> Box:
     return offsets, sizes
 
 
-def _places(
-    storage_data: dict[object, object],
-    chunks: Chunks,
-    tensors: Mapping[str, TensorEntry],
-    numbers: Mapping[str, Mapping[Offsets, int]],
-) -> tuple[dict[str, Place], list[Place]]:
-    """Say where chunks are, of which `numbers` has those of a tensor that has several by first index.
-
-    Return where objects are, by key, and where chunks are that are none of these.
-    """
-    objects: dict[str, Place] = {}
-    others: dict[tuple[str, Offsets], Place] = {}
+def _place(
+    storage_data: dict[object, object], chunks: Chunks, numbers: Mapping[str, dict[Offsets | None, int]]
+) -> None:
+    """Say where items are, of which `numbers` has those that are needed; chunks besides these are added."""
+    others: dict[tuple[str, Offsets], int] = {}
     for index, info in _drained(storage_data):
-        which = _object(index, "MetadataIndex")
-        key, offset = which.get("fqn"), which.get("offset")
+        which, where = _object(index, "MetadataIndex"), _object(info, "_StorageInfo")
+        key, first = which.get("fqn"), which.get("offset")
         if not isinstance(key, str):
             raise _unexpected("a key", key)
-        place = _place(key, _object(info, "_StorageInfo"))
-        if offset is None:
-            objects[key] = place
-            continue
-        offsets = _integers(offset, f"offsets of {key}")
-        number = numbers[key].get(offsets) if key in numbers else None
-        if key in tensors and tensors[key].count == 1 and chunks.box(tensors[key].first)[0] == offsets:
-            number = tensors[key].first
-        if number is None:
-            others[key, offsets] = place
-        else:
-            chunks.put(number, place.file, place.offset, place.nbytes)
-    return objects, list(others.values())
-
-
-def _place(key: str, info: Object) -> Place:
-    transforms = info.get("transform_descriptors")
-    if transforms:
-        raise UnsupportedError(
-            f"{key} was transformed when it was written, such as compressed",
-            expected="bytes as they are",
-            found=brief(transforms),
-            advice="save it again without extensions",
-        )
-    file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
-    if not isinstance(file, str) or not _stays_inside(file):
-        raise DamagedFileError(f"{key} lies outside of the directory", found=brief(file))
-    start, length = _integers((offset, nbytes), f"offset and length of {key}")
-    return Place(file, start, length)
-
-
-def _stays_inside(name: str) -> bool:
-    parts = PurePosixPath(name.replace("\\", "/")).parts
-    return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in name and ":" not in parts[0]
+        if transforms := where.get("transform_descriptors"):
+            raise UnsupportedError(
+                f"{key} was transformed when it was written, such as compressed",
+                expected="bytes as they are",
+                found=brief(transforms),
+                advice="save it again without extensions",
+            )
+        file, offset, nbytes = where.get("relative_path"), where.get("offset"), where.get("length")
+        parts = PurePosixPath(file.replace("\\", "/")).parts if isinstance(file, str) else ()
+        leaves = not parts or parts[0] == "/" or ":" in parts[0] or ".." in parts
+        if not isinstance(file, str) or leaves or "\0" in file:
+            raise DamagedFileError(f"{key} lies outside of the directory", found=brief(file))
+        start, length = _integers((offset, nbytes), f"offset and length of {key}")
+        offsets = None if first is None else _integers(first, f"offsets of {key}")
+        number = numbers.get(key, {}).get(offsets)
+        if number is None and offsets is not None:
+            number = others.get((key, offsets))
+            if number is None:
+                number = others[key, offsets] = chunks.add(key, UNUSED).first
+        if number is not None:
+            chunks.put(number, file, start, length)
 
 
 def _paths(planner_data: object, keys: list[str]) -> tuple[dict[str, Keys], tuple[str, ...]]:
@@ -259,18 +223,14 @@ def _paths(planner_data: object, keys: list[str]) -> tuple[dict[str, Keys], tupl
     for key, value in known.items():
         if key not in needed:
             unsaved.append(str(key))
-        elif _is_path(value):
+        elif (
+            isinstance(value, tuple)
+            and 0 < len(value) <= MAXIMUM_DEPTH
+            and all(type(step) is str or (type(step) is int and step >= 0) for step in value)
+        ):
             found[key] = value
         else:
             raise _unexpected(f"the path of {key}, keys and indices", value)
     for key in keys:
         found.setdefault(key, (key,))
     return found, tuple(unsaved)
-
-
-def _is_path(value: object) -> bool:
-    return (
-        isinstance(value, tuple)
-        and 0 < len(value) <= MAXIMUM_DEPTH
-        and all(type(step) is str or (type(step) is int and step >= 0) for step in value)
-    )

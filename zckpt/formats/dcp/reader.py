@@ -225,7 +225,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     folders: dict[str, Folder] = {}
     for name, folder in directory.folders.items():
         metadata = read_metadata(folder)
-        items = read_items(folder, metadata)
+        items = read_items(metadata)
         trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
         used += items.files
         above = (name,) if name else ()
@@ -255,7 +255,7 @@ def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, fil
         mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(
             SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
-                       file.unreferenced_nbytes, mentioned, file.archives, LazyTree(file.tree, file.chunks))
+                       file.unreferenced_nbytes, mentioned, file.archives, LazyTree(file.tree, file.several))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)

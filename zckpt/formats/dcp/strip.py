@@ -104,7 +104,7 @@ def _choose(checkpoint: Checkpoint, folders: Iterable[_Folder], request: Request
     masters = any(MASTER in p.slots and WEIGHT not in p.slots for p in checkpoint.parameters.values())
     names = frozenset(checkpoint.wrapped.get(name, name) for name in checkpoint.parameters) | {*checkpoint.parameters}
     for folder in folders:
-        items = read_items(folder.path, folder.metadata)
+        items = read_items(folder.metadata)
         root = build({**items.tensors, **items.objects}, folder.metadata.paths, folder.metadata.path)
         for part in find_optimizers(root):
             slots = _slots(part, folder.metadata, names)

@@ -214,7 +214,7 @@ class Megatron(Format):
 
         surveyed = survey_files(search.path if found is None else found.place.path)
         if found is not None and found.place.kind not in (LEGACY, ZARR):
-            surveyed.errors += faults(found.place.path, read_metadata(found.place.path))
+            surveyed.errors += faults(read_metadata(found.place.path))
         return surveyed
 
     def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002

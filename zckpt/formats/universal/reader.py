@@ -200,12 +200,12 @@ class _Reading:
         members = [[n for n in its if type(n) is int] if isinstance(its, list) else [] for its in params]
         shapes = self._group_shapes()
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
-            if sorted(number for its in members for number in its) != list(range(len(shapes))):
+            if sorted(number for numbers in members for number in numbers) != list(range(len(shapes))):
                 raise LayoutError("param_shapes and the optimizer have different numbers of groups",
                                   expected=len(groups), found=len(shapes))  # fmt: skip
-            shapes = [{name: shape for n in its for name, shape in shapes[n].items()} for its in members]
-        for group in shapes:
-            self.shapes |= group
+            shapes = [{name: shape for n in numbers for name, shape in shapes[n].items()} for numbers in members]
+        for its in shapes:
+            self.shapes |= its
         if len(self.shapes) != sum(map(len, shapes)):
             raise LayoutError("a parameter is in two param groups", path=self.first.path)
         names = [optimizer_order(list(group), self.first, self.checkpoint.world_size) for group in shapes]
@@ -216,13 +216,13 @@ class _Reading:
                 raise DamagedFileError("groups and param_shapes disagree", expected="the same names in each")
             names = known
         states = inner.get("state") if recorded is None else None
-        for group, its, numbers in zip(groups, names, members, strict=True):
+        for group, listed_names, numbers in zip(groups, names, members, strict=True):
             values: dict[str, object] = {}
             for state in (states.get(number) for number in numbers) if isinstance(states, dict) else ():
                 if isinstance(state, dict):
                     single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
                     values = {**with_scalars(single, path), **values}
-            self.checkpoint.param_groups.append(ParamGroup(group, its, values))
+            self.checkpoint.param_groups.append(ParamGroup(group, listed_names, values))
 
     def _group_shapes(self) -> list[Shapes]:
         """Return shapes by name for each param group (of ZeRO-3: sub-group), in the order of the flat buffers."""
@@ -253,8 +253,7 @@ class _Reading:
         lost = []
         for name, ((model, tensor), *others) in self.module.items():
             if any(name in one.buffer_names for one in self.firsts):  # every rank has the same
-                slot: Slot | None = slot_of(WEIGHT, tensor, model.path)
-                checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot})
+                checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, weight_in(tensor, model.path))
             elif name in trained:
                 continue
             elif name in aliases and (aliases[name] in self.module or aliases[name] in trained):
