@@ -226,9 +226,8 @@ def read_items(metadata: Metadata) -> Items:
                     file.several.numbers.append(number)
             used = merge((offset, offset + nbytes) for offset, nbytes in map(chunks.range, numbers))
             for low, high in without([(0, file.nbytes)], used) if not file.is_safetensors else ():
-                if high - low >= ALIGNMENT or high % ALIGNMENT:
+                if high - low >= ALIGNMENT or high % ALIGNMENT:  # more than lies between items
                     span = Span(Extent.whole((high - low,)), file.path, low, "uint8")
-                    # no item lies there, and it is more than alignment
                     file.tree[f"bytes {low} to {high}"] = Slot("bytes", "uint8", (high - low,), (span,))
     return found
 

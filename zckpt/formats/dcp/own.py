@@ -18,9 +18,10 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError
 from zckpt.evidence import Evidence
 from zckpt.formats.dcp.optimizer import Group, OptimizerState
+from zckpt.formats.dcp.tree import Branch, carry
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
-from zckpt.formats.torch_files.tensors import as_mapping, describe, with_scalars
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe, with_scalars
 from zckpt.formats.torch_files.writer import value_node
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
 from zckpt.state.dtypes import DTYPES
@@ -46,82 +47,63 @@ def own_tree(
         Whether the keys of the optimizer do not tell its groups.
     """
     rest = {key: value for key, value in checkpoint.metadata.items() if key not in held and key not in without}
-    tree = remainder(replace(checkpoint, metadata=rest))
-    version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
-    peculiar = _peculiar(checkpoint)
-    if held:
-        peculiar["items"] = sorted(held)
-    if flat:
-        peculiar["groups"] = [list(group.parameters) for group in checkpoint.param_groups]
-    return {**tree, **version, KEY: peculiar}
-
-
-def _peculiar(checkpoint: Checkpoint) -> dict[str, object]:
     absent = [p for p in checkpoint.parameters.values() if not {WEIGHT, MASTER} & set(checkpoint.owner(p.name).slots)]
     hyperparameters = {
         index: {key: value_node(value) for key, value in expanded(group.hyperparameters).items()}
         for index, group in enumerate(checkpoint.param_groups)
     }
-    return {
-        "absent": {p.name: _shape_and_dtype(p) for p in absent},
-        "unnamed": {label: _shape_and_dtype(p) for label, p in checkpoint.unnamed.items()},
+    peculiar: dict[str, object] = {
+        "absent": {p.name: {"shape": list(p.shape), "dtype": p.dtype} for p in absent},
+        "unnamed": {name: {"shape": list(p.shape), "dtype": p.dtype} for name, p in checkpoint.unnamed.items()},
         "hyperparameters": {index: values for index, values in hyperparameters.items() if values},
     }
+    version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
+    if held:
+        peculiar["items"] = sorted(held)
+    if flat:
+        peculiar["groups"] = [list(group.parameters) for group in checkpoint.param_groups]
+    return {**remainder(replace(checkpoint, metadata=rest)), **version, KEY: peculiar}
 
 
-def _about(file: TorchFile) -> Mapping[object, object]:
-    return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
+def prepare(
+    checkpoint: Checkpoint, optimizers: Sequence[OptimizerState], file: TorchFile, names: Sequence[str] | None
+) -> Sequence[str] | None:
+    """Add the parameters of which the model has no tensor; give optimizers the groups and names that they lack.
 
-
-def _shape_and_dtype(parameter: Parameter) -> dict[str, object]:
-    return {"shape": list(parameter.shape), "dtype": parameter.dtype}
-
-
-def complete(checkpoint: Checkpoint, file: TorchFile) -> None:
-    """Add the parameters of which the model has no tensor. Raises DamagedFileError: the file is malformed."""
-    for name, (shape, dtype) in _abouts(file, "absent").items():
+    Return `names`, if they are not used up. Raises DamagedFileError: the file is malformed, or its param groups are not
+    those of the optimizer's parameters; UsageError: too few or too many names.
+    """
+    for name, (shape, dtype) in _described(file, "absent").items():
         if name in checkpoint.parameters or name in checkpoint.buffers:
             raise DamagedFileError(f"{name} is said to be absent, and is there", path=file.path)
         checkpoint.parameters[name] = Parameter(name, shape, dtype)
-
-
-def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: Sequence[str]) -> bool:
-    """Give an optimizer's parameters these names, where some have none; tell whether any had none.
-
-    Raises UsageError: too few or too many names.
-    """
-    if not _abouts(file, "unnamed"):
-        return False
+    listed = _about(file).get("groups")
+    if listed is not None:  # of flat keys
+        values = {label: one.hyperparameters for its in optimizers for one in its.groups for label in one.members}
+        groups = [as_names(group, file.path) for group in listed] if isinstance(listed, list) else []
+        members = [name for group in groups for name in group]
+        if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != values.keys():
+            raise DamagedFileError(
+                "param groups of other parameters", path=file.path, expected="those of the optimizer"
+            )
+        optimizers[0].groups = [Group(dict(values[its[0]]) if its else {}, list(its)) for its in groups]
+    if names is None or not _described(file, "unnamed"):
+        return names
     labels = [label for optimizer in optimizers for group in optimizer.groups for label in group.members]
     given = Evidence([labels], dict.fromkeys(names, ())).given(names)
     for optimizer in optimizers:
         optimizer.rename(given)
-    return True
+    return None
 
 
-def regroup(optimizers: Sequence[OptimizerState], file: TorchFile) -> None:
-    """Give an optimizer of flat keys its param groups.
+def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: list[str]) -> None:
+    """Give a checkpoint, whose parameters and groups are there, what the file says of it, and items by themselves.
 
-    Raises DamagedFileError: they are not those of the optimizer's parameters.
-    """
-    listed = _about(file).get("groups")
-    if listed is None:
-        return
-    values = {label: group.hyperparameters for one in optimizers for group in one.groups for label in group.members}
-    groups = [group for group in listed if isinstance(group, list)] if isinstance(listed, list) else []
-    names = [name for group in groups for name in group]
-    if len(optimizers) != 1 or len(names) != len(set(names)) or set(names) != values.keys():
-        raise DamagedFileError("param groups of other parameters", path=file.path, expected="those of the optimizer")
-    optimizers[0].groups = [Group(dict(values[group[0]]) if group else {}, list(group)) for group in groups]
-
-
-def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
-    """Give a checkpoint, whose parameters and groups are there, what the file says of it.
-
-    Raises DamagedFileError: the file is malformed, or speaks of what is not there.
+    `lost`: gets the keys of tensors in several pieces. Raises DamagedFileError: the file is malformed, or speaks of
+    what is not there.
     """
     checkpoint.files.append(describe(file, "metadata", rules=RULES))
-    for label, (shape, dtype) in _abouts(file, "unnamed").items():
+    for label, (shape, dtype) in _described(file, "unnamed").items():
         if label in checkpoint.unnamed:
             checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = shape, dtype
     for index, values in as_mapping(_about(file).get("hyperparameters", {}), file.path).items():
@@ -129,17 +111,17 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
             raise DamagedFileError("hyperparameters of a param group that is not there", path=file.path)
         checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values, file.path), file.path))
     restore(checkpoint, file.root, file)
+    for key in as_names(_about(file).get("items", []), file.path):
+        if key not in root or key in checkpoint.metadata:
+            raise DamagedFileError(f"{key} is said to be an item by itself", path=file.path, found="another state")
+        checkpoint.metadata[key] = carry(root[key], lost)
 
 
-def held_items(file: TorchFile) -> list[str]:
-    """Return the keys of values that the directory's items hold. Raises DamagedFileError: the file is malformed."""
-    found = _about(file).get("items", [])
-    if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
-        raise DamagedFileError("unexpected content", path=file.path, expected="keys of items")
-    return found
+def _about(file: TorchFile) -> Mapping[object, object]:
+    return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
 
 
-def _abouts(file: TorchFile, key: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _described(file: TorchFile, key: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shapes and element types under a key, by name."""
     found = {}
     for name, node in as_mapping(_about(file).get(key, {}), file.path).items():

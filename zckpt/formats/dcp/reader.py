@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError
+from zckpt.errors import UnknownFormatError, UnsupportedError
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.dcp.attach import attach
@@ -14,8 +14,7 @@ from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, fin
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import OptimizerState, read_optimizer
-from zckpt.formats.dcp.own import complete, held_items, name_unnamed, regroup, restore_own
-from zckpt.formats.dcp.several import find_several, name_optimizers
+from zckpt.formats.dcp.own import prepare, restore_own
 from zckpt.formats.dcp.tree import (
     PARAMS,
     Branch,
@@ -27,15 +26,15 @@ from zckpt.formats.dcp.tree import (
     carry,
     find_models,
     find_optimizers,
-    names_of_model,
+    joined,
     owners,
-    prefixes,
 )
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
 from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
+from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "dcp"
@@ -80,8 +79,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
     say_what_values_are(checkpoint, folders, rewritten=own is not None)
-    if own is None:
-        _read_companions(checkpoint, directory)
+    for other in directory.others if own is None else ():  # Lightning's
+        file = read_torchfile(other)
+        checkpoint.files.append(describe(file, "metadata"))
+        content = file.root if isinstance(file.root, dict) else {}
+        for key, value in content.items():
+            checkpoint.metadata.setdefault(str(key), carried(file, value))
+        counted = (content[key] for key in STEP_KEYS if type(content.get(key)) is int)
+        checkpoint.step = next(counted, checkpoint.step)
     if lost:
         checkpoint.warnings.append(
             f"not carried, because they are in several pieces and belong to neither model nor optimizer: {_shown(lost)}"
@@ -116,60 +121,87 @@ def fill(
     SourceError
         As `read`.
     """
-    several = find_several(checkpoint, root, pairs, own) if len(pairs) > 1 else None
-    optimizers = find_optimizers(root) if several is None else several.optimizers
-    if several is not None:
-        models = several.models
-    else:
-        models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
-    path = checkpoint.source
+    models, optimizers, states = _find(checkpoint, root, own, pairs)
     if not models and not optimizers:
-        raise UnsupportedError("holds neither a model nor an optimizer", path=path, found=_shown(list(map(str, root))))
+        found = _shown(list(map(str, root)))
+        raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)
     _place(checkpoint, models)
-    if own is not None:
-        complete(checkpoint, own)
-    states = _states(optimizers, models, path) if several is None else several.states
-    if own is not None:
-        regroup(states, own)
-    if own is not None and names is not None and name_unnamed(states, own, names):
-        names = None
-    attach(checkpoint, states, names)
-    if several is not None:
-        name_optimizers(checkpoint, several)
-    checkpoint.step = _step(checkpoint, root, [*(part.path for part in models), *(part.path for part in optimizers)])
+    attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names))
+    model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
+    checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
     lost: list[str] = []
     if own is not None:
-        restore_own(checkpoint, own)
-        for key in held_items(own):
-            if key not in root or key in checkpoint.metadata:
-                raise DamagedFileError(f"{key} is said to be an item by itself", path=own.path, found="another state")
-            checkpoint.metadata[key] = carry(root[key], lost)
+        restore_own(checkpoint, own, root, lost)
         return lost
     for state in states:
         checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})
-    _carry(checkpoint, root, {part.path for part in models}, {part.path for part in optimizers}, lost)
+    for at, node in _rest(root, (), {*model_paths}, {*optimizer_paths}):
+        before = len(lost)
+        value = carry(node, lost)
+        if not (isinstance(node, TensorItem) and len(lost) > before):
+            checkpoint.metadata[joined(at)] = value
     return lost
 
 
+def _find(
+    checkpoint: Checkpoint, root: Branch, own: TorchFile | None, pairs: Sequence[Sequence[str]]
+) -> tuple[list[ModelPart], list[OptimizerPart], list[OptimizerState]]:
+    """Return the models of a dict, and its optimizers as they are there, and in one form.
+
+    Several models of Accelerate's have each its own names, which may be those of another: they begin with what the
+    model is called, `model` and `model_1` as where Accelerate writes them as files.
+    """
+    if len(pairs) < 2:
+        optimizers = find_optimizers(root)
+        models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
+        return models, optimizers, _states(optimizers, models, checkpoint.source)
+    known = own.root.get("models") if own is not None and isinstance(own.root, Mapping) else None
+    if not (isinstance(known, list) and len(known) == len(pairs) and all(isinstance(name, str) for name in known)):
+        known = [f"model_{number}" if number else "model" for number in range(len(pairs))]
+    checkpoint.details["models"] = known
+    every: tuple[list[ModelPart], list[OptimizerPart], list[OptimizerState]] = [], [], []
+    for name, folders in zip(known, pairs, strict=True):
+        models, optimizers, states = _find(checkpoint, {folder: root[folder] for folder in folders}, own, ())
+        if len(models) != 1 or len(optimizers) > 1:
+            raise UnsupportedError(
+                "does not hold a model and its optimizer under each number",
+                path=checkpoint.source,
+                expected=f"one model and at most one optimizer in {' and '.join(folders)}",
+                found=f"{len(models)} and {len(optimizers)}",
+            )
+        models[0] = replace(models[0], prefix=f"{name}.")
+        for state in states:
+            state.prefix, state.name = models[0].prefix, f"optimizer_{len(every[2])}" if every[2] else "optimizer"
+        every[0].extend(models)
+        every[1].extend(optimizers)
+        every[2].extend(states)
+    return every
+
+
 def _states(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], path: str) -> list[OptimizerState]:
-    """Return the optimizers in one form, under the names that their models have."""
+    """Return the optimizers in one form, under the names that their models have.
+
+    Before names is put what was put before those of the model, and before numbers that have to differ from another
+    optimizer's, where that one is. Several are called by their keys, or by numbers where Lightning has made keys of a
+    list.
+    """
     states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
-    its = owners(optimizers, models)
-    for state, part, model, prefix in zip(states, optimizers, its, prefixes(optimizers, its), strict=True):
-        state.prefix = prefix
-        state.rename(names_of_model(model, part.names))
+    numbered = sum(not part.names for part in optimizers) > 1
+    for state, part, model in zip(states, optimizers, owners(optimizers, models), strict=True):
+        if model is not None:
+            state.prefix = model.prefix
+            state.rename(aligned(model.tensors, part.names))
+        elif numbered and not part.names:
+            state.prefix = f"{joined(part.path)}."
     if len(states) > 1:
-        for state, name in zip(states, _names_of(optimizers), strict=True):
-            state.name = name
+        keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
+        if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
+            keys = [key.removeprefix("optimizer_") for key in keys]
+        elif len(set(keys)) < len(keys):
+            keys = [joined(part.path) for part in optimizers]
+        for state, key in zip(states, keys, strict=True):
+            state.name = key
     return states
-
-
-def _names_of(optimizers: Sequence[OptimizerPart]) -> list[str]:
-    """Return what several optimizers are called: their keys, or numbers where Lightning has made keys of a list."""
-    keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
-    if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
-        return [key.removeprefix("optimizer_") for key in keys]
-    return keys if len(set(keys)) == len(keys) else [".".join(map(str, part.path)) for part in optimizers]
 
 
 def _shown(keys: Sequence[str]) -> str:
@@ -200,7 +232,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         rules = []
         for key in (*file.tree.held, *(folder.several if rewritten else ())):
             steps = folder.paths.get(key, (key,))
-            name = next((name for name in _joined(steps) if name in kept), None)
+            name = next((name for name in _names_within(steps) if name in kept), None)
             if name is not None:
                 fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
                 rules.append(Rule((key, REST), fate, about, tensors=rewritten))
@@ -211,11 +243,11 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         file.rules = (*file.rules, *rules)
 
 
-def _joined(steps: Keys) -> Iterator[str]:
+def _names_within(steps: Keys) -> Iterator[str]:
     """Yield the names that metadata may have what lies at a path, or something around it, under."""
     for start in range(len(steps)):
         for end in range(start + 1, len(steps) + 1):
-            yield ".".join(map(str, steps[start:end]))
+            yield joined(steps[start:end])
 
 
 def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
@@ -281,15 +313,6 @@ def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:
                 checkpoint.wrapped[name] = filed
 
 
-def _carry(checkpoint: Checkpoint, root: Branch, models: set[Keys], optimizers: set[Keys], lost: list[str]) -> None:
-    """Keep everything that is neither a model's tensor nor an optimizer's, under keys joined where that is needed."""
-    for path, node in _rest(root, (), models, optimizers):
-        held = len(lost)
-        value = carry(node, lost)
-        if not (isinstance(node, TensorItem) and len(lost) > held):
-            checkpoint.metadata[".".join(map(str, path))] = value
-
-
 def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) -> Iterator[tuple[Keys, Node]]:
     """Yield the largest parts of a tree that hold no model and no optimizer."""
     if path in optimizers:
@@ -302,22 +325,6 @@ def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) ->
             yield from _rest(content, at, models, optimizers)
         elif not (path in models and isinstance(child, TensorItem)):
             yield at, child
-
-
-def _read_companions(checkpoint: Checkpoint, directory: Directory) -> None:
-    """Keep what Lightning's file next to the folders holds, by its keys."""
-    for path in directory.others:
-        file = read_torchfile(path)
-        checkpoint.files.append(describe(file, "metadata"))
-        _merge(checkpoint, file)
-
-
-def _merge(checkpoint: Checkpoint, file: TorchFile) -> None:
-    content = file.root if isinstance(file.root, dict) else {}
-    for key, value in content.items():
-        checkpoint.metadata.setdefault(str(key), carried(file, value))
-    step = next((content[key] for key in STEP_KEYS if type(content.get(key)) is int), None)
-    checkpoint.step = int(step) if step is not None else checkpoint.step
 
 
 def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | None:

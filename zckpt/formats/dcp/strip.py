@@ -12,7 +12,7 @@ what lies below a slot (a dict of codes and scales) goes with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.directory import OWN_NAME, find
 from zckpt.formats.dcp.items import read_items
-from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
+from zckpt.formats.dcp.metadata import Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import split_key
-from zckpt.formats.dcp.tree import STATE, OptimizerPart, build, find_optimizers
+from zckpt.formats.dcp.tree import STATE, Node, OptimizerPart, build, find_optimizers, leaves
 from zckpt.formats.shrinking import Kept, kept_ranges, shares
 from zckpt.formats.stripped_directory import completed
 from zckpt.formats.stripping import (
@@ -104,44 +104,42 @@ def _choose(checkpoint: Checkpoint, folders: Iterable[_Folder], request: Request
     masters = any(MASTER in p.slots and WEIGHT not in p.slots for p in checkpoint.parameters.values())
     names = frozenset(checkpoint.wrapped.get(name, name) for name in checkpoint.parameters) | {*checkpoint.parameters}
     for folder in folders:
-        items = read_items(folder.metadata)
-        root = build({**items.tensors, **items.objects}, folder.metadata.paths, folder.metadata.path)
+        metadata = folder.metadata
+        items = read_items(metadata)
+        root = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
         for part in find_optimizers(root):
-            slots = _slots(part, folder.metadata, names)
-            folder.dropped |= _dropped(slots, folder.metadata, request, masters=masters)
+            slots: dict[str, dict[str, list[str]]] = {}
+            for parameter, slot, node in _state(part, names | part.names):
+                keys = [leaf.key for leaf in leaves(node) if leaf.key in metadata.paths]
+                slots.setdefault(parameter, {}).setdefault(slot, []).extend(keys)
+            folder.dropped |= _dropped(slots, metadata, request, masters=masters)
 
 
-_Slots = dict[str, dict[str, list[str]]]
-"""Keys of items, by parameter and slot."""
+def _state(part: OptimizerPart, names: frozenset[str]) -> Iterator[tuple[str, str, Node]]:
+    """Yield parameter, slot and node of an optimizer's state; the slot is empty of what is all of a parameter's."""
+    state = part.node.get(STATE)
+    if part.is_flat:
+        for key, node in part.node.items():
+            kind, _, name = str(key).partition(".")
+            if kind == STATE:
+                yield *split_key(name, names), node
+    elif isinstance(state, dict):
+        for parameter, its in state.items():
+            for slot, node in its.items() if isinstance(its, dict) else (("", its),):
+                yield str(parameter), str(slot), node
 
 
-def _slots(part: OptimizerPart, metadata: Metadata, names: frozenset[str]) -> _Slots:
-    """Return the items of an optimizer's state."""
-    found: _Slots = {}
-    for key, steps in metadata.paths.items():
-        place = _within(part, steps, names | part.names)
-        if place is not None and (key in metadata.tensors or key in metadata.objects):
-            parameter, slot = place
-            found.setdefault(parameter, {}).setdefault(slot, []).append(key)
-    return found
-
-
-def _within(part: OptimizerPart, steps: Keys, names: frozenset[str]) -> tuple[str, str] | None:
-    """Return the parameter and the slot that an item is of; the slot is empty of what is all of a parameter's state."""
-    depth = len(part.path)
-    if steps[:depth] != part.path or len(steps) == depth:
-        return None
-    if not part.is_flat:
-        below = [str(step) for step in steps[depth:]]
-        return (below[1], below[2] if len(below) > 2 else "") if below[0] == STATE and len(below) > 1 else None
-    kind, _, joined = str(steps[depth]).partition(".")
-    return split_key(joined, names) if kind == STATE else None
-
-
-def _dropped(slots: _Slots, metadata: Metadata, request: Request, *, masters: bool) -> Dropped:
-    """Return the items that go."""
+def _dropped(
+    slots: Mapping[str, Mapping[str, Sequence[str]]], metadata: Metadata, request: Request, *, masters: bool
+) -> Dropped:
+    """Return the items that go, given those of the state by parameter and slot."""
     tensors = metadata.tensors
-    shaped = {slot for its in slots.values() for slot, keys in its.items() if any(_has_shape(k, tensors) for k in keys)}
+    shaped = {
+        slot
+        for its in slots.values()
+        for slot, keys in its.items()
+        if any(k in tensors and tensors[k].shape for k in keys)
+    }
     found: Dropped = {}
     for its in slots.values():
         present = {slot for slot, keys in its.items() if slot in shaped and any(key in tensors for key in keys)}
@@ -150,11 +148,6 @@ def _dropped(slots: _Slots, metadata: Metadata, request: Request, *, masters: bo
             gone = its.keys() - ({MASTER} if masters or not request.optimizer else set())
         found |= {key: slot for slot in gone for key in its[slot]}
     return found
-
-
-def _has_shape(key: str, tensors: object) -> bool:
-    entry = tensors.get(key) if isinstance(tensors, dict) else None
-    return entry is not None and bool(entry.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,13 +266,14 @@ def find_models(
         chosen = _usual(candidates, warnings)
     chosen = [_bare(one, front=front) for one in chosen]
     if len(chosen) > 1:
-        shown = " and ".join(_joined(one.path) or "the rest" for one in chosen)
+        shown = " and ".join(joined(one.path) or "the rest" for one in chosen)
         warnings.append(f"{shown} are read as one model, with these names before those of their tensors")
-        return [replace(one, prefix=f"{_joined(one.path)}." if one.path else "") for one in chosen]
+        return [replace(one, prefix=f"{joined(one.path)}." if one.path else "") for one in chosen]
     return chosen
 
 
-def _joined(path: Keys) -> str:
+def joined(path: Keys) -> str:
+    """Return the key of what lies at a path."""
     return ".".join(map(str, path))
 
 
@@ -315,8 +316,8 @@ def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart |
     best = [one for one in best if _unusual(one) == first]
     if len(best) > 1:
         raise UnsupportedError(
-            f"{_joined(optimizer.path)} may be the optimizer of several models, and nothing says of which",
-            found=" and ".join(_joined(one.path) for one in best),
+            f"{joined(optimizer.path)} may be the optimizer of several models, and nothing says of which",
+            found=" and ".join(joined(one.path) for one in best),
             advice="save it under a key that begins as its model's does",
         )
     return best[0]
@@ -341,8 +342,8 @@ def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
         return large
     chosen = min(usual, key=_unusual)
     if len(usual) > 1:
-        shown = ", ".join(_joined(one.path) for one in usual)
-        warnings.append(f"several dicts of tensors ({shown}); the model is taken to be {_joined(chosen.path)}")
+        shown = ", ".join(joined(one.path) for one in usual)
+        warnings.append(f"several dicts of tensors ({shown}); the model is taken to be {joined(chosen.path)}")
     return [chosen]
 
 
@@ -350,21 +351,3 @@ def _bare(part: ModelPart, *, front: bool) -> ModelPart:
     names = bare_names(part.tensors, front=front)
     filed = {new: old for old, new in names.items()}
     return replace(part, tensors={names[name]: one for name, one in part.tensors.items()}, filed=filed)
-
-
-def names_of_model(model: ModelPart | None, names: frozenset[str]) -> dict[str, str]:
-    """Return what a model calls its optimizer's parameters, by the optimizer's names that it has."""
-    return {} if model is None else aligned(model.tensors, names)
-
-
-def prefixes(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart | None]) -> list[str]:
-    """Return what is to be put before each optimizer's names: what was put before those of its model.
-
-    Before numbers that have to differ from another optimizer's, where that one is.
-    """
-    several = sum(not part.names for part in optimizers) > 1
-    found = []
-    for part, model in zip(optimizers, models, strict=True):
-        numbered = f"{_joined(part.path)}." if several and not part.names else ""
-        found.append(numbered if model is None else model.prefix)
-    return found
