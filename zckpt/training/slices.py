@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.tensor_parallel import cut
-from zckpt.formats.deepspeed.tp_rules import Rules, check_rules, read_rules
-from zckpt.formats.deepspeed.tp_shares import SLICED, Rule
+from zckpt.formats.deepspeed.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states import NamedShare

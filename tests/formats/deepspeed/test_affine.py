@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.formats.deepspeed.tp_shares import KEY, Share
+from zckpt.formats.deepspeed.tp_rules import AFFINE_KEY, Rules, Share
 
 NAME = "model.mlp.up_proj.weight"
 
@@ -23,7 +22,7 @@ def rules(name: str, shape: list[int], *ranks: tuple[list[int], list[dict[str, A
         "logical_shape": shape,
         "ranks": {str(rank): {"shard_shape": local, "pieces": held} for rank, (local, held) in enumerate(ranks)},
     }
-    return Rules({KEY: {"version": 1, "params": {f"^{re.escape(name)}$": entry}}, **more}, "the file")
+    return Rules({AFFINE_KEY: {"version": 1, "params": {f"^{re.escape(name)}$": entry}}, **more}, "the file")
 
 
 def two(name: str, rows: int, **more: Any) -> Rules:
@@ -59,7 +58,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_contradictions(kind: str) -> None:
     with pytest.raises(LayoutError, match="contradicts itself"):
-        rules(NAME, [5, 2], *CONTRADICTIONS[kind]).maps.rule(NAME)
+        rules(NAME, [5, 2], *CONTRADICTIONS[kind]).mapped(NAME)
 
 
 STRANGE = {
@@ -74,7 +73,7 @@ STRANGE = {
 @pytest.mark.parametrize("kind", STRANGE)
 def test_what_is_not_followed(kind: str) -> None:
     with pytest.raises(UnsupportedError) as error:
-        rules(NAME, [5, 2], *STRANGE[kind]).maps.rule(NAME)
+        rules(NAME, [5, 2], *STRANGE[kind]).mapped(NAME)
     assert error.value.path == "the file"
 
 
@@ -83,7 +82,7 @@ def test_what_auto_tp_itself_cannot_describe_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"AutoTP does not say how a\.w is sliced"):
         found.rule("a.w", [(2, 2), (2, 2)])
     with pytest.raises(UnsupportedError, match="version"):
-        Rules({KEY: {"version": 2, "params": {}}}, "the file")
+        Rules({AFFINE_KEY: {"version": 2, "params": {}}}, "the file")
 
 
 def test_shapes_must_be_those_of_the_map() -> None:

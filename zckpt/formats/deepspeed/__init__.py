@@ -2,7 +2,7 @@
 
 files       directory (their names), shards (what they hold; nested: other names), ranks (which belong together), values
 layouts     rank_state (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0* (none); groups
-axes        tensor_parallel (tp_rules, tp_shares), pipeline (stages, restage), experts (expert_*, auto_ep*)
+axes        tensor_parallel (tp_rules), pipeline (stages, restage), experts (expert_*, auto_ep*)
 read        reader: all ranks of all axes to a Checkpoint, whose files origin keeps
 recut       decide: a Checkpoint and options to a target; foreign gives one of another format an origin
 write       write_model, write_optimizer; documents: all files; writer, without_zero: a directory; in_place: an engine

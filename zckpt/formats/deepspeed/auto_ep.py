@@ -27,8 +27,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.tp_shares import SLICED, Rule, map_entry, shares_of
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, SLICED, Rule, map_entry, shares_of
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.views import concat, narrow, reshape

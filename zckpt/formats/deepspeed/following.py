@@ -6,8 +6,7 @@ import re
 
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import BOOKKEEPING
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
+from zckpt.formats.deepspeed.tp_rules import AFFINE_KEY, INFO_KEY
 from zckpt.state import Checkpoint
 
 _GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")

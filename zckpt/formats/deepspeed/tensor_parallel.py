@@ -27,10 +27,18 @@ from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.groups import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.ranks import check_slices_alike
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, Rules, info_for
-from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
-from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Shape, Slot
+from zckpt.formats.deepspeed.tp_rules import (
+    AFFINE_KEY,
+    AVERAGED,
+    INFO_KEY,
+    REPLICATED,
+    REPLICATED_KEY,
+    SLICED,
+    Rule,
+    Rules,
+    info_for,
+)
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
 from zckpt.state.ranges import merge as merge_ranges
 from zckpt.state.ranges import without
 from zckpt.state.views import concat, narrow, placed
@@ -71,9 +79,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, *, padded: bool = Fa
     first = states[0]
     names = list(first.parameters)
     if rules is None:
-        if len(states) > 1:
-            raise without_rules(names, "how to put them together")
-        return first
+        raise without_rules(names, "how to put them together")
     for other in states[1:]:
         if (
             set(other.parameters) != set(names)
@@ -85,11 +91,14 @@ def merge(states: Sequence[RankState], rules: Rules | None, *, padded: bool = Fa
     groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
     merged = replace(RankState.gathered(states), buffers=first.buffers, groups=groups, degrees=first.degrees,
                      lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
-    for name in names:
-        slices = [s.parameters[name] for s in states]
-        merged.parameters[name] = (
-            replace(slices[0]) if name in first.whole else _merge_parameter(slices, rules, padded=padded)
-        )
+    for name, own in first.parameters.items():
+        merged.parameters[name] = replace(own)
+        is_cut = len(states) > 1 or (not padded and rules.is_vocabulary(name))
+        if name not in first.whole and own.tied_to is None and is_cut:
+            slices = [state.parameters[name] for state in states]
+            rule = rules.rule(name, [one.shape for one in slices], padded=padded)
+            slots = {key: _merge_slot(key, slices, rule) for key in own.slots}
+            merged.parameters[name] = replace(own, shape=rule.shape, slots=slots)
     if not padded:
         merged.padding_spans.insert(0, VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
@@ -133,7 +142,7 @@ def _copies(states: Sequence[RankState], merged: RankState, rules: Rules) -> Ite
     """Yield what ranks keep of what is read of a rank before them: whole, or a part of a slice."""
     first = states[0]
     for name, whole in merged.parameters.items() if len(states) > 1 else ():
-        rule = None if name in first.whole else rules.maps.rule(name)
+        rule = None if name in first.whole else rules.mapped(name)
         if rule is None:
             continue
         for state, copies in zip(states, rule.copies, strict=False):
@@ -164,34 +173,23 @@ def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -
     )
 
 
-def _merge_parameter(slices: Sequence[Parameter], rules: Rules, *, padded: bool) -> Parameter:
-    first = slices[0]
-    if first.tied_to is not None or (len(slices) == 1 and (padded or not rules.is_vocabulary(first.name))):
-        return replace(first)
-    rule = rules.rule(first.name, [p.shape for p in slices], padded=padded)
-    slots = {
-        key: _merge_slot([p.slots[key] for p in slices if key in p.slots], rule, first.name, len(slices))
-        for key in first.slots
-    }
-    return replace(first, shape=rule.shape, slots=slots)
-
-
-def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slot:
-    first = slots[0]
-    if len(slots) != ranks:
-        raise LayoutError(f"{first.name} of {name} is missing on some tensor-parallel ranks")
+def _merge_slot(key: str, slices: Sequence[Parameter], rule: Rule) -> Slot:
+    slots = [one.slots[key] for one in slices if key in one.slots]
+    first, what = slots[0], f"{key} of {slices[0].name}"
+    if len(slots) != len(slices):
+        raise LayoutError(f"{what} is missing on some tensor-parallel ranks")
     if not first.shape and rule.shape:  # a step that each parameter has by itself, without ZeRO
         return first
     if any(isinstance(slot, Computed) for slot in slots):
         if rule.kind in (AVERAGED, SLICED):
-            raise _of_slices(f"{first.name} of {name}")
+            raise _of_slices(what)
         return first
     if rule.kind == AVERAGED:
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
         return Slot(first.name, first.dtype, rule.shape, first.spans)
     parts = [
-        (_with((0,) * len(rule.shape), rule.dim, target), narrow(slot, rule.dim, source, size))
+        (tuple(target * (dim == rule.dim) for dim in range(len(rule.shape))), narrow(slot, rule.dim, source, size))
         for slot, own in zip(slots, rule.read, strict=True)
         for source, target, size in own
         if size
@@ -212,28 +210,20 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     """
     if rule.kind != SLICED:
         return parameter
-    shares = rule.shares[rank]
-    shape = _with(rule.shape, rule.dim, sum(s.size for s in shares))
     computed = [key for key, slot in parameter.slots.items() if isinstance(slot, Computed)]
     if computed:
         raise _of_slices(f"{computed[0]} of {parameter.name}")
 
     def of_rank(slot: Slot) -> Slot:
         present = slot.shape[rule.dim]
-        parts = [
-            narrow(slot, rule.dim, s.target, min(s.size, present - s.target)) for s in shares if s.target < present
-        ]
-        return concat(parts or [narrow(slot, rule.dim, 0, 0)], rule.dim)
+        shares = [(s.target, min(s.size, present - s.target)) for s in rule.shares[rank] if s.target < present]
+        return concat([narrow(slot, rule.dim, *one) for one in shares or [(0, 0)]], rule.dim)
 
     slots = {
         key: of_rank(slot) if slot.shape else slot  # a step that each parameter has by itself
         for key, slot in parameter.slots.items()
     }
-    return replace(parameter, shape=shape, slots=slots)
-
-
-def _with(values: Shape, dim: int, value: int) -> Shape:
-    return (*values[:dim], value, *values[dim + 1 :])
+    return replace(parameter, shape=rule.local(rank), slots=slots)
 
 
 SAMPLED_EXTENTS = 4

@@ -6,7 +6,7 @@
     parameter_with_2_sub_params_cat_dim_0       two equal sub-parameters along dimension 0, each sliced (SwiGLU)
     parameter_with_sub_params                   sub-parameters of given sizes along a given dimension, each sliced (QKV)
     vocabulary_parameter_patterns               rows beyond original_vocab_size are padding
-    affine_map                                  where elements of slices are in the whole, see `tp_shares`; goes first
+    affine_map                                  where elements of slices are in the whole, see below; goes first
     none of these                               slices along dimension 0
 
 Source: DeepSpeed 0.14 to 0.19, universal checkpoints.
@@ -15,18 +15,35 @@ A user gives such rules, and checkpoints get them, as JSON:
 
 {"original_vocab_size": 50257, "vocabulary_parameter_patterns": ["embed.weight$"],
  "parameter_with_row_parallelism_patterns": [...], "tp_replicated_parameter_patterns": [...], ...}
+
+AutoTP's affine maps are
+
+    {version: 1, params: {pattern: {logical_shape, ranks: {rank: {shard_shape, pieces: [piece, ..]}}}}}
+    piece = {shape, source: [offset, strides], dest: [offset, strides], locations: [rank, ..], scale: 1 if absent}
+
+A piece is a box of the whole parameter (`source`, in elements) and where it lies in the rank's slice (`dest`).
+DeepSpeed's own are all cut along one dimension:
+
+    a layer's rows or columns        one piece for each rank, of any width
+    fused query, key and value       a piece for each of them
+    GPTBigCode                       the query's rows, and key and value whole on every rank
+    CodeGen, Yuan                    blocks in an order of their own
+
+Source: DeepSpeed 0.19.8, `checkpoint/affine.py`, `module_inject/layers.py`, `module_inject/tp_shard.py`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, AffineMaps, Rule, shares_of
-from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
 from zckpt.state import Shape
+from zckpt.state.boxes import row_major
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
 
@@ -38,18 +55,128 @@ MAXIMUM_SUBS = 4096
 MAXIMUM_QUANTIFIERS = 4
 """Patterns come from the file. With more wildcards than this, matching could take for ever."""
 
+REPLICATED, AVERAGED, SLICED = "replicated", "averaged", "sliced"
 TWO, SUB, MAPPED = "two", "sub", "map"
+
+INFO_KEY = "universal_checkpoint_info"
+
+ARGUMENTS = "args"
+"""Under which a model file has a program's arguments."""
 
 UNKNOWN_KEY = "autotp_unsupported_parameter_patterns"
 """What AutoTP has no rule for: a pattern, and why."""
 
-_KEYS = {
-    REPLICATED: "tp_replicated_parameter_patterns",
-    AVERAGED: "parameter_to_average_patterns",
-    "row": "parameter_with_row_parallelism_patterns",
-    TWO: "parameter_with_2_sub_params_cat_dim_0",
-    "vocabulary": "vocabulary_parameter_patterns",
+AFFINE_KEY, AFFINE_VERSION = "affine_map", 1
+
+REPLICATED_KEY = "tp_replicated_parameter_patterns"
+
+VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
+"""The rules that also matter where nothing is sliced."""
+
+_PATTERNS = {
+    REPLICATED_KEY: (REPLICATED, 0),
+    "parameter_to_average_patterns": (AVERAGED, 0),
+    "parameter_with_2_sub_params_cat_dim_0": (TWO, 0),
+    "parameter_with_sub_params": (SUB, 0),
+    "parameter_with_row_parallelism_patterns": (SLICED, 1),
 }
+"""The kind of a rule and the dimension that is sliced; of several that name a parameter the first is its rule."""
+
+RULE_KEYS = frozenset({*VOCABULARY_KEYS, "padded_vocab_size", "sub_param_shard_widths", AFFINE_KEY, *_PATTERNS})
+"""Keys that say how a parameter is cut."""
+
+OTHER_KEYS = frozenset({
+    "universal_checkpoint_version", "pipeline_replicated_parameter_patterns", UNKNOWN_KEY,
+})  # fmt: skip
+"""Keys of `universal_checkpoint_info` that do not say that and are carried."""
+
+_OF_ONE_NAME = re.compile(r"\^((?:\\[^A-Za-z0-9]|[^\\.^$*+?{}\[\]|()])*)\$")
+"""A pattern that one name matches, as AutoTP writes all of them."""
+
+_NEARLY_EVEN = ("lm_head", "embed_out")
+_NEARLY_EVEN_PARTS = ("mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Modules whose slices AutoTP does not cut by heads: where the ranks do not divide them, the first have one more."""
+
+
+class Share(NamedTuple):
+    """Consecutive indexes along the sliced dimension: where they are in one tensor, where in another, and how many.
+
+    In a `Rule`, `source` is in a rank's slice and `target` in the whole parameter.
+    """
+
+    source: int
+    target: int
+    size: int
+
+    def without(self, others: Sequence[Share]) -> list[Share]:
+        """Return what is left of it without what others have of the whole."""
+        left = [self]
+        for _, low, size in others:
+            rest = []
+            for source, target, count in left:
+                before, after = min(low - target, count), min(target + count - (low + size), count)
+                if before > 0:
+                    rest.append(Share(source, target, before))
+                if after > 0:
+                    rest.append(Share(source + count - after, target + count - after, after))
+            left = rest
+        return left
+
+
+Shares = tuple[tuple[Share, ...], ...]
+"""By rank."""
+
+
+class Rule(NamedTuple):
+    """How one parameter is put together.
+
+    Parameters
+    ----------
+    kind : str
+        REPLICATED, AVERAGED or SLICED.
+    shape : tuple of int
+        Of the whole parameter.
+    dim : int
+        Along which it is sliced.
+    shares : tuple of tuple of Share
+        What each rank's slice has of the whole.
+    copies : tuple of tuple of Share
+        What of that a rank before it has, too; empty where no part is on several ranks.
+    """
+
+    kind: str
+    shape: Shape
+    dim: int = 0
+    shares: Shares = ()
+    copies: Shares = ()
+
+    @property
+    def read(self) -> Shares:
+        """What is read of each rank's slice: its shares without the copies."""
+        if not self.copies:
+            return self.shares
+        both = zip(self.shares, self.copies, strict=True)
+        return tuple(tuple(part for share in shares for part in share.without(copies)) for shares, copies in both)
+
+    def local(self, rank: int) -> Shape:
+        """Return the shape of a rank's slice."""
+        return self.sized(sum(share.size for share in self.shares[rank]))
+
+    def sized(self, size: int) -> Shape:
+        """Return the shape of so many indexes along the dimension that is sliced."""
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+
+class Named(NamedTuple):
+    """What patterns say of a parameter: the kind of its rule, and the dimension that is sliced.
+
+    Of sub-parameters also the pattern that names them, and how many they are or how large.
+    """
+
+    kind: str = SLICED
+    dim: int = 0
+    pattern: str = ""
+    sizes: object = 1
 
 
 class Rules:
@@ -70,18 +197,35 @@ class Rules:
 
     def __init__(self, info: Mapping[str, object], path: str) -> None:
         self.path = path
-        self.maps = AffineMaps(info.get(AFFINE_KEY), path, self._compile, OTHER_RULES)
+        self._mapped: dict[str, Rule | None] = {}
+        self._by_name: dict[str, object] = {}
+        self._by_pattern: list[tuple[re.Pattern[str], object]] = []
+        maps = {"params": {}} if info.get(AFFINE_KEY) is None else info[AFFINE_KEY]
+        known = {"version": AFFINE_VERSION, "params": {}, **maps} if isinstance(maps, dict) else {"version": 0}
+        version, params = known["version"], known.get("params")
+        if version != AFFINE_VERSION or not isinstance(params, dict) or not all(isinstance(key, str) for key in params):
+            raise self._unusable(f"an affine map of slices of version {brief(version)}", brief(maps))
+        for pattern, entry in params.items():
+            if match := _OF_ONE_NAME.fullmatch(pattern):
+                self._by_name[re.sub(r"\\(.)", r"\1", match[1])] = entry
+            else:
+                self._by_pattern += [(one, entry) for one in self._compile([pattern])]
         unknown = info.get(UNKNOWN_KEY)
         self.unknown = [
             (one, brief(reason))
             for pattern, reason in (unknown.items() if isinstance(unknown, dict) else ())
             for one in self._compile([pattern])
         ]
-        self.patterns = {kind: self._compile(info.get(key)) for kind, key in _KEYS.items()}
-        self.sub_params = self._sub_params(info.get("parameter_with_sub_params"))
-        widths = info.get("sub_param_shard_widths")
+        self.named_by: list[tuple[re.Pattern[str], Named]] = []
+        for key, (kind, dim) in _PATTERNS.items():
+            if kind == SUB:
+                self.named_by += self._sub_params(info.get(key))
+            else:
+                named = Named(kind, dim, sizes=2 if kind == TWO else 1)
+                self.named_by += [(one, named) for one in self._compile(info.get(key))]
+        self.vocabularies = self._compile(info.get(VOCABULARY_KEYS[0]))
+        widths, size = info.get("sub_param_shard_widths"), info.get(VOCABULARY_KEYS[1])
         self.widths = widths if isinstance(widths, dict) else {}
-        size = info.get("original_vocab_size")
         self.vocabulary_size = size if type(size) is int else None
 
     @classmethod
@@ -104,9 +248,18 @@ class Rules:
         UnsupportedError
             The checkpoint says that no rule describes it.
         """
-        mapped = self.maps.rule(name)
-        if mapped is not None:
-            return self._fitting(name, mapped, shapes)
+        if (mapped := self.mapped(name)) is not None:
+            local = [mapped.local(rank) for rank in range(len(mapped.shares))]
+            expected = [mapped.shape] * len(shapes) if mapped.kind == REPLICATED else local
+            if list(shapes) != expected:
+                raise LayoutError(
+                    f"slices of {name} do not fit the affine map of it",
+                    path=self.path,
+                    expected=expected,
+                    found=list(shapes),
+                    advice=OTHER_RULES,
+                )
+            return mapped
         for unknown, reason in self.unknown:
             if unknown.match(name):
                 raise self._unusable(f"AutoTP does not say how {name} is sliced", reason)
@@ -120,29 +273,31 @@ class Rules:
                 )
             found = Rule(kind, shapes[0])
         else:
-            found = self._sliced(name, shapes, dim, self._widths(name, shapes))
+            widths = self._widths(name, shapes)
+            fits = widths and all(len(sub) == len(shapes) for sub in widths)
+            local_sizes = [sum(sub[rank] for sub in widths) if fits else -1 for rank in range(len(shapes))]
+            rest = {s[:dim] + s[dim + 1 :] for s in shapes}
+            if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local_sizes, strict=True)):
+                raise LayoutError(
+                    f"slices of {name} do not fit the rule for it",
+                    path=self.path,
+                    expected=f"sizes {local_sizes} along dimension {dim}",
+                    found=list(shapes),
+                )
+            whole = (*shapes[0][:dim], sum(local_sizes), *shapes[0][dim + 1 :])
+            found = Rule(SLICED, whole, dim, shares_of(widths, len(shapes)))
         size = self.vocabulary_size
-        if padded or kind in (TWO, SUB) or size is None or not found.shape or found.shape[0] <= size:
-            return found
-        if not self.is_vocabulary(name):
+        is_padded = kind not in (TWO, SUB) and size is not None and found.shape[:1] > (size,)
+        if padded or size is None or not is_padded or not self.is_vocabulary(name):
             return found
         if found.kind != SLICED or dim:
             raise self._unusable(f"vocabulary parameter {name} is not sliced along its rows")
         shares = [tuple(s._replace(size=max(min(s.size, size - s.target), 0)) for s in one) for one in found.shares]
         return Rule(SLICED, (size, *found.shape[1:]), 0, tuple(shares))
 
-    def named(self, name: str) -> tuple[str, int, str, object]:
-        """Return the kind of a parameter's rule, but for maps, and the dimension that is sliced.
-
-        Of sub-parameters also the pattern that names them, and how many they are or how large.
-        """
-        for kind in (REPLICATED, AVERAGED, TWO):
-            if self._matches(kind, name):
-                return kind, 0, "", 2
-        for pattern, dim, sizes in self.sub_params:
-            if pattern.match(name):
-                return SUB, dim, pattern.pattern, sizes
-        return SLICED, int(self._matches("row", name)), "", 1
+    def named(self, name: str) -> Named:
+        """Return what patterns say of a parameter; they do not know of maps."""
+        return next((named for pattern, named in self.named_by if pattern.match(name)), Named())
 
     def cut(self, name: str, shape: Shape, ranks: int) -> Rule:
         """Return how a whole parameter is cut: every rank gets an equal share of each sub-parameter.
@@ -154,62 +309,139 @@ class Rules:
         UnsupportedError
             It is cut in a way that is known for the source's ranks only.
         """
-        mapped = self.maps.rule(name)
-        kind, dim = self.named(name)[:2]
+        mapped, (kind, dim, _, _) = self.mapped(name), self.named(name)
+        if mapped is not None and (mapped.kind == REPLICATED or len(mapped.shares) == ranks):
+            return mapped
         if mapped is None and kind in (REPLICATED, AVERAGED):
             return Rule(kind, shape)
         subs = [sum(widths) for widths in self._widths(name, [shape])] if mapped is None or kind == SUB else []
+        is_nearly_even = False
         if mapped is not None:
-            return self.maps.cut(name, mapped, ranks, subs)
-        if dim >= len(shape) or sum(subs) != shape[dim] or any(width % ranks for width in subs):
+            shape, dim = mapped.shape, mapped.dim
+            held = [share for shares in mapped.shares for share in shares]
+            ends = list(accumulate((share.size for share in held), initial=0))
+            in_order = not mapped.copies and [*(share.target for share in held), shape[dim]] == ends
+            if ranks == 1 or in_order:
+                subs = [shape[dim]]
+            elif sum(subs) != shape[dim] or _of_subs(mapped, subs) != tuple(map(joined, mapped.shares)):
+                raise self._unusable(
+                    f"{name} is cut in an order of its own, which does not say how {ranks} tensor-parallel ranks have "
+                    f"it",
+                    f"{len(mapped.shares)} ranks",
+                )
+            module = name.rpartition(".")[0]
+            parts = any(one in module for one in _NEARLY_EVEN_PARTS)
+            is_nearly_even = len(subs) == 1 and (parts or module.rpartition(".")[2] in _NEARLY_EVEN)
+        divides = bool(subs) and (is_nearly_even or not any(width % ranks for width in subs))
+        if not divides or dim >= len(shape) or sum(subs) != shape[dim]:
             raise LayoutError(
                 f"{name} cannot be cut for {ranks} tensor-parallel ranks",
                 path=self.path,
                 expected=f"sub-parameters along dimension {dim} that divide by {ranks}",
                 found=f"{subs} in a shape of {shape}",
             )
-        local = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
-        return self._sliced(name, [local] * ranks, dim, [[width // ranks] * ranks for width in subs])
+        even = [[width // ranks + (rank < width % ranks) for rank in range(ranks)] for width in subs]
+        return Rule(SLICED, shape, dim, shares_of(even, ranks))
 
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether a parameter has a row for each word of a vocabulary."""
-        if self.vocabulary_size is None or not self._matches("vocabulary", name):
+        if self.vocabulary_size is None or not any(pattern.match(name) for pattern in self.vocabularies):
             return False
-        return self.maps.rule(name) is None  # a map says of every row where it is: there is no padding
+        return self.mapped(name) is None  # a map says of every row where it is: there is no padding
 
     def matching(self, name: str) -> str | None:
         """Return the kind of the rule that names a parameter; None if it is sliced for want of a rule."""
-        mapped, (kind, dim, _, _) = self.maps.rule(name), self.named(name)
+        mapped, (kind, dim, _, _) = self.mapped(name), self.named(name)
         if mapped is not None and mapped.kind == REPLICATED:
             return REPLICATED
-        if kind != SLICED or dim or self._matches("vocabulary", name):
+        if kind != SLICED or dim or any(pattern.match(name) for pattern in self.vocabularies):
             return kind
         return None if mapped is None else MAPPED
 
     def maps_for(self, names: Sequence[str], degree: int) -> dict[str, object]:
-        """Return the affine map of these parameters for another tensor-parallel degree."""
-        return self.maps.node(names, degree, lambda name, rule: self.cut(name, rule.shape, degree))
+        """Return the affine map of these parameters for another tensor-parallel degree, as DeepSpeed writes it."""
+        known = {name: rule for name in names if (rule := self.mapped(name)) is not None}
+        params = {f"^{re.escape(n)}$": map_entry(self.cut(n, rule.shape, degree), degree) for n, rule in known.items()}
+        return {"version": AFFINE_VERSION, "params": params}
 
-    def _fitting(self, name: str, mapped: Rule, shapes: Sequence[Shape]) -> Rule:
-        """Return the rule of a map, if it is one for slices of these shapes."""
-        sizes = [sum(share.size for share in shares) for shares in mapped.shares]
-        local = [(*mapped.shape[: mapped.dim], size, *mapped.shape[mapped.dim + 1 :]) for size in sizes]
-        expected = [mapped.shape] * len(shapes) if mapped.kind == REPLICATED else local
-        if list(shapes) != expected:
-            raise LayoutError(
-                f"slices of {name} do not fit the affine map of it",
-                path=self.path,
-                expected=expected,
-                found=list(shapes),
-                advice=OTHER_RULES,
-            )
-        return mapped
+    def mapped(self, name: str) -> Rule | None:
+        """Return how the slices of a parameter make it up, as its map says; None if no map speaks of it.
+
+        Raises
+        ------
+        UnsupportedError
+            Its map is none that can be followed.
+        LayoutError
+            Its map contradicts itself.
+        """
+        if name not in self._mapped:
+            its = self._by_name.get(name)
+            found = [one for pattern, one in self._by_pattern if pattern.match(name)] if its is None else [its]
+            self._mapped[name] = self._rule_of(name, found[0]) if found else None
+        return self._mapped[name]
+
+    def _rule_of(self, name: str, entry: object) -> Rule:
+        shape = _ints(_of(entry, "logical_shape"))
+        its = _of(entry, "ranks")
+        by_number = {str(key): one for key, one in its.items()} if isinstance(its, dict) else {}  # JSON's are text
+        ranks = [by_number.get(str(rank)) for rank in range(len(by_number))]
+        if shape is None or not ranks or None in ranks:
+            raise self._unusable(f"unreadable affine map of {name}", brief(entry))
+        boxes, locals_ = [], []
+        for rank, one in enumerate(ranks):
+            local, pieces = _ints(_of(one, "shard_shape")), _of(one, "pieces")
+            if local is None or len(local) != len(shape) or not isinstance(pieces, (list, tuple)):
+                raise self._unusable(f"unreadable affine map of {name}, rank {rank}", brief(one))
+            boxes.append([box for piece in pieces if (box := self._box(name, piece, shape, local)) is not None])
+            locals_.append(local)
+        cut = {
+            dim
+            for local, held in zip(locals_, boxes, strict=True)
+            for dim in range(len(shape))
+            if local[dim] != shape[dim] or any(sizes[dim] != shape[dim] for _, _, sizes in held)
+        }
+        if len(cut) > 1:
+            raise self._unusable(f"{name} is sliced along several dimensions", sorted(cut))
+        wrong = LayoutError(
+            f"the affine map of {name} contradicts itself",
+            path=self.path,
+            expected="every element of the whole, and of each slice, once",
+            advice=OTHER_RULES,
+        )
+        if not cut:
+            if not math.prod(shape) or all(len(held) == 1 for held in boxes):
+                return Rule(REPLICATED, shape)
+            raise wrong
+        dim = cut.pop()
+        shares, copies = [], []
+        covered: list[Share] = []
+        for local, held in zip(locals_, boxes, strict=True):
+            own = sorted(Share(there[dim], here[dim], sizes[dim]) for there, here, sizes in held)
+            end = local[dim] if math.prod(local) else 0
+            if [*(s.source for s in own), end] != list(accumulate((s.size for s in own), initial=0)):
+                raise wrong
+            fresh = [part for share in own for part in share.without(covered)]
+            copies.append(tuple(part for share in own for part in share.without(fresh)))
+            shares.append(tuple(own))
+            covered += fresh
+        if Share(0, 0, shape[dim]).without(covered) or sum(s.size for s in covered) != shape[dim]:
+            raise wrong
+        return Rule(SLICED, shape, dim, tuple(shares), tuple(copies) if any(copies) else ())
+
+    def _box(self, name: str, piece: object, shape: Shape, local: Shape) -> tuple[Shape, Shape, Shape] | None:
+        """Return the origin of a piece in the slice and in the whole, and its sizes; None of an empty one."""
+        sizes, scale = _ints(_of(piece, "shape")), _of(piece, "scale")
+        if scale not in (None, 1.0):
+            raise self._unusable(f"the slices of {name} hold it multiplied by a number", brief(scale))
+        if sizes is not None and not math.prod(sizes):
+            return None
+        there, here = _origin(_of(piece, "dest"), sizes, local), _origin(_of(piece, "source"), sizes, shape)
+        if sizes is None or there is None or here is None:
+            raise self._unusable(f"a slice of {name} is not made of boxes of it", brief(piece))
+        return there, here, sizes
 
     def _unusable(self, message: str, found: object = None) -> UnsupportedError:
         return UnsupportedError(message, path=self.path, found=found, advice=OTHER_RULES)
-
-    def _matches(self, kind: str, name: str) -> bool:
-        return any(pattern.match(name) for pattern in self.patterns[kind])
 
     def _compile(self, patterns: object) -> list[re.Pattern[str]]:
         if patterns is None:
@@ -227,30 +459,25 @@ class Rules:
         except re.error as error:
             raise self._unusable("unreadable tensor-parallel rule", str(error)) from error
 
-    def _sub_params(self, node: object) -> list[tuple[re.Pattern[str], int, object]]:
-        found: list[tuple[re.Pattern[str], int, object]] = []
+    def _sub_params(self, node: object) -> list[tuple[re.Pattern[str], Named]]:
+        found: list[tuple[re.Pattern[str], Named]] = []
         for one in node if isinstance(node, (list, tuple)) else []:
-            shape, dim = (one.get("shape"), one.get("partition_dim")) if isinstance(one, dict) else (None, None)
+            shape, dim = _of(one, "shape"), _of(one, "partition_dim")
             if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
                 raise self._unusable("unreadable rule for sub-parameters", brief(one))
             if type(shape[dim]) is int and shape[dim] > MAXIMUM_SUBS:
                 raise self._unusable("too many sub-parameters", shape[dim])
-            found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
+            found += [(of, Named(SUB, dim, of.pattern, shape[dim])) for of in self._compile(_of(one, "patterns"))]
         return found
 
     def _widths(self, name: str, shapes: Sequence[Shape]) -> list[list[int]]:
         """Return for each sub-parameter its width on each rank, as the rules record it, or an equal share."""
         _, dim, pattern, sizes = self.named(name)
-        found = self.widths.get(pattern) if pattern else None
-        if found is not None:
-            if (
-                not isinstance(found, (list, tuple))
-                or not found
-                or not all(isinstance(sub, (list, tuple)) and len(sub) == len(found[0]) for sub in found)
-                or not all(type(width) is int and width >= 0 for sub in found for width in sub)
-            ):
+        if (found := self.widths.get(pattern)) is not None and pattern:
+            subs = [_ints(sub) for sub in found] if isinstance(found, (list, tuple)) else []
+            if not subs or None in subs or len({len(sub or ()) for sub in subs}) > 1:
                 raise self._unusable(f"unreadable widths of the sub-parameters of {name}", brief(found))
-            return [list(sub) for sub in found]
+            return [list(sub or ()) for sub in subs]
         local = [shape[dim] if dim < len(shape) else -1 for shape in shapes]
         if isinstance(sizes, int):
             if sizes < 1 or (pattern and any(width % sizes for width in local)):
@@ -258,54 +485,100 @@ class Rules:
                     f"{name} does not have {sizes} equal sub-parameters", path=self.path, found=list(shapes)
                 )
             return [[width // sizes for width in local]] * sizes
-        subs = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
-        if sum(subs) != sum(local) or any(n % len(shapes) for n in subs):
+        subs_of = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
+        if sum(subs_of) != sum(local) or any(n % len(shapes) for n in subs_of):
             raise LayoutError(
                 f"the sub-parameters of {name} do not have its size",
                 path=self.path,
-                expected=f"{subs} over {len(shapes)} ranks",
+                expected=f"{subs_of} over {len(shapes)} ranks",
                 found=list(shapes),
             )
-        return [[n // len(shapes)] * len(shapes) for n in subs]
-
-    def _sliced(self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
-        """Return the rule for slices that hold, along `dim`, one share of each sub-parameter."""
-        fits = widths and all(len(sub) == len(shapes) for sub in widths)
-        local = [sum(sub[rank] for sub in widths) if fits else -1 for rank in range(len(shapes))]
-        rest = {s[:dim] + s[dim + 1 :] for s in shapes}
-        if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local, strict=True)):
-            raise LayoutError(
-                f"slices of {name} do not fit the rule for it",
-                path=self.path,
-                expected=f"sizes {local} along dimension {dim}",
-                found=list(shapes),
-            )
-        whole = (*shapes[0][:dim], sum(map(sum, widths)), *shapes[0][dim + 1 :])
-        return Rule(SLICED, whole, dim, shares_of(widths, len(shapes)))
+        return [[n // len(shapes)] * len(shapes) for n in subs_of]
 
 
-INFO_KEY = "universal_checkpoint_info"
+def shares_of(subs: Sequence[Sequence[int]], ranks: int) -> Shares:
+    """Return what each rank has of sub-parameters, given the width of each of them on each rank."""
+    shares: list[list[Share]] = [[] for _ in range(ranks)]
+    at, used = 0, [0] * ranks
+    for of_sub in subs:
+        for rank, width in enumerate(of_sub):
+            shares[rank].append(Share(used[rank], at, width))
+            used[rank] += width
+            at += width
+    return tuple(map(joined, shares))
 
-ARGUMENTS = "args"
-"""Under which a model file has a program's arguments."""
 
-REPLICATED_KEY = "tp_replicated_parameter_patterns"
+def joined(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """Return the shares of one rank, those that follow each other in both tensors as one."""
+    found: list[Share] = []
+    for share in shares:
+        last = found[-1] if found else Share(0, 0, 0)
+        if found and (last.source + last.size, last.target + last.size) == share[:2]:
+            found[-1] = last._replace(size=last.size + share.size)
+        elif share.size:
+            found.append(share)
+    return tuple(found)
 
-VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
-"""The rules that also matter where nothing is sliced."""
 
-RULE_KEYS = frozenset({
-    *VOCABULARY_KEYS, "padded_vocab_size", REPLICATED_KEY,
-    "parameter_to_average_patterns", "parameter_with_row_parallelism_patterns",
-    "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params", "sub_param_shard_widths",
-    AFFINE_KEY,
-})  # fmt: skip
-"""Keys that say how a parameter is cut."""
+def _of_subs(rule: Rule, widths: Sequence[int]) -> Shares | None:
+    """Return the shares of the ranks that a rule is for, if these are the widths of its sub-parameters."""
+    ends = list(accumulate(widths, initial=0))
+    found = [
+        [sum(s.size for s in one if low <= s.target < high) for one in rule.shares] for low, high in pairwise(ends)
+    ]
+    return shares_of(found, len(rule.shares)) if [sum(sub) for sub in found] == list(widths) else None
 
-OTHER_KEYS = frozenset({
-    "universal_checkpoint_version", "pipeline_replicated_parameter_patterns", UNKNOWN_KEY,
-})  # fmt: skip
-"""Keys of `universal_checkpoint_info` that do not say that and are carried."""
+
+def _of(node: object, key: str) -> object:
+    return node.get(key) if isinstance(node, dict) else None
+
+
+def _ints(node: object) -> Shape | None:
+    if not isinstance(node, (list, tuple)) or not all(type(n) is int and n >= 0 for n in node):
+        return None
+    return tuple(node)
+
+
+def _origin(node: object, sizes: Shape | None, shape: Shape) -> Shape | None:
+    """Return where a box of a tensor begins; None if what offset and strides say is no box of it."""
+    offset, strides = node if isinstance(node, (list, tuple)) and len(node) == 2 else (None, None)
+    steps = _ints(strides)
+    if type(offset) is not int or steps is None or sizes is None or not len(steps) == len(sizes) == len(shape):
+        return None
+    origin = []
+    for size, step, own in zip(sizes, steps, row_major(shape), strict=True):
+        if size > 1 and step != own:
+            return None
+        at, offset = divmod(offset, own) if own else (0, offset)
+        origin.append(at)
+    if offset or any(at + size > whole for at, size, whole in zip(origin, sizes, shape, strict=True)):
+        return None
+    return tuple(origin)
+
+
+def map_entry(rule: Rule, degree: int) -> dict[str, object]:
+    """Return the map of one parameter for so many ranks."""
+    whole = rule.shape
+    if rule.kind != SLICED:
+        rule = rule._replace(shares=((Share(0, 0, whole[0] if whole else 1),),) * degree)
+    found = {}
+    for rank, own in enumerate(rule.shares):
+        local = rule.local(rank) if whole else ()
+
+        def piece(start: int, shape: Shape) -> list[object]:
+            steps = row_major(shape)
+            return [start * (steps[rule.dim] if steps else 1), list(steps)]
+
+        found[rank] = {"shard_shape": list(local), "pieces": [
+            {
+                "shape": list(rule.sized(share.size) if whole else ()),
+                "source": piece(share.target, whole),
+                "dest": piece(share.source, local),
+                "locations": [number for number, held in enumerate(rule.shares) if not share.without(held)],
+            }
+            for share in own
+        ]}  # fmt: skip
+    return {"logical_shape": list(whole), "ranks": found}
 
 
 def read_rules(path: Path) -> dict[str, object]:

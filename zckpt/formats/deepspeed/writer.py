@@ -24,8 +24,7 @@ from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, read_rules
-from zckpt.formats.deepspeed.tp_shares import KEY as AFFINE_KEY
+from zckpt.formats.deepspeed.tp_rules import AFFINE_KEY, INFO_KEY, read_rules
 from zckpt.formats.deepspeed.values import is_same
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.state import Checkpoint

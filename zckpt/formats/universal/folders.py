@@ -34,8 +34,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
 from zckpt.formats.deepspeed.gpt_model import known_rules
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, SUB, TWO, Rules
-from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED
+from zckpt.formats.deepspeed.tp_rules import AVERAGED, INFO_KEY, REPLICATED, SLICED, SUB, TWO, Rules
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
@@ -365,7 +364,7 @@ class Slices:
 
     def _cut(self, parameter: Parameter) -> dict[str, object]:
         kind, dim, pattern, sizes = self.rules.named(parameter.name)
-        if self.rules.maps.rule(parameter.name) is not None or kind in (REPLICATED, AVERAGED):
+        if self.rules.mapped(parameter.name) is not None or kind in (REPLICATED, AVERAGED):
             return {}  # the training cuts by its own map
         if kind == TWO:
             return {"cat_dim": 0, "param_n_sub_params": 2}
