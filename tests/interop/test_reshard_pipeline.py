@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from tests.deepspeed_engine import Spec, resume
 from tests.truth import Truth, assert_same
-from zckpt.formats.deepspeed.stage_bounds import balanced, uniform
+from zckpt.formats.deepspeed.stages import balanced, uniform
 
 pytestmark = pytest.mark.interop
 

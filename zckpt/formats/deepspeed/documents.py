@@ -21,9 +21,8 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
 from zckpt.formats.deepspeed.nested import unwrapped
-from zckpt.formats.deepspeed.pipeline import layer_names, within
-from zckpt.formats.deepspeed.stages import layer_of as layer_number
-from zckpt.formats.deepspeed.stages import tied_key
+from zckpt.formats.deepspeed.pipeline import layer_names, tied_key, within
+from zckpt.formats.deepspeed.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.write_model import carried_from, is_filed, model_tree, single
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree

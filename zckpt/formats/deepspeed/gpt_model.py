@@ -21,15 +21,13 @@ Source: GPTModelPipe, ParallelAttention, UniversalCheckpointInfo of microsoft/Me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.stage_bounds import Layer
 from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter, Shape
-from zckpt.state.names import is_number
 from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
 
@@ -54,9 +52,6 @@ _WHOLE = (
 )
 _HEADS = re.compile(rf"{_BLOCK}self_attention\.(query_key_value|query)\.weight$")
 _WIDE = re.compile(rf"{_BLOCK}mlp\.dense_h_to_4h\.weight$")
-
-METHOD = "type:transformer"
-_BLOCK_KIND = "ParallelTransformerLayerPipe"
 
 _TIED = "tied_modules.embed."
 
@@ -280,49 +275,3 @@ def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
     elif isinstance(node, Namespace):
         inner = Namespace(changed)
     return put_back(value, inner)
-
-
-def layers_told(
-    content: Mapping[str, object], names: Sequence[str], first_use: Mapping[str, Sequence[int]]
-) -> tuple[list[Layer], str] | None:
-    """Return the layers of a pipeline of these models, and how it deals them; None where that is not known.
-
-    Parameters
-    ----------
-    content : mapping
-        Of a model file.
-    names : sequence of str
-        Of the parameters of all stages.
-    first_use : mapping of str to sequence of int
-        The layers whose files have a tied layer, by its key.
-    """
-    arguments = arguments_in(content)
-    if arguments is None or not is_gpt(names):
-        return None
-    of: dict[int, str] = {}
-    for name in names:
-        number, _, rest = name.partition(".")
-        if is_number(number):
-            of.setdefault(int(number), rest)
-            of[int(number)] = _BLOCK_KIND if ".self_attention." in name else of[int(number)]
-    blocks = [number for number, kind in of.items() if kind == _BLOCK_KIND]
-    norms = [number for number, kind in of.items() if kind in ("weight", "bias")]
-    tied = any(name.startswith(_TIED) for name in names)
-    embeds = first_use.get("embed", ()) if tied else [n for n, kind in of.items() if "_embeddings" in kind]
-    heads = [number for number, kind in of.items() if kind == "lm_head.weight"]
-    if len(embeds) != 1 or len(norms) != 1 or (not tied and heads != [norms[0] + 1]):
-        return None
-    if (
-        sorted(blocks) != list(range(min(blocks), max(blocks) + 1))
-        or not embeds[0] < min(blocks) <= max(blocks) < norms[0]
-    ):
-        return None
-    function = Layer("function")
-    embed = Layer("EmbeddingPipe", "embed" if tied else None)
-    layers = [*[function] * norms[0], Layer("LayerNorm"), embed if tied else Layer("LMHeadPipe")]
-    layers[embeds[0]] = embed
-    layers[min(blocks) : max(blocks) + 1] = [Layer(_BLOCK_KIND)] * len(blocks)
-    if arguments.get("fp16") is True or arguments.get("bf16") is True:
-        layers.append(function)
-    method = arguments.get("pp_partition_method")
-    return layers, method if isinstance(method, str) else METHOD

@@ -47,6 +47,25 @@ def within(name: str) -> str:
     return name.removeprefix(TIED).partition(".")[2]
 
 
+def tied_key(name: str) -> str | None:
+    """Return the key of a tied layer that a parameter is of; None if it is of no such layer."""
+    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer that a parameter is of.
+
+    Raises
+    ------
+    LayoutError
+        It is of none.
+    """
+    number = name.partition(".")[0]
+    if not number.isdecimal() or len(number) > 6:
+        raise LayoutError(f"{name} is in no layer of the pipeline", expected="NUMBER.NAME or tied_modules.KEY.NAME")
+    return int(number)
+
+
 def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int, int]:
     """Return (pipeline, tensor) parallel degrees.
 

@@ -17,10 +17,9 @@ from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages
-from zckpt.formats.deepspeed.stage_bounds import parse_layers
+from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
 from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders, untold_orders
-from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
+from zckpt.formats.deepspeed.stages import Stages, parse_layers, stages_of
 from zckpt.formats.deepspeed.target_groups import joined_experts, split_experts
 from zckpt.formats.deepspeed.tensor_parallel import local_states
 from zckpt.formats.remainder import origin as origin_of_state

@@ -18,8 +18,7 @@ from itertools import pairwise
 
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.pipeline import TIED, align_groups
-from zckpt.formats.deepspeed.stages import layer_of, tied_key
+from zckpt.formats.deepspeed.pipeline import TIED, align_groups, layer_of, tied_key
 from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint
 from zckpt.state.names import plain_name

@@ -1,36 +1,42 @@
-"""Which stage of the target has which layers of a pipeline, from what the files and the options say.
+"""How a pipeline's layers are dealt to stages: by DeepSpeed's rules, and of a target by what files and options say.
+
+    layers    0 Embedding=embed   1 Block   2 relu   3 FeedForward   4 LayerNorm   5 Embedding=embed
+    bounds    (0, 3, 6): stage s has the layers from bounds[s] to before bounds[s + 1]
 
 The files do not say how many layers there are: a function has no file, and a tied layer that is used by a function has
 none where it is used again; its state is in each stage that uses it. So all that could be is tried, and only what all
 of it agrees on is taken: the training's own stages have to be those that `partition_method` gave it.
+
+Source: `PipelineModule._partition_layers`, `partition_uniform`, `partition_balanced`; DeepSpeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.gpt_model import layers_told
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed.gpt_model import arguments_in, is_gpt
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankState
-from zckpt.formats.deepspeed.pipeline import TIED, layer_names
-from zckpt.formats.deepspeed.stage_bounds import (
-    METHODS,
-    PARAMETERS,
-    TYPE,
-    UNIFORM,
-    Layer,
-    Numbers,
-    balanced,
-    of_type,
-    parse_bounds,
-    parse_layers,
-    uniform,
-)
+from zckpt.formats.deepspeed.pipeline import TIED, layer_names, layer_of, tied_key
+from zckpt.state.names import is_number
+
+Numbers = tuple[int, ...]
+"""Of layers: bounds of stages, or those that use a tied one."""
+UNIFORM = "uniform"
+PARAMETERS = "parameters"
+TYPE = "type:"
+
+METHODS = f"{UNIFORM}, {PARAMETERS} or {TYPE}REGEX"
+
+MOST_LAYERS = 4096
+"""A list of more layers than this is a slip; dealing them by weight takes the square of their number."""
 
 UNSEEN = 3
 """So many layers more than the files tell of are thought of at the end: a head and what follows it."""
@@ -40,9 +46,23 @@ MOST_CASES = 512
 
 SAY_IT = "say how the training deals them: --partition-method, --stage-bounds, --pipeline-layers"
 
-
 Weights = Mapping[int | str, int]
 """Trained elements of each layer, and of each tied one by its key."""
+
+
+class Layer(NamedTuple):
+    """A layer as the training's `PipelineModule` gets it.
+
+    Parameters
+    ----------
+    kind : str
+        Name of its class or function.
+    tied : str or None
+        The key of a `TiedLayerSpec`.
+    """
+
+    kind: str
+    tied: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +83,12 @@ class Stages:
     uses: Mapping[str, Numbers]
     untold: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """Return the bounds of stages and what uses tied layers, as a message has them."""
+        bounds = ",".join(map(str, self.bounds))
+        uses = [f"{key} in layers {' and '.join(map(str, numbers))}" for key, numbers in sorted(self.uses.items())]
+        return f"{bounds} with {', '.join(uses)}" if uses else bounds
+
     def of(self, name: str) -> list[int]:
         """Return the stages that have a parameter or buffer."""
         layers = self.uses.get(key, ()) if (key := tied_key(name)) is not None else (layer_of(name),)
@@ -77,23 +103,110 @@ class Stages:
         return 0, min((layer for layer in self.uses.get(key, ()) if layer >= self.bounds[stage]), default=0)
 
 
-def tied_key(name: str) -> str | None:
-    """Return the key of a tied layer that a parameter is of; None if it is of no such layer."""
-    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
+def uniform(layers: int, stages: int) -> Numbers:
+    """Return the bounds of stages that have the same number of layers, the first ones one more where it must be."""
+    if layers <= stages:
+        return tuple(min(stage, layers) for stage in range(stages + 1))
+    each, more = divmod(layers, stages)
+    return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 
 
-def layer_of(name: str) -> int:
-    """Return the number of the layer that a parameter is of.
+def balanced(weights: Sequence[int], stages: int) -> Numbers:
+    """Return the bounds of stages of which the heaviest is least heavier than the lightest, given each layer's weight.
+
+    Of equal ones that with the latest bounds, from the last stage on: the first stages get the layers of no weight.
+    """
+    layers = len(weights)
+    if layers <= stages:
+        return uniform(layers, stages)
+    before = [0, *itertools.accumulate(weights)]
+    # heaviest and lightest stage of the best way to deal the first i layers to some stages; one stage to begin with
+    best = [(total, total) for total in before]
+    bounds = [[0] * (layers + 1)]
+    for stage in range(2, stages + 1):
+        following, chosen = list(best), [0] * (layers + 1)
+        for end in range(stage, layers + 1):
+            ways = []
+            for start in range(stage - 1, end):
+                own = before[end] - before[start]
+                heaviest, lightest = max(best[start][0], own), min(best[start][1], own)
+                ways.append((heaviest - lightest, -start, (heaviest, lightest)))
+            _, latest, following[end] = min(ways)
+            chosen[end] = -latest
+        best = following
+        bounds.append(chosen)
+    found = [layers]
+    for chosen in reversed(bounds):
+        found.append(chosen[found[-1]])
+    return tuple(reversed(found))
+
+
+def parse_layers(text: str) -> list[Layer]:
+    """Return the layers that a text lists: `Embedding=embed,Block*24,relu,LayerNorm,Embedding=embed`.
 
     Raises
     ------
-    LayoutError
-        It is of none.
+    UsageError
+        It is not such a list.
     """
-    number = name.partition(".")[0]
-    if not number.isdecimal() or len(number) > 6:
-        raise LayoutError(f"{name} is in no layer of the pipeline", expected="NUMBER.NAME or tied_modules.KEY.NAME")
-    return int(number)
+    found: list[Layer] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*([^=*]+?)\s*(?:=\s*([^=*]+?)\s*)?(?:\*\s*(\d{1,4})\s*)?", item)
+        times = int(match[3] or 1) if match else 0
+        if match is None or not times or len(found) + times > MOST_LAYERS:
+            raise UsageError(
+                "unusable list of a pipeline's layers",
+                expected="Embedding=KEY,Block*24,LayerNorm,... as PipelineModule gets them, KEY of a TiedLayerSpec",
+                found=item.strip()[:80],
+            )
+        found += [Layer(match[1], match[2])] * times
+    return found
+
+
+def _parse_bounds(text: str) -> Numbers:
+    items = [item.strip() for item in text.split(",")]
+    found = tuple(int(item) for item in items if re.fullmatch(r"\d{1,4}", item))
+    rising = all(low < high for low, high in itertools.pairwise(found))
+    if len(found) != len(items) or len(found) < 2 or found[0] != 0 or not rising:
+        raise UsageError(
+            "unusable bounds of stages", expected="0, the first layer of each further stage, and the number of layers",
+            found=text[:80],
+        )  # fmt: skip
+    return found
+
+
+def _uses(layers: Sequence[Layer]) -> dict[str, Numbers]:
+    found: dict[str, Numbers] = {}
+    for number, layer in enumerate(layers):
+        if layer.tied is not None:
+            found[layer.tied] = (*found.get(layer.tied, ()), number)
+    return found
+
+
+def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -> Stages:
+    """Return the stages that a method makes of layers.
+
+    Raises
+    ------
+    UsageError
+        It names layers of a type and is no regular expression, or matches none of them.
+    """
+    uses = _uses(layers)
+    if method.lower() == UNIFORM:
+        return Stages(uniform(len(layers), count), uses)
+    if method.lower() == PARAMETERS:
+        tied = [weights.get(layer.tied, 0) if layer.tied is not None else 0 for layer in layers]
+        return Stages(balanced([weights.get(number, 0) + its for number, its in enumerate(tied)], count), uses)
+    pattern = method[len(TYPE) :]
+    try:
+        found = re.compile(pattern.lower().split(":")[0], re.IGNORECASE)  # as DeepSpeed does
+    except re.error as error:
+        raise UsageError("unusable type of layers", expected="a regular expression", found=str(error)) from error
+    of_type = [int(found.search(layer.kind) is not None) for layer in layers]
+    if not any(of_type):
+        kinds = dict.fromkeys(layer.kind for layer in layers)
+        raise UsageError("no layer is of that type", expected=", ".join(kinds), found=pattern)
+    return Stages(balanced(of_type, count), uses)
 
 
 @dataclass(slots=True)
@@ -115,26 +228,25 @@ class _Evidence:
     """
 
     stages: int
-    path: str
+    weights: Weights
     stage: dict[int, int] = field(default_factory=dict)
     filed: set[int] = field(default_factory=set)
     first_use: dict[str, list[int]] = field(default_factory=dict)
     tied: dict[str, list[int]] = field(default_factory=dict)
-    weights: Weights = field(default_factory=dict)
 
     @property
     def least(self) -> int:
         """The least number of layers that there are."""
         return max((*self.filed, *self.stage), default=-1) + 1
 
-    def fits(self, stages: Stages) -> bool:
-        """Tell whether the source's stages can have been these."""
-        bounds = stages.bounds
-        held = all(bounds[stage] <= layer < bounds[stage + 1] for layer, stage in self.stage.items())
-        return held and all(stages.of(f"{TIED}{key}.") == its for key, its in self.tied.items())
+    def fits(self, method: str, layers: Sequence[Layer]) -> bool:
+        """Tell whether a method deals layers as the source has them."""
+        was = _dealt(method, layers, self.stages, self.weights)
+        held = all(was.bounds[stage] <= layer < was.bounds[stage + 1] for layer, stage in self.stage.items())
+        return held and all(was.of(f"{TIED}{key}.") == its for key, its in self.tied.items())
 
-    def cases(self, layers: int) -> Iterator[dict[str, Numbers]]:
-        """Yield the ways in which that many layers may use the tied ones.
+    def cases(self, count: int) -> Iterator[list[Layer]]:
+        """Yield what that many layers may be: the ways in which they may use the tied ones.
 
         Each stage that has a tied layer and no file of it has one layer that uses it.
         """
@@ -142,18 +254,17 @@ class _Evidence:
         owners: list[str] = []
         for key, stage in ((key, stage) for key, its in self.tied.items() for stage in its):
             low = max((layer for layer, its in self.stage.items() if its < stage), default=-1) + 1
-            high = min((layer for layer, its in self.stage.items() if its > stage), default=layers)
+            high = min((layer for layer, its in self.stage.items() if its > stage), default=count)
             if not any(low <= layer < high for layer in self.first_use.get(key, ())):
                 choices.append([layer for layer in range(low, high) if layer not in self.filed])
                 owners.append(key)
         if math.prod(map(len, choices)) > MOST_CASES:
             raise _unsure("too many layers may use the tied ones")
+        known = {layer: key for key in self.tied for layer in self.first_use.get(key, ())}
         for picked in itertools.product(*choices):
             if len(set(picked)) == len(picked):
-                uses = {key: set(self.first_use.get(key, ())) for key in self.tied}
-                for key, layer in zip(owners, picked, strict=True):
-                    uses[key].add(layer)
-                yield {key: tuple(sorted(its)) for key, its in uses.items()}
+                tied = known | dict(zip(picked, owners, strict=True))
+                yield [Layer("", tied.get(number)) for number in range(count)]
 
 
 def _unsure(found: str) -> UnsupportedError:
@@ -180,92 +291,83 @@ def stages_of(
     UnsupportedError
         Neither files nor options say it.
     """
-    count = len(source) if options.pipeline_parallel_size is None else options.pipeline_parallel_size
-    given = options.partition_method, options.stage_bounds, options.pipeline_layers
-    _check(options, count)
-    bounds = None if options.stage_bounds is None else parse_bounds(options.stage_bounds)
-    if bounds is not None and len(bounds) - 1 != count:
-        if options.pipeline_parallel_size is not None:
-            raise UsageError("bounds of another number of stages", expected=f"{count + 1} numbers", found=len(bounds))
-        count = len(bounds) - 1
-    if count == len(source) and given == (None, None, None):
+    count, bounds = _asked(options, len(source))
+    asked = options.partition_method, bounds, options.pipeline_layers
+    if count == len(source) and asked == (None, None, None):
         return None
-    seen = _evidence(origin, source, path)
+    seen = _evidence(origin, source)
     if count == 1 and bounds is None:
         if len(seen.tied) > 1 and seen.tied.keys() != seen.first_use.keys():
             raise _unsure("several tied layers without files, in an order that is not known")
         return Stages((0, max(seen.least, 1)), {key: tuple(seen.first_use.get(key, (0,))) for key in seen.tied})
-    layers, method = _layers(origin, source, seen, options)
+    layers, method = _layers(origin, source, seen, options, path)
     if bounds is not None and bounds[-1] < seen.least:
         raise UsageError(
             "bounds of too few layers", path=path, expected=f"at least {seen.least} last", found=bounds[-1]
         )
-    after = _weights(target)
-
-    def dealt(number: int, uses: dict[str, Numbers]) -> Iterator[Stages]:
-        """Yield the target's stages if so many layers use the tied ones so: by what is given, or as the source's."""
-        if bounds is not None:
-            if bounds[-1] != number:
-                raise UsageError("bounds of another number of layers", expected=f"{number} last", found=bounds[-1])
-            yield Stages(bounds, uses)
-            return
-        for one in (UNIFORM, PARAMETERS) if method is None else (method,):
-            was = _by_method(one, number, uses, layers, seen.stages, seen.weights)
-            if seen.fits(was) or (layers is not None and method is not None):
-                yield _by_method(one, number, uses, layers, count, after)
-
-    names = [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
+    weights, names = _weights(target), [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
     names += [f"{TIED}{key}." for key in sorted(seen.tied)]
     found: dict[object, Stages] = {}
-    unseen = range(seen.least, seen.least + UNSEEN + 1)
-    for number in [len(layers)] if layers is not None else unseen if bounds is None else [bounds[-1]]:
-        for uses in seen.cases(number) if layers is None else [_uses(layers)]:
-            for one in dealt(number, uses):
-                found.setdefault((len(one.bounds), *(tuple(one.of(name)) for name in names)), one)
+    unseen = range(seen.least, seen.least + UNSEEN + 1) if bounds is None else [bounds[-1]]
+    for case in (one for number in unseen for one in seen.cases(number)) if layers is None else [layers]:
+        if bounds is not None and bounds[-1] != len(case):
+            raise UsageError("bounds of another number of layers", expected=f"{len(case)} last", found=bounds[-1])
+        methods = (UNIFORM, PARAMETERS) if method is None else (method,)
+        dealt = [Stages(bounds, _uses(case))] if bounds is not None else [
+            _dealt(one, case, count, weights) for one in methods
+            if (layers is not None and method is not None) or seen.fits(one, case)
+        ]  # fmt: skip
+        for one in dealt:
+            found.setdefault((len(one.bounds), *(tuple(one.of(name)) for name in names)), one)
     once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
     if layers is None and count > 1 and once:
         raise _unsure(f"tied layer {once[0]}, of which one use is known")
     if len(found) != 1:
-        several = " or ".join(sorted(_shown(one) for one in found.values())[:4])
-        methods = method or f"{UNIFORM} or {PARAMETERS}"
-        raise _unsure(several or f"stages that are not by {methods}")
-    (one,) = found.values()
-    if not origin.is_plain:
-        _check_trained(one, seen)
-    return one
+        several = " or ".join(sorted(map(str, found.values()))[:4])
+        raise _unsure(several or f"stages that are not by {method or f'{UNIFORM} or {PARAMETERS}'}")
+    (stages,) = found.values()
+    trained = (f"{TIED}{layer}." if isinstance(layer, str) else f"{layer}." for layer in seen.weights)
+    empty = sorted(set(range(len(stages.bounds) - 1)).difference(*map(stages.of, trained)))
+    if empty and not origin.is_plain:
+        raise UsageError(
+            f"stage {empty[0]} would have nothing to train, and DeepSpeed's optimizers of ZeRO and 16 bits raise there",
+            expected="parameters in each stage", found=str(stages),
+        )  # fmt: skip
+    return stages
 
 
-def _check(options: RecutOptions, count: int) -> None:
-    method = options.partition_method
+def _asked(options: RecutOptions, stages: int) -> tuple[int, Numbers | None]:
+    """Return how many stages options ask for, and their bounds."""
+    method, text = options.partition_method, options.stage_bounds
+    count = stages if options.pipeline_parallel_size is None else options.pipeline_parallel_size
     if count < 1:
         raise UsageError("unusable pipeline-parallel size", expected="at least 1", found=count)
     if method is not None and method.lower() not in (UNIFORM, PARAMETERS) and not method.lower().startswith(TYPE):
         raise UsageError("unknown partition method", expected=METHODS, found=method)
-    if method is not None and options.stage_bounds is not None:
+    if method is not None and text is not None:
         raise UsageError("a partition method and the bounds that it would give", expected="one of both", found=method)
+    bounds = None if text is None else _parse_bounds(text)
+    if bounds is not None and len(bounds) - 1 != count:
+        if options.pipeline_parallel_size is not None:
+            raise UsageError("bounds of another number of stages", expected=f"{count + 1} numbers", found=len(bounds))
+        count = len(bounds) - 1
+    return count, bounds
 
 
 def _layers(
-    origin: Origin, source: Sequence[RankState], seen: _Evidence, options: RecutOptions
-) -> tuple[Sequence[Layer] | None, str | None]:
-    """Return the layers and how they are dealt, as options say it or else the program's arguments.
-
-    Those are Megatron-DeepSpeed's, where the source's stages are those that they give its models.
-    """
-    method = options.partition_method
-    layers: Sequence[Layer] | None = None
+    origin: Origin, source: Sequence[RankState], seen: _Evidence, options: RecutOptions, path: str
+) -> tuple[list[Layer] | None, str | None]:
+    """Return the layers and how they are dealt, as options say it or else the program's arguments."""
+    method, layers = options.partition_method, None
     if options.pipeline_layers is not None:
         layers = parse_layers(options.pipeline_layers)
-        _hold_against(layers, seen)
+        _hold_against(layers, seen, path)
     else:
         names = [name for state in source for name in state.parameters]
-        told = layers_told(origin.model.content, names, seen.first_use)
-        if told is not None and len(told[0]) >= seen.least:
-            uses = _uses(told[0])
-            was = _by_method(told[1], len(told[0]), uses, told[0], seen.stages, seen.weights)
-            if seen.fits(was):
-                layers = told[0]
-                method = told[1] if method is None and options.stage_bounds is None else method
+        told = _layers_told(origin.model.content, names, seen.first_use)
+        if told is not None and len(told[0]) >= seen.least and seen.fits(told[1], told[0]):
+            layers, of_program = told
+            method = of_program if method is None and options.stage_bounds is None else method
     if method is not None and method.lower().startswith(TYPE) and layers is None:
         raise UsageError(
             "the files do not say of which type a layer is", expected="--pipeline-layers with it", found=method
@@ -273,8 +375,8 @@ def _layers(
     return layers, method
 
 
-def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Evidence:
-    seen = _Evidence(len(source), path, weights=_weights(source))
+def _evidence(origin: Origin, source: Sequence[RankState]) -> _Evidence:
+    seen = _Evidence(len(source), _weights(source))
     for number, state in enumerate(source):
         for name in (*(name for group in state.groups for name in group.parameters), *state.buffers):
             key = tied_key(name)
@@ -295,16 +397,17 @@ def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Eviden
 
 def _weights(states: Sequence[RankState]) -> Weights:
     found: Counter[int | str] = Counter()
-    for number, state in enumerate(states):
-        own = [name for group in state.groups for name in group.parameters]
+    tied: set[str] = set()
+    for state in states:
+        own = [name for group in state.groups for name in group.parameters if name not in tied]
         for name in own:
             key = tied_key(name)
-            if key is None or not any(name in g.parameters for before in states[:number] for g in before.groups):
-                found[layer_of(name) if key is None else key] += state.parameters[name].numel
+            found[layer_of(name) if key is None else key] += state.parameters[name].numel
+        tied.update(name for name in own if tied_key(name) is not None)
     return found
 
 
-def _hold_against(layers: Sequence[Layer], seen: _Evidence) -> None:
+def _hold_against(layers: Sequence[Layer], seen: _Evidence, path: str) -> None:
     """Raise where a list of layers is not that of the files."""
     uses = _uses(layers)
     problems: list[tuple[str, object]] = []
@@ -320,49 +423,51 @@ def _hold_against(layers: Sequence[Layer], seen: _Evidence) -> None:
             own = f"{layers[layer].kind}={layers[layer].tied}"
             problems.append((f"layer {layer} with parameters of its own", own))
     if problems:
-        raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=seen.path,
+        raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=path,
                          expected=problems[0][0], found=problems[0][1])  # fmt: skip
 
 
-def _uses(layers: Sequence[Layer]) -> dict[str, Numbers]:
-    found: dict[str, Numbers] = {}
-    for number, layer in enumerate(layers):
-        if layer.tied is not None:
-            found[layer.tied] = (*found.get(layer.tied, ()), number)
-    return found
+_BLOCK = "ParallelTransformerLayerPipe"
 
 
-def _by_method(
-    method: str,
-    number: int,
-    uses: Mapping[str, Numbers],
-    layers: Sequence[Layer] | None,
-    count: int,
-    weights: Weights,
-) -> Stages:
-    if method.lower() == UNIFORM:
-        return Stages(uniform(number, count), uses)
-    if method.lower() == PARAMETERS:
-        tied = {layer: weights.get(key, 0) for key, numbers in uses.items() for layer in numbers}
-        each = [weights.get(layer, 0) + tied.get(layer, 0) for layer in range(number)]
-        return Stages(balanced(each, count), uses)
-    return Stages(of_type(layers or [], method[len(TYPE) :], count), uses)
+def _layers_told(
+    content: Mapping[str, object], names: Sequence[str], first_use: Mapping[str, Sequence[int]]
+) -> tuple[list[Layer], str] | None:
+    """Return the layers of a pipeline of Megatron-DeepSpeed's models, and how it deals them; None where not known.
 
-
-def _shown(stages: Stages) -> str:
-    """Return the bounds of stages and what uses tied layers, as a message has them."""
-    bounds = ",".join(map(str, stages.bounds))
-    uses = [f"{key} in layers {' and '.join(map(str, numbers))}" for key, numbers in sorted(stages.uses.items())]
-    return f"{bounds} with {', '.join(uses)}" if uses else bounds
-
-
-def _check_trained(stages: Stages, seen: _Evidence) -> None:
-    """Raise where a stage would have nothing to train: the optimizers of ZeRO and of 16 bits raise there."""
-    names = [f"{TIED}{layer}." if isinstance(layer, str) else f"{layer}." for layer in seen.weights]
-    trained = {stage for name in names for stage in stages.of(name)}
-    empty = sorted(set(range(len(stages.bounds) - 1)) - trained)
-    if empty:
-        raise UsageError(
-            f"stage {empty[0]} would have nothing to train, and DeepSpeed's optimizers of ZeRO and 16 bits raise there",
-            expected="parameters in each stage", found=_shown(stages),
-        )  # fmt: skip
+    Parameters
+    ----------
+    content : mapping
+        Of a model file.
+    names : sequence of str
+        Of the parameters of all stages.
+    first_use : mapping of str to sequence of int
+        The layers whose files have a tied layer, by its key.
+    """
+    arguments = arguments_in(content)
+    if arguments is None or not is_gpt(names):
+        return None
+    of: dict[int, str] = {}
+    for name in names:
+        number, _, rest = name.partition(".")
+        if is_number(number):
+            of.setdefault(int(number), rest)
+            of[int(number)] = _BLOCK if ".self_attention." in name else of[int(number)]
+    blocks = sorted(number for number, kind in of.items() if kind == _BLOCK)
+    norms = [number for number, kind in of.items() if kind in ("weight", "bias")]
+    tied = any(name.startswith(f"{TIED}embed.") for name in names)
+    embeds = first_use.get("embed", ()) if tied else [n for n, kind in of.items() if "_embeddings" in kind]
+    heads = [number for number, kind in of.items() if kind == "lm_head.weight"]
+    if not blocks or len(embeds) != 1 or len(norms) != 1 or (not tied and heads != [norms[0] + 1]):
+        return None
+    low, high = blocks[0], blocks[-1] + 1
+    if blocks != list(range(low, high)) or not embeds[0] < low < high <= norms[0]:
+        return None
+    embed = Layer("EmbeddingPipe", "embed" if tied else None)
+    layers = [*[Layer("function")] * norms[0], Layer("LayerNorm"), embed if tied else Layer("LMHeadPipe")]
+    layers[embeds[0]] = embed
+    layers[low:high] = [Layer(_BLOCK)] * len(blocks)
+    if arguments.get("fp16") is True or arguments.get("bf16") is True:
+        layers.append(Layer("function"))
+    method = arguments.get("pp_partition_method")
+    return layers, method if isinstance(method, str) else "type:transformer"

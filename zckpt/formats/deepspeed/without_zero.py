@@ -35,7 +35,7 @@ from zckpt.formats.deepspeed.restage import stage_states
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
-from zckpt.formats.deepspeed.stage_bounds import parse_layers
+from zckpt.formats.deepspeed.stages import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
 from zckpt.formats.deepspeed.write_optimizer import batch_of, form_of
