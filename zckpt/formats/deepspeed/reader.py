@@ -5,8 +5,8 @@ What is true of a checkpoint as a whole, from the files of all its ranks: topolo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -96,10 +96,9 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     """
     given = None if tp_rules is None else read_rules(tp_rules)
     files = _Files(directory)
-    checkpoint, model, layers = files.checkpoint, files.models[0], bool(files.layers)
-    with about(directory.path):
-        ranks = list(files.ranks())
-    states, tp = [rank.state for rank in ranks], files.degrees[1]
+    checkpoint, model, layers, tp = files.checkpoint, files.models[0], bool(files.layers), files.tp
+    ranks = list(files.ranks())
+    states = [rank.state for rank in ranks]
     info: Mapping[str, object] | None = given
     if given is None and not model.content.keys().isdisjoint((INFO_KEY, ARGUMENTS)):
         from zckpt.formats.deepspeed.gpt_model import known_rules
@@ -187,14 +186,9 @@ class _Files:
         for model in self.models:
             if not isinstance(model.content.get("module"), dict) and not self.layers:
                 raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
-        if self.optimizers:
-            for model in self.models:  # that of a mixture of experts has no configuration before 0.19
+            if self.optimizers:  # a file of a mixture of experts has no configuration before 0.19
                 model.configuration = model.configuration or configuration(self.optimizers[0])
-
-    @cached_property
-    def mp_ranks(self) -> list[int]:
-        """The model-parallel ranks, all of them."""
-        found = sorted({one.mp_rank for one in (*self.models, *self.optimizers)})
+        self.mp_ranks = found = sorted({one.mp_rank for one in (*self.models, *self.optimizers)})
         recorded = self.models[0].content.get("mp_world_size")
         expected = recorded if isinstance(recorded, int) and recorded > 0 else len(found)
         absent = missing_ranks(expected, found)
@@ -205,12 +199,9 @@ class _Files:
                 found=listed_ranks(found),
                 code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
             )
-        return found
-
-    @cached_property
-    def degrees(self) -> tuple[int, int]:
-        """Stages of a pipeline, and tensor-parallel ranks."""
-        return degrees(self._firsts(), self.directory.of(PIPELINE_LAYER))
+        firsts = self._firsts()
+        check_models(firsts, [model.mp_rank for model in firsts], "mp_rank")
+        self.pp, self.tp = degrees(firsts, directory.of(PIPELINE_LAYER))
 
     def _firsts(self) -> list[ModelShard]:
         """Return the first model file of each model-parallel rank."""
@@ -218,8 +209,7 @@ class _Files:
 
     def ranks(self) -> Iterator[RankFiles]:
         """Yield the files and the state of each model-parallel rank."""
-        check_models(self._firsts(), [model.mp_rank for model in self._firsts()], "mp_rank")
-        tp = self.degrees[1]
+        tp = self.tp
         shared = {alias: owner for model in self.models for alias, owner in (model.shared or {}).items()}
         if self.layers:
             self.models = with_shapes(self.models, self.optimizers, self.layers, tp)
@@ -280,72 +270,69 @@ class _Files:
         state, first : RankState
             That of all model-parallel ranks, put together, and that of the first one.
         """
-        checkpoint, model, members, (pp, tp) = self.checkpoint, self.models[0], self.members, self.degrees
-        dp = data_parallel_size(self.models, members)
-        checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
-        checkpoint.world_size = dp * tp * pp
-        version = model.content.get("ds_version") or (members[0].version if members else None)
+        checkpoint, model, members, details = self.checkpoint, self.models[0], self.members, self.checkpoint.details
+        dp, content = data_parallel_size(self.models, members), model.content
+        checkpoint.topology = Topology(dp=dp, tp=self.tp, pp=self.pp, ep=state.expert_parallel)
+        checkpoint.world_size = dp * self.tp * self.pp
+        version = content.get("ds_version") or (members[0].version if members else None)
         checkpoint.format_version = version if isinstance(version, str) else None
-        step = model.content.get("global_steps")
-        checkpoint.step = step if type(step) is int else None
+        checkpoint.step = step if type(step := content.get("global_steps")) is int else None
         configured = section(model.config, "zero_optimization").get("stage")
         checkpoint.zero_stage = configured if isinstance(configured, int) else 1 if members else 0
-        checkpoint.details["tag"] = self.directory.tag
-        if members:
-            self._describe_optimizer(members[0], first)
-        if tp > 1 and any(map(is_expert, checkpoint.parameters)):
-            checkpoint.details[SLICED_EXPERTS] = first.lanes == 1
-        own = [key for key in KEPT_KEYS if model.content.get(key) is not None]
-        for key in (*(key for key in model.content if key not in MODEL_KEYS), *own):
-            checkpoint.metadata[key] = carried(model.file, model.content[key])
+        details["tag"] = self.directory.tag
+        for lead in members[:1]:
+            if not lead.bf16_optimizer:
+                checkpoint.zero_stage = lead.stage
+            scaler = lead.content.get("loss_scaler")
+            checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
+            details["optimizer_form"] = "elastic" if lead.elastic else "rigid"
+            details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
+            pads = any(any(group) for group in lead.alignment_paddings or [])
+            details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
+            details["bf16_optimizer"] = lead.bf16_optimizer
+            if model.uses_zenflow:
+                from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING
+
+                details[DETAIL] = first.transposed
+                checkpoint.warnings.append(WARNING)
+            checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
+            if lead.elastic and not lead.groups:
+                checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
+            held = {key: lead.content[key] for key in OPTIMIZER_METADATA_KEYS if key in lead.content}
+            checkpoint.optimizer_metadata = {key: carried(lead.file, value) for key, value in held.items()}
+        if self.tp > 1 and any(map(is_expert, checkpoint.parameters)):
+            details[SLICED_EXPERTS] = first.lanes == 1
+        own = [key for key in KEPT_KEYS if content.get(key) is not None]
+        for key in (*(key for key in content if key not in MODEL_KEYS), *own):
+            checkpoint.metadata[key] = carried(model.file, content[key])
         if model.configuration is not None:
             checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
-
-    def _describe_optimizer(self, lead: OptimizerShard, first: RankState) -> None:
-        checkpoint, details, model = self.checkpoint, self.checkpoint.details, self.models[0]
-        if not lead.bf16_optimizer:
-            checkpoint.zero_stage = lead.stage
-        scaler = lead.content.get("loss_scaler")
-        checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
-        details["optimizer_form"] = "elastic" if lead.elastic else "rigid"
-        details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
-        pads = any(any(group) for group in lead.alignment_paddings or [])
-        details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
-        details["bf16_optimizer"] = lead.bf16_optimizer
-        if model.uses_zenflow:
-            from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING
-
-            details[DETAIL] = first.transposed
-            checkpoint.warnings.append(WARNING)
-        checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
-        if lead.elastic and not lead.groups:
-            checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
-        checkpoint.optimizer_metadata = {
-            key: carried(lead.file, lead.content[key]) for key in OPTIMIZER_METADATA_KEYS if key in lead.content
-        }
 
     def keep_others(self) -> None:
         """Keep what ranks have of their own, and say of everything else in their files what it is."""
         checkpoint, models = self.checkpoint, self.models
-        keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-        held = [(m.file, common(m)) for m in models]
-        metadata, rules = keep_others(held[0], held[1:], [*keys])
-        checkpoint.metadata |= metadata
+        rules: dict[str, list[Rule]] = {file.path: [] for file in checkpoint.files}
 
-        def add(more: Mapping[str, tuple[Rule, ...]]) -> None:
-            rules.update({path: (*rules.get(path, ()), *one) for path, one in more.items()})
-
-        def keep(held: Sequence[Content], keys: Sequence[str], where: str) -> None:
+        def keep(held: Sequence[Content], keys: Iterable[str], where: str) -> None:
             own, more = keep_others(held[0], held[1:], list(dict.fromkeys(keys)), (where,)) if held else ({}, {})
             checkpoint.optimizer_metadata |= own
             add(more)
 
+        def add(more: Mapping[str, Sequence[Rule]]) -> None:
+            for path, its in more.items():
+                rules[path] += its
+
+        keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
+        held = [(m.file, common(m)) for m in models]
+        metadata, more = keep_others(held[0], held[1:], [*keys])
+        checkpoint.metadata |= metadata
+        add(more)
         add(keep_extra(checkpoint, models))
         if self.members:
             lead = self.members[0]
-            others = [one for one in self.optimizers if one is not lead]
-            keep([(one.file, one.content) for one in (lead, *others)], OPTIMIZER_METADATA_KEYS, "optimizer_state_dict")
-            add({one.path: shard_rules(first=one is lead) for one in (lead, *others)})
+            every = [lead, *(one for one in self.optimizers if one is not lead)]
+            keep([(one.file, one.content) for one in every], OPTIMIZER_METADATA_KEYS, "optimizer_state_dict")
+            add({one.path: shard_rules(first=one is lead) for one in every})
             add(copies_of_optimizers(models, self.optimizers))
         else:
             from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
@@ -356,12 +343,12 @@ class _Files:
             ]
             contents = [(file, root["optimizer"]) for file, root in roots
                         if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
-            keep(contents, [str(key) for _, one in contents for key in one if key not in STATE_KEYS], "optimizer")
+            keep(contents, (str(key) for _, one in contents for key in one if key not in STATE_KEYS), "optimizer")
             compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
             for file in checkpoint.files:
                 file.rules = (*(ONE_BIT_RULES if file.path in compressed else ()), *file.rules)
         for file in checkpoint.files:
-            file.rules = (*file.rules, *rules.get(file.path, ()))
+            file.rules = (*file.rules, *rules[file.path])
 
     def attach_without_zero(self, names: Sequence[str] | None, *, by_rank: bool) -> None:
         """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one."""
