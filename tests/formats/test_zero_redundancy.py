@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import zckpt
 from tests.formats.some_tensors import assert_same
 from tests.logical import assert_same_state
 from tests.plans import write_directory
@@ -347,6 +348,8 @@ def test_owner_may_come_after_its_alias(tmp_path):
     source.parameters = dict(sorted(source.parameters.items(), key=lambda item: item[0] != "head.weight"))
     assert source.parameters["head.weight"].tied_to == "emb.weight"
     assert_same_state(read(written(source, tmp_path / "out")), source)
+    zckpt.convert(source, tmp_path / "whole.pt", to="consolidated")
+    assert_same_state(opened(torch_reader.read(tmp_path / "whole.pt")), source)
 
 
 def test_checkpoint_without_optimizer_comes_back_as_one(tmp_path):

@@ -22,7 +22,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import optimizer_rules, parse
+from zckpt.formats.torch_files.reader import read_optimizer
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
@@ -153,10 +153,9 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     optimizer = path / OPTIMIZER_NAME
     rest = read_torchfile(path / METADATA_NAME)
     if optimizer.is_file():
-        file = read_torchfile(optimizer)
-        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
+        state = read_optimizer(checkpoint, optimizer)
         certain = None if names is not None else names_in(rest.root, checkpoint, rest.path)
-        attach(checkpoint, parse(file.root, str(optimizer)), str(optimizer), names=names, certain=certain)
+        attach(checkpoint, state, str(optimizer), names=names, certain=certain)
     checkpoint.files.append(describe(rest, "metadata", rules=remainder_rules()))
     restore(checkpoint, rest.root, rest)
     return checkpoint

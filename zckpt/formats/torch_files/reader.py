@@ -12,15 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
-from zckpt.errors import SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
-from zckpt.formats.torch_files.content import content_of, dtypes_of
+from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
 from zckpt.formats.torch_files.optimizer import attach
+from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter
-from zckpt.torchfile import Object, Tensor, oddity, read_torchfile
+from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -70,7 +71,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     checkpoint.warnings += content.warnings
     if len(content.models) > 1:
         checkpoint.details["models"] = [prefix.removesuffix(".") for prefix in content.models]
-    add_tensors(checkpoint, content.tensors, str(path))
+    add_tensors(checkpoint, content.tensors, str(path), rest)
     if content.state is not None:
         certain = names_in(rest, checkpoint, str(path)) if isinstance(rest, dict) and names is None else None
         attach(checkpoint, content.state, str(path), names=names, certain=certain)
@@ -93,23 +94,56 @@ def _without_elements(root: Mapping[object, object], deep: int = 2) -> str | Non
     return None
 
 
-def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
+def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str, rest: object = None) -> None:
     """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
 
     A file does not say which entries are buffers. Integers and bools cannot be trained, so they are, and so are the
-    running statistics of a batch norm; the rest are taken for parameters.
+    running statistics of a batch norm; the rest are taken for parameters. Nor does it say which of two names is the
+    owner's: the first, or as `rest` has it, what zckpt keeps besides.
     """
-    owners: dict[tuple[object, ...], str] = {}
+    tied = rest.get("tied") if isinstance(rest, dict) else None
+    aliases = tied if isinstance(tied, dict) else {}
     dtypes = dtypes_of(model)
-    for name, tensor in by_name(model, path).items():
-        if not isinstance(tensor, Tensor):
-            continue
+    tensors = {name: one for name, one in by_name(model, path).items() if isinstance(one, Tensor)}
+    owners: dict[tuple[object, ...], str] = {}
+    for name in sorted(tensors, key=aliases.__contains__):
+        if may_be_trained(name, dtypes):
+            owners.setdefault(identity_of(tensors[name]), name)
+    for name, tensor in tensors.items():
         one = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
         if not may_be_trained(name, dtypes):
             checkpoint.buffers[name] = one
             continue
-        owner = owners.setdefault(identity_of(tensor), name) if tensor.numel else name
+        owner = owners[identity_of(tensor)] if tensor.numel else name
         checkpoint.parameters[name] = one if owner == name else replace(one, slots={}, tied_to=owner)
+
+
+def add_model(checkpoint: Checkpoint, path: Path, rest: object = None) -> None:
+    """Read a file of a model by itself, one of several files perhaps. What is no tensor in it is carried.
+
+    `rest`: as of `add_tensors`. Raises UnsupportedError: it is no state dict; DamagedFileError: a name is in two files.
+    """
+    file = read_torchfile(path)
+    refuse_share(file)
+    root = file.root
+    if not isinstance(root, dict) or not is_state_dict(root):
+        raise UnsupportedError(
+            "holds no state dict", path=path, expected="a dict of tensors by name", found=brief(root, 60)
+        )
+    twice = [name for name in by_name(root, str(path)) if name in checkpoint.parameters or name in checkpoint.buffers]
+    if twice:
+        raise DamagedFileError(f"{twice[0]} is in two files", path=path)
+    add_tensors(checkpoint, root, str(path), rest)
+    checkpoint.metadata |= {str(key): carried(file, value) for key, value in root.items() if not is_tensor(value)}
+    checkpoint.files.append(describe(file, "model"))
+
+
+def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
+    """Read a file of an optimizer by itself, and add it to a checkpoint's files; errors are those of `parse`."""
+    file = read_torchfile(path)
+    refuse_share(file)
+    checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
+    return parse(file.root, str(path))
 
 
 def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:

@@ -133,40 +133,39 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     allows, where parameters have numbers.
     """
     with about(path):
-        return _parsed(node, path, masters)
-
-
-def _parsed(node: object, path: str, masters: Sequence[Tensor]) -> OptimizerState:
-    if not isinstance(node, dict) or not looks_like_optimizer(node):
-        raise DamagedFileError("unexpected content", expected="an optimizer's state dict", found=type(node).__name__)
-    groups = [with_scalars(_group(group), path) for group in node[GROUPS_KEY]]
-    labels = [label for group in groups for label in _listed(group)]
-    if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
-        raise DamagedFileError("param groups have a parameter twice, or names and numbers")
-    names = dict(enumerate(label for label in labels if isinstance(label, str)))
-    by_label: dict[object, int] = {label: number for number, label in names.items()}
-    by_label = by_label or {label: label for label in labels}
-    for group in groups:
-        group["params"] = [by_label[label] for label in _listed(group)]
-    state = {}
-    for key, slots in node[STATE_KEY].items():
-        digits = isinstance(key, str) and is_number(key) and not names  # as `dcp_to_torch_save` leaves them
-        number = by_label.get(int(key) if digits else key)
-        if isinstance(key, str) and not digits and not names:
-            raise UnsupportedError(
-                f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for it",
-                expected="state under the numbers of parameters; what all have belongs into their param group",
-                advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
+        if not isinstance(node, dict) or not looks_like_optimizer(node):
+            raise DamagedFileError(
+                "unexpected content", expected="an optimizer's state dict", found=type(node).__name__
             )
-        if not isinstance(number, int) or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
-        state[number] = {str(slot): value for slot, value in slots.items()}
-    if masters and len(masters) != len(labels):
-        raise DamagedFileError(
-            "masters and param groups disagree", expected=f"{len(labels)} parameters", found=len(masters)
-        )
-    found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
-    return OptimizerState(state, groups, found, names)
+        groups: list[dict[str, Any]] = [{**with_scalars(_group(group), path)} for group in node[GROUPS_KEY]]
+        labels = [label for group in groups for label in group["params"]]
+        if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
+            raise DamagedFileError("param groups have a parameter twice, or names and numbers")
+        names = dict(enumerate(label for label in labels if isinstance(label, str)))
+        by_label: dict[object, int] = {label: number for number, label in names.items()}
+        by_label = by_label or {label: label for label in labels}
+        for group in groups:
+            group["params"] = [by_label[label] for label in group["params"]]
+        state = {}
+        for key, slots in node[STATE_KEY].items():
+            digits = isinstance(key, str) and is_number(key) and not names  # as `dcp_to_torch_save` leaves them
+            number = by_label.get(int(key) if digits else key)
+            if isinstance(key, str) and not digits and not names:
+                raise UnsupportedError(
+                    f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for "
+                    f"it",
+                    expected="state under the numbers of parameters; what all have belongs into their param group",
+                    advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
+                )
+            if not isinstance(number, int) or not isinstance(slots, dict):
+                raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
+            state[number] = {str(slot): value for slot, value in slots.items()}
+        if masters and len(masters) != len(labels):
+            raise DamagedFileError(
+                "masters and param groups disagree", expected=f"{len(labels)} parameters", found=len(masters)
+            )
+        found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
+        return OptimizerState(state, groups, found, names)
 
 
 def _group(node: object) -> dict[object, object]:
@@ -180,10 +179,6 @@ def _group(node: object) -> dict[object, object]:
             "unreadable param group", expected="a list of numbers or names in `params`", found=brief(params)
         )
     return node
-
-
-def _listed(group: Mapping[str, Any]) -> list[Any]:
-    return list(group["params"])
 
 
 def unflattened(node: Mapping[str, object], path: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
@@ -219,6 +219,7 @@ _FORMATS = {
     "float64": "d",
     "float32": "f",
     "float16": "e",
+    "bfloat16": "f",
     "int64": "q",
     "int32": "i",
     "int16": "h",
@@ -249,12 +250,15 @@ def encode(scalar: Scalar) -> bytes:
 
     Raises UnsupportedError: an element type that is no number.
     """
-    if scalar.dtype == "bfloat16":
-        return struct.pack("<f", scalar.value)[2:]
-    code = _FORMATS.get(scalar.dtype)
-    if code is None:
-        raise UnsupportedError(f"a single value of type {scalar.dtype}")
-    return struct.pack("<" + code, scalar.value)
+    data = struct.pack(f"<{_format(scalar.dtype)}", scalar.value)
+    return data[2:] if scalar.dtype == "bfloat16" else data
+
+
+def _format(dtype: str) -> str:
+    """Return the format of a type's numbers; that of bfloat16 is of the float32 whose upper half it is."""
+    if dtype not in _FORMATS:
+        raise UnsupportedError(f"a single value of type {dtype}")
+    return _FORMATS[dtype]
 
 
 def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object]:
@@ -265,22 +269,13 @@ def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object
 
 
 def _decode(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
-    number = _number(data, tensor, path)
-    if "neg" not in unresolved(tensor, path):
-        return number
-    if not is_floating(tensor.dtype):
-        raise UnsupportedError(f"a single value of type {tensor.dtype} that is still to be negated", path=path)
-    return -number
-
-
-def _number(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
-    order = "<" if tensor.byteorder == "little" else ">"
+    is_little = tensor.byteorder == "little"
     if tensor.dtype == "bfloat16":
-        high = int.from_bytes(data, "little" if order == "<" else "big")
-        value: float = struct.unpack("<f", struct.pack("<I", high << 16))[0]
-        return value
-    code = _FORMATS.get(tensor.dtype)
-    if code is None:
-        raise UnsupportedError(f"a single value of type {tensor.dtype}", path=path)
-    number: float | int | bool = struct.unpack(order + code, data)[0]
-    return number
+        data = bytes(2) + data if is_little else data + bytes(2)
+    with about(path):
+        number: float | int | bool = struct.unpack(("<" if is_little else ">") + _format(tensor.dtype), data)[0]
+        if "neg" not in unresolved(tensor, path):
+            return number
+        if not is_floating(tensor.dtype):
+            raise UnsupportedError(f"a single value of type {tensor.dtype} that is still to be negated")
+    return -number

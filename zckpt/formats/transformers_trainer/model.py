@@ -13,20 +13,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.evidence import may_be_trained
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
-from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, take_index
-from zckpt.formats.torch_files.content import is_state_dict
-from zckpt.formats.torch_files.reader import add_tensors
-from zckpt.formats.torch_files.tensors import by_name, carried, describe
+from zckpt.formats.torch_files.reader import add_model
 from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import Directory, ModelFiles
 from zckpt.formats.transformers_trainer.readings import Weights
 from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.storage.files import read_json
-from zckpt.torchfile import brief, is_tensor, read_torchfile
 
 
 def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory: Directory) -> Weights:
@@ -39,7 +34,7 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     one = Checkpoint(str(directory.path), "")
     place_of: dict[str, int] = {}
     for number, path in enumerate(paths):
-        (_read_safetensors if path.suffix == ".safetensors" else _read_torch)(one, path)
+        (_read_safetensors if path.suffix == ".safetensors" else add_model)(one, path)
         for name in (*one.parameters, *one.buffers):
             place_of.setdefault(name, number)
     if files.is_indexed:
@@ -79,22 +74,6 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
     for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
             one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)
-
-
-def _read_torch(one: Checkpoint, path: Path) -> None:
-    file = read_torchfile(path)
-    refuse_share(file)
-    root = file.root
-    if not isinstance(root, dict) or not is_state_dict(root):
-        raise UnsupportedError(
-            "holds no state dict", path=path, expected="a dict of tensors by name", found=brief(root, 60)
-        )
-    twice = [name for name in by_name(root, str(path)) if name in one.parameters or name in one.buffers]
-    if twice:
-        raise DamagedFileError(f"{twice[0]} is in two files", path=path)
-    add_tensors(one, root, str(path))
-    one.metadata |= {str(key): carried(file, value) for key, value in root.items() if not is_tensor(value)}
-    one.files.append(describe(file, "model"))
 
 
 def _model_type(directory: Directory) -> str | None:

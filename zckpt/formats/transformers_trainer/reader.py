@@ -8,10 +8,10 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError, about
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG
-from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
+from zckpt.formats.torch_files.reader import read_optimizer
+from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory
 from zckpt.formats.transformers_trainer.model import read_model
@@ -97,12 +97,7 @@ def _read_optimizers(
 ) -> None:
     """Read all optimizers, and give the models' parameters their state."""
     paths = directory.optimizers
-    states: list[OptimizerState] = []
-    for path in paths:
-        file = read_torchfile(path)
-        refuse_share(file)
-        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
-        states.append(parse(file.root, str(path)))
+    states = [read_optimizer(checkpoint, path) for path in paths]
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
     is_open = False

@@ -14,8 +14,8 @@ from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownForm
 from zckpt.evidence import NAMES_ADVICE, note_not_used
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
-from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
+from zckpt.formats.torch_files.state_dicts import OptimizerState
+from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find
 from zckpt.formats.zero_redundancy.ranks import (
     Order,
@@ -29,7 +29,7 @@ from zckpt.formats.zero_redundancy.ranks import (
 )
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
-from zckpt.torchfile import Tensor, TorchFile, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -63,14 +63,7 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
     """Read a directory that zckpt wrote; `metadata.pt` says which tensors are buffers and which are tied."""
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     for model in directory.models:
-        file = read_torchfile(model)
-        checkpoint.files.append(describe(file, "model"))
-        for name, tensor in by_name(as_mapping(file.root, file.path), file.path).items():
-            if name in checkpoint.parameters:
-                raise DamagedFileError(f"{name} is there twice", path=file.path)
-            if isinstance(tensor, Tensor):
-                slots = {WEIGHT: slot_of(WEIGHT, tensor, file.path)}
-                checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+        torch_reader.add_model(checkpoint, model, metadata.root)
     with about(metadata.path):
         order, shapes, held, has_numbers = _numbering(metadata)
     if names is not None and has_numbers:
@@ -83,10 +76,9 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
     if directory.ranks:
         attach_ranks(checkpoint, read_ranks(checkpoint, directory.ranks), order, held)
     elif order:
-        file = read_torchfile(directory.path / OPTIMIZER_NAME)
-        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
+        path = directory.path / OPTIMIZER_NAME
         every = [name for group in order for name in group]
-        attach_named(checkpoint, parse(file.root, file.path), file.path, every)
+        attach_named(checkpoint, torch_reader.read_optimizer(checkpoint, path), str(path), every)
     for name in outside:
         parameter = checkpoint.parameters.pop(name)
         if parameter.slots or parameter.state:
