@@ -210,10 +210,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
 
     def _what(self) -> dict[str, Any]:
         """Return what `save` and `load` have arguments for."""
-        optimizers, schedulers = self._optimizers, self._schedulers
+        schedulers = self._schedulers
         return {
             "model": self._models[0],
-            "optimizer": optimizers if len(optimizers) > 1 else next(iter(optimizers), None),
+            "optimizer": self._optimizers,
             "scheduler": schedulers[0] if len(schedulers) == 1 else None,
             "grad_scaler": self.scaler,
         }

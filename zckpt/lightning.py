@@ -155,7 +155,7 @@ class _Sharded(_Removing):
         self._saving = save(
             place,
             model=strategy.model,
-            optimizer=_given(strategy.optimizers) if has_optimizers else None,
+            optimizer=strategy.optimizers if has_optimizers else None,
             step=checkpoint["global_step"],
             extra={LIGHTNING: rest},
             async_=self.async_,
@@ -180,7 +180,7 @@ class _Sharded(_Removing):
         restored = load(
             strategy.broadcast(checkpoint_path),
             model=strategy.model,
-            optimizer=_given(strategy.optimizers) if fits else None,
+            optimizer=strategy.optimizers if fits else None,
             strict=module.strict_loading,
             random_states=fits,
         )
@@ -216,11 +216,6 @@ class _Sharded(_Removing):
                 saving.ranks.agree(error)
             self._to_remove = waiting
         self._remove()
-
-
-def _given(optimizers: list[Any]) -> Any:
-    """Return optimizers as `save` and `load` take them."""
-    return optimizers if len(optimizers) > 1 else next(iter(optimizers), None)
 
 
 class SingleDeviceStrategy(_Sharded, _strategies.SingleDeviceStrategy):  # type: ignore[misc,name-defined]

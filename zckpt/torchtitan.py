@@ -122,7 +122,10 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
         if not self._should_purge():
             return
         found = [(int(match[1]), path) for path in place.iterdir() if (match := _STEP.fullmatch(path.name))]
-        whole = sorted((step for step, path in found if _is_whole(path)), reverse=True)
+        whole = sorted(  # zckpt's, DCP's, or Hugging Face's, which has an index or one file
+            (step for step, path in found if is_native(path) or any((path / one).is_file() for one in _LAST_FILES)),
+            reverse=True,
+        )
         if len(whole) > self.keep_latest_k:
             for _, path in sorted(one for one in found if one[0] < whole[self.keep_latest_k - 1]):
                 self.purge_queue.put(str(path))
@@ -135,8 +138,3 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
             found = [(_STEP.fullmatch(path.name), path) for path in place.iterdir()]
             own = max((int(match[1]) for match, path in found if match and is_native(path)), default=-1)
         return max(own, int(super()._find_load_step(folder)))
-
-
-def _is_whole(path: Path) -> bool:
-    """Tell whether a directory is a checkpoint: zckpt's, DCP's, or Hugging Face's, which has an index or one file."""
-    return is_native(path) or any((path / name).is_file() for name in _LAST_FILES)

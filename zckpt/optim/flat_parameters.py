@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.state import Extent
+from zckpt.state.names import bare_names
 
 EXTRA_STATE = "_extra_state"
 """The end of the key under which a module keeps what is no tensor."""
@@ -72,16 +73,37 @@ class Members:
 
 
 @dataclass(slots=True)
-class FlatModel:
-    """A model in FullyShardedDataParallel.
+class Bare:
+    """A model's own tensors, not copies: what `state_dict` has, and parameters under all of their names.
 
-    `parameters` are by all of their names, with what wrappers put there, in the model's order; `state` is what else a
-    state dict has; `steps` is what an optimizer has instead of members.
+    Of one in FullyShardedDataParallel, `state` has no parameters, and `steps` is what an optimizer has instead of them.
     """
 
-    parameters: dict[str, Any] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any]
+    parameters: dict[str, Any]
     steps: dict[torch.Tensor, list[Member]] = field(default_factory=dict)
+
+    def bare(self) -> Bare:
+        """Return the same, without what wrappers have put into names."""
+        for its in ("state", "parameters"):  # of which one may have names that wrappers have mended themselves
+            names = bare_names(found := getattr(self, its), front=False)
+            setattr(self, its, {names[key]: value for key, value in found.items()})
+        return self
+
+    def names(self) -> dict[torch.Tensor, str]:
+        """Return the first name of each parameter."""
+        return {parameter: name for name, parameter in self.roles({})[1].items()}
+
+    def roles(self, trained: Mapping[torch.Tensor, str]) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+        """Return further names of parameters, with the first of each; what is not trained; and names of buffers."""
+        owners, tied, frozen = dict(trained), dict[str, str](), dict[str, Any]()
+        for name, parameter in self.parameters.items():
+            owner = owners.setdefault(parameter, name)
+            if owner != name:
+                tied[name] = owner
+            elif parameter not in trained:
+                frozen[name] = parameter
+        return tied, frozen, [name for name in self.state if name not in self.parameters]
 
 
 def is_flat(model: nn.Module) -> bool:
@@ -89,17 +111,19 @@ def is_flat(model: nn.Module) -> bool:
     return any(isinstance(one, FullyShardedDataParallel) for one in model.modules())
 
 
-def flat_model(model: nn.Module) -> FlatModel:
+def flat_model(model: nn.Module) -> Bare:
     """Return the tensors of a model; what forward has gathered is let go.
 
     Raises UsageError: whole parameters are gathered right now, as in `summon_full_params`; UnsupportedError: parameters
     are DTensors in units, or a module has a state dict of its own making.
     """
-    found = FlatModel()
+    parameters: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    steps: dict[torch.Tensor, list[Member]] = {}
     held: dict[tuple[int, str], Member] = {}
     for wrapper in model.modules():
         if isinstance(wrapper, FullyShardedDataParallel) and wrapper._handle is not None:
-            held.update(_members(wrapper, found))
+            held.update(_members(wrapper, steps))
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
             raise UnsupportedError(
@@ -109,16 +133,16 @@ def flat_model(model: nn.Module) -> FlatModel:
             )
         names = [name for owner, name in held if owner == id(module)]
         for name in names:
-            found.parameters[_joined(prefix, name)] = held[id(module), name]
+            parameters[_joined(prefix, name)] = held[id(module), name]
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in names and not _is_flattened(parameter):
-                found.parameters[_joined(prefix, name)] = parameter
+                parameters[_joined(prefix, name)] = parameter
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.state[_joined(prefix, name)] = buffer
+                state[_joined(prefix, name)] = buffer
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            found.state[_joined(prefix, EXTRA_STATE)] = module.get_extra_state()
-    return found
+            state[_joined(prefix, EXTRA_STATE)] = module.get_extra_state()
+    return Bare(state, parameters, steps).bare()
 
 
 def _joined(prefix: str, name: str) -> str:
@@ -139,7 +163,9 @@ def check_named(parameter: torch.Tensor) -> None:
         )
 
 
-def _members(wrapper: FullyShardedDataParallel, into: FlatModel) -> Iterator[tuple[tuple[int, str], Member]]:
+def _members(
+    wrapper: FullyShardedDataParallel, steps: dict[torch.Tensor, list[Member]]
+) -> Iterator[tuple[tuple[int, str], Member]]:
     """Yield a unit's parameters by module and name there, tied ones under every name; note what the optimizer has."""
     handle: Any = wrapper._handle
     flat = handle.flat_param
@@ -160,7 +186,7 @@ def _members(wrapper: FullyShardedDataParallel, into: FlatModel) -> Iterator[tup
         elements = local[start : start + count]
         one = Member(torch.Size(shape), extent, elements, offset, ranks, parameter.requires_grad)
         firsts[id(its.module), its.param_name] = one
-        into.steps.setdefault(parameter, []).append(one)
+        steps.setdefault(parameter, []).append(one)
     yield from firsts.items()
     for tied in flat._shared_param_infos:
         yield (id(tied.module), tied.param_name), firsts[id(tied.prim_module), tied.prim_param_name]

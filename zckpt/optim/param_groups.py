@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.optim.tensors import copied_like
@@ -127,16 +126,6 @@ def read_group(group: Group) -> Group:
     if "param_names" in made and len(made["param_names"]) != count:
         raise ValueError(f"a param group has {len(made['param_names'])} names for {count} parameters")
     return made
-
-
-def read_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Return a process group, by default the world. Raises ValueError where this process is not in it."""
-    found = dist.group.WORLD if group is None else group
-    if found is None:
-        raise ValueError("no process group: call torch.distributed.init_process_group first")
-    if dist.get_rank(found) < 0:
-        raise ValueError("this process is not in the process group")
-    return found
 
 
 def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,9 +31,12 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._optimizer_class = optimizer_class
         self._is_made = False
         Joinable.__init__(self)
-        self.process_group = param_groups.read_process_group(process_group)
-        self.world_size = dist.get_world_size(self.process_group)
-        self.rank = dist.get_rank(self.process_group)
+        found = dist.group.WORLD if process_group is None else process_group
+        if found is None:
+            raise ValueError("no process group: call torch.distributed.init_process_group first")
+        self.process_group, self.rank, self.world_size = found, dist.get_rank(found), dist.get_world_size(found)
+        if self.rank < 0:
+            raise ValueError("this process is not in the process group")
         self._given_defaults = defaults
         Optimizer.__init__(self, given, dict(defaults))
 
@@ -56,6 +59,13 @@ class ShardedOptimizer(Optimizer, Joinable):
     def state(self, value: Any) -> None:
         if "optim" in self.__dict__:  # torch's constructor sets it before
             self.optim.state = value
+
+    def _through(self, hooks: Mapping[int, Any], *given: Any) -> Any:
+        """Call hooks of state dicts, and return what they make of what they are given."""
+        for hook in hooks.values():
+            made = hook(self, *given)
+            given = given if made is None else (made,)
+        return given[0] if given else None
 
     # --- uneven inputs
 

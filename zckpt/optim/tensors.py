@@ -5,51 +5,28 @@ A fused optimizer needs state to lie in memory as its parameter does, or steps i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from hashlib import blake2b
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.optim.flat_parameters import EXTRA_STATE, Member, Members, flat_model, is_flat
-from zckpt.state import Extent
-from zckpt.state.names import INNER, bare_names, plain_name
-
-T = TypeVar("T")
+from zckpt.optim.flat_parameters import EXTRA_STATE, Bare, Member, Members, flat_model, is_flat
+from zckpt.state import WEIGHT, Extent
+from zckpt.state.names import INNER, plain_name
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | None
 """What `save` and `load` take as `model`: one, or in a list the parts of one that this rank has, as of a pipeline."""
 
 PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 """Wrappers that keep the model as `module`, which only their class tells from a model's own child."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bare:
-    """A model's own tensors, not copies: what `state_dict` has, and parameters under all of their names."""
-
-    state: dict[str, Any]
-    parameters: dict[str, Any]
-
-    def names(self) -> dict[torch.Tensor, str]:
-        """Return the first name of each parameter."""
-        return {parameter: name for name, parameter in self.roles({})[1].items()}
-
-    def roles(self, trained: Mapping[torch.Tensor, str]) -> tuple[dict[str, str], dict[str, Any], list[str]]:
-        """Return further names of parameters, with the first of each; what is not trained; and names of buffers."""
-        owners, tied, frozen = dict(trained), dict[str, str](), dict[str, Any]()
-        for name, parameter in self.parameters.items():
-            owner = owners.setdefault(parameter, name)
-            if owner != name:
-                tied[name] = owner
-            elif parameter not in trained:
-                frozen[name] = parameter
-        return tied, frozen, [name for name in self.state if name not in self.parameters]
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -75,14 +52,7 @@ def bare(model: torch.nn.Module) -> Bare:
             advice="use zckpt.save and zckpt.load, or zckpt.dcp with torch's get_state_dict and set_state_dict",
         )
     inner = unwrapped(model)
-    return Bare(
-        _renamed(inner.state_dict(keep_vars=True)), _renamed(dict(inner.named_parameters(remove_duplicate=False)))
-    )
-
-
-def _renamed(found: Mapping[str, T]) -> dict[str, T]:
-    names = bare_names(found, front=False)
-    return {names[key]: value for key, value in found.items()}
+    return Bare(inner.state_dict(keep_vars=True), dict(inner.named_parameters(remove_duplicate=False))).bare()
 
 
 class Stateful(Protocol):
@@ -126,6 +96,11 @@ class ModelState:
             copies=[(name_of(name), one) for name, one in self.copies],
         )
 
+    def shares(self) -> list[tuple[str, str, Share]]:
+        """Return what this rank has of them."""
+        every = ((name, share_of(tensor, name)) for name, tensor in self.tensors.items())
+        return [(name, WEIGHT, share) for name, share in every if share is not None]
+
     def names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
         every = ((self.tensors[name], name) for name in self.tensors if name in self.parameters)
@@ -151,7 +126,7 @@ def model_state(model: Model) -> ModelState:
     if isinstance(model, (list, tuple)):
         return _of_parts(parts_of(model))
     for one in parts_of(model):
-        return _of_flat(one) if is_flat(one) else _model_state(bare(one))
+        return _model_state(flat_model(one) if is_flat(one) else bare(one))
     return ModelState()
 
 
@@ -179,23 +154,6 @@ def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
     return found
 
 
-def is_cut_apart(tensors: Iterable[object], world_size: int) -> bool:
-    """Tell whether a tensor is on a mesh of some of the ranks only."""
-    return any(isinstance(one, DTensor) and one.device_mesh.size() < world_size for one in tensors)
-
-
-def _of_flat(model: torch.nn.Module) -> ModelState:
-    """Return the tensors of a model in FullyShardedDataParallel."""
-    its = flat_model(model)
-    names = bare_names([*its.parameters, *its.state], front=False)
-    parameters = {names[key]: one for key, one in its.parameters.items()}
-    found = _model_state(Bare({names[key]: value for key, value in its.state.items()}, parameters))
-    called = {id(one): name for name, one in found.tensors.items()}
-    held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
-    found.members = Members(held, tuple(found.tensors))
-    return found
-
-
 def _model_state(its: Bare) -> ModelState:
     """Return a model's tensors under their first names, and what else a state dict has."""
     tied, first, _ = its.roles({})
@@ -207,6 +165,9 @@ def _model_state(its: Bare) -> ModelState:
             found.tensors[key] = value
         else:
             found.extra[key] = value
+    called = {id(one): name for name, one in found.tensors.items()}
+    held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
+    found.members = Members(held, tuple(found.tensors))
     return found
 
 
@@ -288,6 +249,20 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
 def world_rank() -> int:
     """Return this rank's number in the world."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+SAMPLE_NBYTES = 1 << 20
+"""Of a plain parameter, compared between ranks."""
+
+DIGEST_NBYTES = 16
+
+
+def digest_of(share: Share, limit: int | None = None) -> bytes:
+    """Return a digest of what a rank has of a tensor, or of so many bytes of it."""
+    flat = share.tensor.detach().reshape(-1)
+    if limit is not None:
+        flat = flat[: limit // share.tensor.element_size()]
+    return blake2b(memory_of(flat.cpu()), digest_size=DIGEST_NBYTES).digest()
 
 
 # --- in memory

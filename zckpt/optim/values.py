@@ -188,15 +188,12 @@ class _Reading:
             found = self._made[id(node)] = []
             found.extend(self.value_of(one, file) for one in node)
         elif type(node) in (tuple, set, frozenset):
-            found = self._tuple_or_set(node, file)
+            values = [self.value_of(one, file) for one in node]
+            found = self._made.get(id(node), type(node)(values))  # a tuple within itself exists by now
         else:
             return node
         self._made[id(node)] = found
         return found
-
-    def _tuple_or_set(self, node: Node, file: FromFile | None) -> Value:
-        values = [self.value_of(one, file) for one in node]
-        return self._made.get(id(node), type(node)(values))  # a tuple within itself exists by now
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:

@@ -58,6 +58,16 @@ class FlatShare:
     position: int
     numel: int
 
+    @property
+    def of_parameter(self) -> slice:
+        """These of all elements of the flattened parameter."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def of_partition(self) -> slice:
+        """These of all elements of the rank's partition."""
+        return slice(self.position, self.position + self.numel)
+
 
 def check_world_size(world_size: int) -> None:
     """Raise UsageError unless `world_size` is a positive number of ranks."""

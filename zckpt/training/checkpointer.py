@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -23,13 +22,16 @@ from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, SourceError, TargetExistsError, UsageError
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.places import at_path, place_of
+from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
+from zckpt.training.live import TpRules
 from zckpt.training.loading import SPOILED, Restored, load
 from zckpt.training.run_directory import (
+    LATEST,
     Record,
     RunPlace,
     Written,
@@ -39,7 +41,6 @@ from zckpt.training.run_directory import (
     unsound,
 )
 from zckpt.training.saving import Saving, save_given
-from zckpt.training.slices import TpRules
 from zckpt.training.spare import Spare
 
 
@@ -153,9 +154,7 @@ class Checkpointer:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close it."""
         self.close()
 
@@ -275,7 +274,7 @@ class Checkpointer:
 
     def _name_and_prune(self, checkpoint: Written) -> None:
         """Name what has been saved as the latest, and let a thread remove what is no longer kept."""
-        self._place.write_latest(checkpoint.name)
+        write_text(self._place.checkpoint(LATEST), checkpoint.name)
         self._follows = [checkpoint.shown]
         with self._place.seen() as directory:
             record = read_record(directory).with_saved(checkpoint)

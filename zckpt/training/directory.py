@@ -17,7 +17,7 @@ from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, rank_name
-from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
+from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, place
@@ -28,9 +28,9 @@ from zckpt.optim.ranks import Place, Ranks, read_together, written_together
 from zckpt.optim.states import Snapshot
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.several import ALONE, Optimizers
-from zckpt.optim.tensors import ModelState, share_of
+from zckpt.optim.tensors import ModelState
 from zckpt.optim.values import Values
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.storage.durable import written_directory
 from zckpt.training.live import Part
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
@@ -122,9 +122,6 @@ def record_fingerprint(ranks: Ranks, directory: Path) -> None:
         SHARED[directory].add(FILE_NAME, bytes_of(put_together(every)))
 
 
-Stored = list[tuple[str, bytes]]
-
-
 def save_workers(
     path: Path,
     optimizer: DistributedOptimizer,
@@ -139,7 +136,7 @@ def save_workers(
     """
     values, count = Values(), optimizer.num_workers
     part, storages = of_first(ModelState(), Optimizers(optimizer, {}).snapshot(), given, count, values)
-    stored = [(one.key, bytes(one.data or b"")) for one in storages]
+    stored = [replace(one, data=bytes(one.data or b"")) for one in storages]  # which RPC can send
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         identity = identity or new_identity()
@@ -151,23 +148,16 @@ def save_workers(
 
 
 def _save_worker(
-    local: LocalOptimizer, directory: str, rank: int, count: int, identity: str, stored: Stored
+    local: LocalOptimizer, directory: str, rank: int, count: int, identity: str, stored: Sequence[Entry]
 ) -> RankState:
     """Write a worker's file; return what is in it."""
     with local.lock:
-        names = {
-            parameter: name
-            for group in local.optimizer.param_groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        }
-        state = Optimizers(local.optimizer, names).snapshot()
+        model = ModelState.of_parameters(dict(zip(local.names(), local.by_number().values(), strict=True)))
+        state = Optimizers(local.optimizer, model.names()).snapshot()
         if BESIDE in state.metadata:
             declared(local.optimizer).refuse("a DistributedOptimizer has no place for that")
-        of_model = ((name, WEIGHT, share_of(parameter, name)) for parameter, name in names.items())
-        shares = [(name, slot, share) for name, slot, share in of_model if share is not None]
-        held = divide([*shares, *state.shares], 0, [0])
-        first = [_storage_entry(key, memoryview(data)) for key, data in stored]
-        written = write_rank(Path(directory), rank, count, [*first, *entries(held, None)], identity)
+        held = divide([*model.shares(), *state.shares], 0, [0])
+        written = write_rank(Path(directory), rank, count, [*stored, *entries(held, None)], identity)
         return RankState([piece for piece, _ in held], state.values, {}, written)
 
 
@@ -189,13 +179,12 @@ def of_first(
 
 def storage_entries(checkpoint: Checkpoint, values: Values) -> list[Entry]:
     """Return the bytes of the storages that a checkpoint's metadata, which are nodes of these values, mention."""
-    _, storages = describe(checkpoint)
-    return [_storage_entry(storage_key(number), values.memory[one.storage]) for number, one in enumerate(storages)]
-
-
-def _storage_entry(key: str, data: memoryview) -> Entry:
-    slot = Slot("storage", "uint8", (data.nbytes,), ())
-    return Entry(key, slot, Extent.whole(slot.shape), "uint8", slot.shape, data=data)
+    found = []
+    for number, one in enumerate(describe(checkpoint)[1]):
+        data = values.memory[one.storage]
+        slot = Slot("storage", "uint8", (data.nbytes,), ())
+        found.append(slot_entry(storage_key(number), slot, Extent.whole(slot.shape), data))
+    return found
 
 
 Where = dict[str, list[tuple[int, Piece]]]

@@ -8,21 +8,49 @@ tells names that are a part's own from those of the whole model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states import NamedShare, Snapshot
-from zckpt.optim.states.several import Given, Optimizers, merged_groups, one_class
-from zckpt.optim.tensors import Model, ModelState, Share, is_cut_apart, model_state
+from zckpt.optim.states.several import Given, Optimizers, merged_groups, named, one_class
+from zckpt.optim.tensors import (
+    DIGEST_NBYTES,
+    SAMPLE_NBYTES,
+    Model,
+    ModelState,
+    Share,
+    digest_of,
+    model_state,
+)
 from zckpt.state import WEIGHT, Checkpoint, Parameter
-from zckpt.training.slices import DIGEST_NBYTES, SAMPLE_NBYTES, Slices, digest_of
 from zckpt.version import __version__
+
+if TYPE_CHECKING:
+    from zckpt.training.slices import Slices
+
+TpRules = str | os.PathLike[str] | Mapping[str, Any] | None
+"""What `save` and `load` take as `tp_rules`."""
+
+
+def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
+    """Return which slices of its model's parameters this rank has; None: it has whole parameters.
+
+    All ranks call it together; errors are those of `zckpt.training.slices.read_slices`.
+    """
+    every = list(named(optimizer).values())
+    if given is None and not any(getattr(one, "is_model_parallel", False) for one in every):
+        return None
+    from zckpt.training.slices import read_slices
+
+    return read_slices(ranks, given, every)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +75,8 @@ class Live:
     def is_in_parts(self, ranks: Ranks) -> bool:
         """Tell whether this rank knows that ranks have different parts."""
         its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
-        return self.optimizers.are_parts or isinstance(self.model, (list, tuple)) or is_cut_apart(its, ranks.world_size)
+        on_some = any(isinstance(one, DTensor) and one.device_mesh.size() < ranks.world_size for one in its)
+        return on_some or self.optimizers.are_parts or isinstance(self.model, (list, tuple))
 
 
 @dataclass(slots=True)
@@ -210,12 +239,3 @@ def everywhere_of(live: Live, ranks: Ranks, *, broadcast: bool) -> Everywhere:
         frozenset(name for one in every for name in one[1]),
         tuple(dict.fromkeys(name for one in every for name in one[2])),
     )
-
-
-def spread(tensors: ModelState) -> None:
-    """Give further parts of the model the buffers that one of them has been given."""
-    with torch.no_grad():
-        for name, copy in tensors.copies:
-            source = tensors.tensors[name]
-            if isinstance(source, torch.Tensor):
-                copy.copy_(source)

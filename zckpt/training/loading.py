@@ -26,12 +26,12 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
+from zckpt.optim.states import OptimizerState
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.training.live import Everywhere, Live, everywhere_of, spread
+from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
-from zckpt.training.slices import TpRules, slices_of
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
@@ -166,16 +166,24 @@ def load(
         raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
 
     def prepared() -> _Loading:
-        known = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied)
+        known, order = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied), live.optimizers.order
         with headers_shared(ranks.rank, ranks.world_size):
             checkpoint = open_for(
-                path, known, live.optimizers.order, tag=tag, names=names, strict=strict, naming=naming,
-                dequantize=dequantize,
-            )  # fmt: skip
+                path, known, order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize
+            )
             if verify:
                 find_checksums(checks, checkpoint, ranks)
-            loading = _Loading(os.fspath(path), checkpoint, live, known, everywhere, strict, tag, names)
-        loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
+            if slices is not None:
+                slices.cut(checkpoint, [*known, *(name for names in order for name in names)])
+            loading = _Loading(checkpoint, live, Restored(os.fspath(path), checkpoint.format, checkpoint.step))
+            loading.report.world_size = checkpoint.world_size
+            if live.model is not None:
+                loading.match(known, strict=strict)
+            loading.states = live.optimizers.restore(
+                checkpoint, os.fspath(path), tag=tag, listed=names, strict=strict,
+                everywhere=everywhere.parameters, called=everywhere.optimizers,
+            )  # fmt: skip
+        loading.prepare(read_other_state(checkpoint, scheduler, grad_scaler, ranks.rank if random_states else None))
         return loading
 
     checks = Checks()
@@ -186,52 +194,36 @@ def load(
         live = ranks.do(lambda: Live.of(model, optimizer, slices))
         everywhere = everywhere_of(live, ranks, broadcast=broadcast)
         loading = ranks.do(prepared)
-        ranks.do(loading.read_state)
-        check_together(checks, ranks, os.fspath(path))
-        ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
+        with torch.no_grad():
+            ranks.do(lambda: loading.each("read"))
+            check_together(checks, ranks, os.fspath(path))
+            ranks.do(lambda: loading.read_weights(ranks, broadcast=broadcast), spoiled=SPOILED)
         check_together(checks, ranks, os.fspath(path), spoiled=SPOILED)
-        for step in (loading.take_state, loading.share_state):
-            ranks.do(step, spoiled=SPOILED)
-        ranks.do(partial(loading.other.restore, live.model), spoiled=LEFT_OVER)
+        for step in ("take", "share"):
+            ranks.do(partial(loading.each, step), spoiled=SPOILED)
+        ranks.do(lambda: loading.other.restore(live.model), spoiled=LEFT_OVER)
         ranks.do(stack.close, spoiled=SPOILED)
     report = loading.report
     report.path, report.notes = shown(report.path), [shown(note) for note in report.notes]
     return report
 
 
+@dataclass(slots=True)
 class _Loading:
-    """One checkpoint on its way into one model and optimizer. Making it checks; nothing is changed yet."""
+    """One checkpoint on its way into one model and its optimizers. Until something is read, nothing is changed."""
 
-    def __init__(
-        self,
-        path: str,
-        checkpoint: OpenedCheckpoint,
-        live: Live,
-        known: Sequence[str],
-        everywhere: Everywhere,
-        strict: bool,
-        tag: str | None,
-        names: Sequence[str] | None,
-    ) -> None:
-        self.path, self.checkpoint, self.live = path, checkpoint, live
-        optimizers = live.optimizers
-        if live.slices is not None:
-            live.slices.cut(checkpoint, [*known, *(name for names in optimizers.order for name in names)])
-        self.report = Restored(path, checkpoint.format, checkpoint.step, world_size=checkpoint.world_size)
-        self.found = {} if live.model is None else self._match(known, strict=strict)
-        self.replicated: list[TensorRead] = []
-        self.sharded: list[TensorRead] = []
-        self.other = OtherState()
-        self.restoring = optimizers.restore(
-            checkpoint, path, tag=tag, listed=names, strict=strict,
-            everywhere=everywhere.parameters, called=everywhere.optimizers,
-        )  # fmt: skip
-        self.report.notes += [*optimizers.notes, *(note for one in self.restoring for note in one.notes)]
+    checkpoint: OpenedCheckpoint
+    live: Live
+    report: Restored
+    found: dict[str, Parameter] = field(default_factory=dict)
+    states: list[OptimizerState] = field(default_factory=list)
+    replicated: list[TensorRead] = field(default_factory=list)
+    sharded: list[TensorRead] = field(default_factory=list)
+    other: OtherState = field(default_factory=OtherState)
 
-    def _match(self, known: Sequence[str], *, strict: bool) -> dict[str, Parameter]:
-        """Return the checkpoint's tensor for each of the model's, and note what has none."""
+    def match(self, known: Sequence[str], *, strict: bool) -> None:
+        """Find the checkpoint's tensor for each of the model's, and note what has none."""
         report, checkpoint = self.report, self.checkpoint
-        found: dict[str, Parameter] = {}
         for name, tensor in self.live.tensors.tensors.items():
             there = name in checkpoint.parameters or name in checkpoint.buffers
             its = checkpoint.owner(name) if there else None
@@ -240,7 +232,7 @@ class _Loading:
             elif its.shape != tuple(tensor.shape):
                 report.reshaped.append(name)
             else:
-                found[name] = its
+                self.found[name] = its
         ours = set(known)
         report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
         for what, names in (
@@ -251,19 +243,20 @@ class _Loading:
             if names and strict:
                 raise UsageError(
                     f"not a checkpoint of this model: {what} {listed(names)}",
-                    path=self.path,
+                    path=report.path,
                     advice="give the model that was saved, or strict=False",
                 )
-        return found
 
-    def prepare(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
-        """Find out what is to be read, and check all that can be known of it before; `rank`: whose random states."""
-        self.other = read_other_state(self.checkpoint, scheduler, grad_scaler, rank)
-        self.report.extra = self.other.extra
-        self.report.notes += [*self.other.missing, *self.other.notes]
-        for note in self.other.missing:
-            warnings.warn(f"{shown(self.path)}: {note}", stacklevel=3)
-        made_of_masters = {name for one in self.restoring for name in one.publishes}
+    def prepare(self, other: OtherState) -> None:
+        """Find out what is to be read, and check all that can be known of it before."""
+        self.other, self.report.extra = other, other.extra
+        self.report.notes = [
+            *self.live.optimizers.notes, *(note for one in self.states for note in one.notes),
+            *other.missing, *other.notes,
+        ]  # fmt: skip
+        for note in other.missing:
+            warnings.warn(f"{shown(self.report.path)}: {note}", stacklevel=3)
+        made_of_masters = {name for one in self.states for name in one.publishes}
         for name, its in self.found.items():
             tensor = self.live.tensors.tensors[name]
             share = None if name in made_of_masters else share_of(tensor, name)
@@ -274,33 +267,23 @@ class _Loading:
         casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
         refuse_casts(self.checkpoint, casts, "load a model in the types of the checkpoint, scales included")
         check_tensors(reads)
-        for one in self.restoring:
-            one.check()
+        self.each("check")
 
-    def read_state(self) -> None:
-        """Read the optimizer's state into memory of its own; RPC workers take theirs when all have read it."""
-        with torch.no_grad():
-            for one in self.restoring:
-                one.read()
+    def each(self, step: str) -> None:
+        """Take a step of all optimizers' states."""
+        for one in self.states:
+            getattr(one, step)()
 
     def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
         """Read weights into the model: what all ranks read alike, and this rank's shares of what is sharded."""
-        with torch.no_grad():
-            if broadcast and ranks.world_size > 1:
-                read_and_broadcast(self.replicated, ranks)
-                self.replicated = []
-            read_tensors([*self.replicated, *self.sharded])
-        spread(self.live.tensors)
-
-    def take_state(self) -> None:
-        """Give the optimizer what was read of its state."""
-        for one in self.restoring:
-            one.take()
-
-    def share_state(self) -> None:
-        """Bring to all ranks what follows from the optimizer's state."""
-        for one in self.restoring:
-            one.share()
+        if broadcast and ranks.world_size > 1:
+            read_and_broadcast(self.replicated, ranks)
+            self.replicated = []
+        read_tensors([*self.replicated, *self.sharded])
+        for name, copy in self.live.tensors.copies:  # buffers of further parts of the model
+            source = self.live.tensors.tensors[name]
+            if isinstance(source, torch.Tensor):
+                copy.copy_(source)
 
 
 def _weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:

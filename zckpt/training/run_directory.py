@@ -229,10 +229,6 @@ class RunPlace:
         document = {"format": FORMAT, "version": VERSION, "saved": saved, "saving": saving}
         write_text(self.checkpoint(RECORD), json.dumps(document, indent=1) + "\n")
 
-    def write_latest(self, name: str) -> None:
-        """Write which checkpoint is the latest; errors are TargetErrors."""
-        write_text(self.checkpoint(LATEST), name)
-
     def latest(self) -> str:
         """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
         with self.seen() as directory:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,15 +23,16 @@ from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states import NamedShare, Snapshot, Target, state_class
-from zckpt.optim.states.several import Given, named, process_group_of, workers_of
-from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, share_of, world_rank
+from zckpt.optim.states.several import Given, check_file_system, named, process_group_of, workers_of
+from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_rank
 from zckpt.optim.values import Values
-from zckpt.state import WEIGHT
 from zckpt.training.directory import Prepared, of_first, save_workers, write
-from zckpt.training.live import NOT_THE_SAME, Live, Part, settled
+from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, settled, slices_of
 from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, random_states
 from zckpt.training.pieces import RankState, Staging, divide, entries
-from zckpt.training.slices import NOT_COPIES, Sliced, TpRules, collected, slices_of
+
+if TYPE_CHECKING:
+    from zckpt.training.slices import Sliced
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 
@@ -224,12 +225,8 @@ def save_given(
         )
     optimizer = given["optimizer"]
     workers = workers_of(optimizer)
-    if isinstance(path, str) and workers is not None:
-        raise UsageError(
-            "a DistributedOptimizer is saved to a file system",
-            path=path,
-            advice="save to a path, and let zckpt convert write to the store",
-        )
+    if workers is not None:
+        check_file_system(path)
     if fingerprint and (format != "zckpt" or workers is not None):
         raise UsageError(
             "a fingerprint is recorded by ranks that write zckpt's format",
@@ -317,8 +314,7 @@ class _Own:
         live = Live.of(given["model"], given["optimizer"], slices)
         tensors = ModelState.of_parameters(live.optimizers.parameters()) if live.model is None else live.tensors
         state = live.optimizers.snapshot()
-        of_model = ((name, WEIGHT, share_of(tensor, name)) for name, tensor in tensors.tensors.items())
-        shares = [(name, slot, share) for name, slot, share in of_model if share is not None] + state.shares
+        shares = tensors.shares() + state.shares
         own = cls(tensors, state, shares, live.is_in_parts(ranks))
         if slices is not None:
             own.sliced = slices.sliced(tensors, shares)
@@ -330,9 +326,14 @@ class _Own:
         buffers = self.tensors.tensors.keys() - self.tensors.parameters
         self.in_parts = ranks.any(self.in_parts)
         if self.in_parts:
-            if ranks.any(self.sliced is not None) and not ranks.any(failed):
-                self.shares += collected(ranks, self.sliced or Sliced())
-            self.shares = settled(ranks, self.shares, buffers, NOT_THE_SAME if self.sliced is None else NOT_COPIES)
+            advice = NOT_THE_SAME
+            if ranks.any(self.sliced is not None):
+                from zckpt.training.slices import NOT_COPIES, Sliced, collected
+
+                advice = NOT_COPIES if self.sliced is not None else advice
+                if not ranks.any(failed):
+                    self.shares += collected(ranks, self.sliced or Sliced())
+            self.shares = settled(ranks, self.shares, buffers, advice)
             return
         first = (ranks.members[0],)  # other ranks may have updated their buffers, and DDP takes the first's
         self.shares = [

@@ -14,31 +14,26 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.engine.tensors import dtype_name, memory_of
+from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.tensor_parallel import cut
 from zckpt.formats.deepspeed.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states import NamedShare
-from zckpt.optim.states.several import Given, named
-from zckpt.optim.tensors import ModelState, Share, world_rank
+from zckpt.optim.tensors import SAMPLE_NBYTES, ModelState, Share, digest_of, world_rank
+from zckpt.optim.zero.files import refuse_parts
+from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.optim.zero.stepping import model_rank
 from zckpt.state import WEIGHT, Extent, Parameter
 from zckpt.state.boxes import Box, boxes_of, row_major
-
-if TYPE_CHECKING:
-    from zckpt.optim import ZeroOptimizer
-
-TpRules = str | os.PathLike[str] | Mapping[str, Any] | None
-"""What `save` and `load` take as `tp_rules`."""
 
 GIVEN = "tp_rules"
 """Stands for the file where rules are given as a mapping."""
@@ -48,11 +43,6 @@ NOT_COPIES = "give tp_rules that say how it is cut; what each rank trains by its
 
 Key = tuple[str, str]
 """A parameter and a slot."""
-
-SAMPLE_NBYTES = 1 << 20
-"""Of a plain parameter, compared between ranks."""
-
-DIGEST_NBYTES = 16
 
 
 @dataclass(slots=True)
@@ -188,19 +178,15 @@ def _boxes(share: Share, rule: Rule, rank: int) -> Iterable[tuple[Box, torch.Ten
                 yield (tuple(there), tuple(box)), flat.as_strided(box, steps, flat.storage_offset() + first)
 
 
-def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
-    """Return which slices of its model's parameters this rank has; None: it has whole parameters.
+def read_slices(
+    ranks: Ranks, given: str | os.PathLike[str] | Mapping[str, Any] | None, every: Sequence[Optimizer]
+) -> Slices | None:
+    """Return which slices of its model's parameters this rank has, given `tp_rules` or an optimizer of slices.
 
     All ranks call it together. Raises UsageError: the rules cannot be read, or it is not known which slices are this
     rank's; or other ranks are to have them; UnsupportedError: slices and no rules, slices besides experts, or of
     several optimizers.
     """
-    every = list(named(optimizer).values())
-    if given is None and not any(getattr(one, "is_model_parallel", False) for one in every):
-        return None
-    from zckpt.optim.zero.files import refuse_parts
-    from zckpt.optim.zero.optimizer import ZeroOptimizer
-
     of_zero = [one for one in every if isinstance(one, ZeroOptimizer)]
     cut_apart = [one for one in of_zero if one.is_model_parallel]
 
@@ -238,8 +224,6 @@ def _slices_of(rules: Rules, every: Sequence[Optimizer], only: ZeroOptimizer, wo
             "experts of a model in tensor-parallel slices are not saved or loaded by name",
             advice='give format="deepspeed" to save, and load_state_dict() what is in this rank\'s file',
         )
-    from zckpt.optim.zero.stepping import model_rank
-
     rank, degree = model_rank(only.model_parallel)
     if only.world_size * degree != world_size:
         raise UsageError(
@@ -337,11 +321,3 @@ def _check_whole(key: Key, its: Sequence[tuple[tuple[int, ...], str, list[Box]]]
             expected=f"{dtype} {shape}",
             found=", ".join(dict.fromkeys(f"{dtype} {shape}" for shape, dtype, _ in its)),
         )
-
-
-def digest_of(share: Share, limit: int | None = None) -> bytes:
-    """Return a digest of what a rank has of a tensor, or of so many bytes of it."""
-    flat = share.tensor.detach().reshape(-1)
-    if limit is not None:
-        flat = flat[: limit // share.tensor.element_size()]
-    return blake2b(memory_of(flat.cpu()), digest_size=DIGEST_NBYTES).digest()

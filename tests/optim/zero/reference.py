@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,6 +68,17 @@ def make(model: torch.nn.Module, optimizer_class: type[Optimizer] = torch.optim.
     return ZeroOptimizer(groups(model), optimizer_class, **{"reduce_bucket_size": SMALL, **defaults})
 
 
+def stepped(ours: ZeroOptimizer, model: torch.nn.Module, step: int, rank: int = 0, **options: Any) -> None:
+    """Step once with one rank's batch."""
+    ours.backward(loss_of(model, step, rank, **options))
+    ours.step()
+
+
+def losses(step: int, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+    """Return the losses of all ranks' batches."""
+    return [partial(loss_of, step=step, rank=rank) for rank in range(world_size)]
+
+
 class Unsharded:
     """The same model and optimizer in one process, trained on the batches of all ranks.
 
@@ -97,6 +109,14 @@ class Unsharded:
             torch.testing.assert_close(
                 parameter.detach(), theirs[name].detach(), **TOLERANCE, msg=lambda told, at=name: f"{at}: {told}"
             )
+
+
+def beside_unsharded(
+    optimizer_class: type[Optimizer] = torch.optim.SGD, **options: Any
+) -> tuple[Net, Unsharded, ZeroOptimizer]:
+    """Return a model, its unsharded training, and the sharded optimizer."""
+    model = Net()
+    return model, Unsharded(model, optimizer_class), make(model, optimizer_class, **options)
 
 
 class Flat:

@@ -19,11 +19,14 @@ from tests.optim.zero.reference import (
     Unsharded,
     assert_alike,
     batch,
+    beside_unsharded,
     bits,
     has_gradient,
     is_unchanged,
     loss_of,
+    losses,
     make,
+    stepped,
 )
 from zckpt.optim import ZeroOptimizer
 
@@ -45,9 +48,7 @@ def modes() -> Iterator[dict[str, Any]]:
 
 def trains_as_unsharded(uses: Uses, rank: int, world_size: int, steps: int = 4, **options: Any) -> None:
     """Train with a spare layer that is used or not, and compare."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, **options)
+    model, twin, ours = beside_unsharded(**options)
     for step in range(steps):
         ours.zero_grad()
         ours.backward(loss_of(model, step, rank, spare=uses(step, rank)))
@@ -89,8 +90,7 @@ def on_one_rank(rank: int, world_size: int) -> None:
         plain, twin = Flat(flat, torch.optim.AdamW), Unsharded(model, torch.optim.AdamW)
         ours = make(model, torch.optim.AdamW, **options)
         for step in range(5):
-            ours.backward(loss_of(model, step, spare=step % 2 == 0))
-            ours.step()
+            stepped(ours, model, step, spare=step % 2 == 0)
             loss_of(flat, step, spare=step % 2 == 0).backward()
             plain.step()
             twin.train([partial(loss_of, step=step, spare=step % 2 == 0)], 1)
@@ -161,9 +161,7 @@ def every_part(step: int, world_size: int) -> list[Callable[[torch.nn.Module], t
 
 def accumulated_by_steps(rank: int, world_size: int) -> None:
     for options in modes():
-        model = Net()
-        twin = Unsharded(model)
-        ours = make(model, gradient_accumulation_steps=PARTS, **options)
+        model, twin, ours = beside_unsharded(gradient_accumulation_steps=PARTS, **options)
         for step in range(3):
             for number, loss in enumerate(parts_of(step, rank), 1):
                 before = bits(model)
@@ -179,9 +177,7 @@ def accumulated_by_steps(rank: int, world_size: int) -> None:
 
 def accumulated_by_no_sync(rank: int, world_size: int) -> None:
     for options in modes():
-        model = Net()
-        twin = Unsharded(model)
-        ours = make(model, **options)
+        model, twin, ours = beside_unsharded(**options)
         for step in range(3):
             *early, last = parts_of(step, rank)
             for loss in early:
@@ -198,9 +194,7 @@ def accumulated_by_backward_alone(rank: int, world_size: int) -> None:
     """Two losses, each with its own backward; and each pass is reduced."""
     for options in modes():
         for by_tensor in (False, True):
-            model = Net()
-            twin = Unsharded(model)
-            ours = make(model, **options)
+            model, twin, ours = beside_unsharded(**options)
             for step in range(3):
                 for loss in parts_of(step, rank):
                     loss(model).backward() if by_tensor else ours.backward(loss(model))
@@ -212,9 +206,7 @@ def accumulated_by_backward_alone(rank: int, world_size: int) -> None:
 
 def of_two_losses_with_one_graph(rank: int, world_size: int) -> None:
     for options in modes():
-        model = Net()
-        twin = Unsharded(model)
-        ours = make(model, **options)
+        model, twin, ours = beside_unsharded(**options)
         for step in range(3):
             out = model(batch(step, rank))
             ours.backward(out.pow(2).mean(), retain_graph=True)
@@ -229,9 +221,7 @@ def of_two_losses_with_one_graph(rank: int, world_size: int) -> None:
 def zeroed_inside_of_no_sync(rank: int, world_size: int) -> None:
     """Without a number of steps nothing is a window, and gradients are forgotten as torch forgets them."""
     for stage in STAGES:
-        model = Net()
-        twin = Unsharded(model)
-        ours = make(model, stage=stage)
+        model, twin, ours = beside_unsharded(stage=stage)
         with ours.no_sync():
             ours.backward(loss_of(model, 7, rank))
         assert all(p.grad is not None for p in model.parameters())
@@ -239,9 +229,8 @@ def zeroed_inside_of_no_sync(rank: int, world_size: int) -> None:
         assert all(p.grad is None for p in model.parameters())
         ours.backward(loss_of(model, 0, rank))
         ours.zero_grad()
-        ours.backward(loss_of(model, 1, rank))
-        ours.step()
-        twin.train([partial(loss_of, step=1, rank=r) for r in range(world_size)], world_size)
+        stepped(ours, model, 1, rank)
+        twin.train(losses(1, world_size), world_size)
         twin.assert_is(model)
 
 
@@ -249,9 +238,7 @@ def put_by_hand(rank: int, world_size: int) -> None:
     """Before any backward, later, and beside it; what was put there belongs to whoever did, and keeps its value."""
     for options in modes():
         for size in (1, 10_000):
-            model = Net()
-            twin = Unsharded(model)
-            ours = make(model, reduce_bucket_size=size, **options)
+            model, twin, ours = beside_unsharded(reduce_bucket_size=size, **options)
             for step in range(4):
                 if step == 2:
                     ours.backward(loss_of(model, step, rank))
@@ -261,7 +248,7 @@ def put_by_hand(rank: int, world_size: int) -> None:
                         parameter.grad = gradient
                 ours.step()
                 if step == 2:
-                    twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+                    twin.train(losses(step, world_size), world_size)
                 else:
                     average = (step + 1) * (1 + world_size) / 2
                     twin.gradients([], 1)
@@ -280,9 +267,7 @@ def _half(model: Net, hidden: torch.Tensor) -> torch.Tensor:
 
 def through_checkpoints(rank: int, world_size: int, *, reentrant: bool) -> None:
     for options in modes():
-        model = Net()
-        twin = Unsharded(model)
-        ours = make(model, **options)
+        model, twin, ours = beside_unsharded(**options)
         for step in range(4):
             x = batch(step, rank).requires_grad_()
             hidden = torch.tanh(model.first(x))
@@ -312,14 +297,12 @@ def _closure(ours: ZeroOptimizer, model: Net, step: int, rank: int, told: list[t
 
 def by_a_closure(rank: int, world_size: int) -> None:
     for stage in STAGES:
-        model = Net()
-        twin = Unsharded(model)
-        ours = make(model, stage=stage)
+        model, twin, ours = beside_unsharded(stage=stage)
         for step in range(3):
             told: list[torch.Tensor] = []
             assert ours.step(partial(_closure, ours, model, step, rank, told)) is told[0]
             assert len(told) == 1
-            twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+            twin.train(losses(step, world_size), world_size)
             twin.assert_is(model)
 
 
@@ -370,14 +353,11 @@ def test_stages_differ_in_when_they_reduce() -> None:
 
 def whole_tensors_are_those_of_unsharded_training(rank: int, world_size: int) -> None:
     for options in modes():
-        model = Net()
-        twin = Unsharded(model, torch.optim.AdamW)
-        ours = make(model, torch.optim.AdamW, **options)
+        model, twin, ours = beside_unsharded(torch.optim.AdamW, **options)
         theirs = dict(twin.model.named_parameters())
         for step in range(3):
             ours.backward(loss_of(model, step, rank))
-            losses = [partial(loss_of, step=step, rank=r) for r in range(world_size)]
-            twin.gradients(losses, world_size)
+            twin.gradients(losses(step, world_size), world_size)
             for name, parameter in theirs.items():
                 torch.testing.assert_close(ours.full_state(name, "gradient"), parameter.grad, **TOLERANCE)
             ours.step()
@@ -401,7 +381,7 @@ def gradients_by_name_are_scaled_by_the_loss_scale(rank: int, world_size: int) -
     ours = make(model, loss_scale=8.0)
     ours.backward(loss_of(model, 0, rank))
     twin = Unsharded(model)
-    twin.gradients([partial(loss_of, step=0, rank=r) for r in range(world_size)], world_size)
+    twin.gradients(losses(0, world_size), world_size)
     for name, parameter in twin.model.named_parameters():
         torch.testing.assert_close(ours.full_state(name, "gradient"), 8.0 * parameter.grad, rtol=1e-5, atol=1e-5)
 
@@ -413,8 +393,7 @@ def what_is_set_takes_effect(rank: int, world_size: int) -> None:
             ours = make(model, weight_decay=0.0, **options)
             for group in ours.param_groups:
                 group["weight_decay"] = 0.0
-            ours.backward(loss_of(model, 0, rank))
-            ours.step()
+            stepped(ours, model, 0, rank)
             shape = model.twice.weight.shape
             master, momentum, gradient = (torch.randn(shape) for _ in range(3))  # ranks have the same seed
             other = model.last.weight.detach().clone()
@@ -449,8 +428,7 @@ def what_is_not_there_is_refused(rank: int, world_size: int) -> None:
         ours.full_state("spare.weight", "master")
     with pytest.raises(ValueError, match=r"has the shape \(9, 5\), not \(5, 9\)"):
         ours.set_full_state("first.weight", "master", torch.zeros(5, 9))
-    ours.backward(loss_of(model, 0, rank))
-    ours.step()
+    stepped(ours, model, 0, rank)
     with pytest.raises(ValueError, match="no momentum: there are master, step, exp_avg, exp_avg_sq, gradient"):
         ours.full_state("first.weight", "momentum")
     with pytest.raises(ValueError, match="one value for all of its param group"):

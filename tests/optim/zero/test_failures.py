@@ -22,11 +22,14 @@ from tests.optim.zero.reference import (
     Unsharded,
     assert_alike,
     batch,
+    beside_unsharded,
     bits,
     every,
     is_unchanged,
     loss_of,
+    losses,
     make,
+    stepped,
 )
 from tests.pairwise import each
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
@@ -77,9 +80,8 @@ def train_on(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank:
     """Go on as if nothing had happened, and compare with a training in which nothing has."""
     for step in range(50, 53):
         ours.zero_grad()
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
     twin.assert_is(model)
     assert_alike(model)
 
@@ -92,9 +94,8 @@ def backward_that_raises(
     twin = Unsharded(model)
     ours = make(model, process_group=patient(), **options)
     for step in range(at):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
     before = bits(model)
     steps_before = len(ours.optim.state)
     bad = rank == world_size - 1
@@ -139,24 +140,21 @@ def backward_that_raises_in_a_window(rank: int, world_size: int, options: dict[s
         before = bits(model)
         if rank == 0:
             for step in range(failing):
-                ours.backward(loss_of(model, step, rank))
-                ours.step()
+                stepped(ours, model, step, rank)
             with pytest.raises(BrokenError), ours.no_sync() if no_sync else contextlib.nullcontext():
                 ours.backward(loss_of(model, 7, rank, breaks="late"))
             with pytest.raises(RuntimeError, match="failed on this rank"):
                 ours.step()
         else:
             for step in range(2):
-                ours.backward(loss_of(model, step, rank))
-                ours.step()
+                stepped(ours, model, step, rank)
             ours.backward(loss_of(model, 2, rank))
             with pytest.raises(RuntimeError, match="failed on another rank"):
                 ours.step()
         assert is_unchanged(model, before)
         for step in range(2):
             for part in range(3):
-                ours.backward(loss_of(model, 3 * step + part, rank))
-                ours.step()
+                stepped(ours, model, 3 * step + part, rank)
             parts = range(3 * step, 3 * step + 3)
             twin.train([partial(loss_of, step=p, rank=r) for r in range(world_size) for p in parts], 3 * world_size)
         twin.assert_is(model)
@@ -169,9 +167,7 @@ def test_exception_in_one_of_several_passes() -> None:
 
 def forward_that_raises(rank: int, world_size: int, options: dict[str, Any], at: int) -> None:
     """A rank without a backward steps with the others, who take its gradient for zero."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, process_group=patient(), **options)
+    model, twin, ours = beside_unsharded(process_group=patient(), **options)
     for step in range(4):
         if rank == 0 and step == at:
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
@@ -227,13 +223,10 @@ def gradient_that_is_not_finite(
     rank: int, world_size: int, options: dict[str, Any], value: float, norm_type: float
 ) -> None:
     """On one rank, of one element: no rank steps, and all know. State is as if the step had not been."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, norm_type=norm_type, process_group=patient(), **options)
+    model, twin, ours = beside_unsharded(norm_type=norm_type, process_group=patient(), **options)
     for step in range(2):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
     before = bits(model)
     momentum = ours.full_state("last.bias", "momentum_buffer")
     loss = loss_of(model, 2, rank)
@@ -265,13 +258,10 @@ def test_overflow_on_one_rank_skips_the_step_on_all(norm_type: float) -> None:
 
 def unused_that_are_refused(rank: int, world_size: int, options: dict[str, Any], at: int, by_tensor: bool) -> None:
     """Those of one rank are told on all."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, ignore_unused_parameters=False, process_group=patient(), **options)
+    model, twin, ours = beside_unsharded(ignore_unused_parameters=False, process_group=patient(), **options)
     for step in range(at):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
     before = bits(model)
     loss = loss_of(model, 9, rank, spare=rank != 1)
     with pytest.raises(RuntimeError, match=r"no gradient on rank 1 for spare\.(weight|bias), spare\.(bias|weight);"):
@@ -310,9 +300,7 @@ def ranks_that_join_early(rank: int, world_size: int, options: dict[str, Any], f
 
     The unsharded twin takes the batches that there are, divided by the number of all ranks.
     """
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, process_group=patient(), **options)
+    model, twin, ours = beside_unsharded(process_group=patient(), **options)
     accumulation = ours.gradient_accumulation_steps
 
     def count(its: int) -> int:
@@ -321,8 +309,7 @@ def ranks_that_join_early(rank: int, world_size: int, options: dict[str, Any], f
     with Join([ours]):
         for step in range(count(rank)):
             for part in range(accumulation):
-                ours.backward(loss_of(model, accumulation * step + part, rank))
-                ours.step()
+                stepped(ours, model, accumulation * step + part, rank)
     for step in range(2 * (world_size - 1)):
         twin.train(
             [
@@ -340,9 +327,8 @@ def ranks_that_join_early(rank: int, world_size: int, options: dict[str, Any], f
 
 def train_on_with_all(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank: int, world_size: int) -> None:
     for _ in range(ours.gradient_accumulation_steps):
-        ours.backward(loss_of(model, 70, rank))
-        ours.step()
-    twin.train([partial(loss_of, step=70, rank=r) for r in range(world_size)], world_size)
+        stepped(ours, model, 70, rank)
+    twin.train(losses(70, world_size), world_size)
     twin.assert_is(model)
 
 
@@ -474,9 +460,7 @@ def reentrant_checkpoints_of_somebody_elses_backward(rank: int, world_size: int)
     """A backward inside of one that `Tensor.backward` runs is told, wherever it comes, and nothing stepped."""
     for stage in (1, 2):
         for inside in ("first", "twice", "last"):
-            model = Net()
-            twin = Unsharded(model)
-            ours = make(model, stage=stage, process_group=patient())
+            model, twin, ours = beside_unsharded(stage=stage, process_group=patient())
             before = bits(model)
             hidden = batch(0, rank).requires_grad_()
             for layer in ("first", "twice", "last"):

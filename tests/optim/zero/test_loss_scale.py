@@ -14,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.gloo import run
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
+from tests.optim.zero.reference import (
+    Net,
+    assert_alike,
+    beside_unsharded,
+    bits,
+    every,
+    is_unchanged,
+    loss_of,
+    losses,
+    make,
+    stepped,
+)
 from zckpt.optim import DynamicLossScaler, LossScaler
 
 pytestmark = pytest.mark.interop
@@ -111,8 +122,7 @@ def overflow_on_one_rank(rank: int, world_size: int, options: dict[str, Any], ba
     """Of one element. Weights and state are bit for bit what they were, and the scale has fallen on all ranks."""
     model = Net(dtype)
     ours = make(model, torch.optim.AdamW, loss_scale=DynamicLossScaler(2.0**6, delayed_shift=1), **options)
-    ours.backward(loss_of(model, 0, rank))
-    ours.step()
+    stepped(ours, model, 0, rank)
     before = bits(model)
     masters = [group.master.detach().clone() for group in ours.groups]
     state = copy.deepcopy(ours.optim.state_dict()["state"])
@@ -128,8 +138,7 @@ def overflow_on_one_rank(rank: int, world_size: int, options: dict[str, Any], ba
     assert all(torch.equal(g.master.detach(), was) for g, was in zip(ours.groups, masters, strict=True))
     for index, slots in ours.optim.state_dict()["state"].items():
         assert all(torch.equal(value, state[index][key]) for key, value in slots.items())
-    ours.backward(loss_of(model, 3, rank))
-    ours.step()
+    stepped(ours, model, 3, rank)
     assert not ours.overflow
     assert not is_unchanged(model, before)
     assert_alike(model)
@@ -162,8 +171,7 @@ def powers_of_two_change_nothing(rank: int, world_size: int) -> None:
     both = [make(m, loss_scale=s, clip_grad=0.1) for m, s in zip(models, scales, strict=True)]
     for step in range(5):
         for model, ours in zip(models, both, strict=True):
-            ours.backward(loss_of(model, step, rank))
-            ours.step()
+            stepped(ours, model, step, rank)
         assert both[0].last_grad_norm > 0.1
         torch.testing.assert_close(both[0].last_grad_norm, both[1].last_grad_norm, rtol=1e-6, atol=0)
     for one, other in zip(*(model.parameters() for model in models), strict=True):
@@ -173,12 +181,10 @@ def powers_of_two_change_nothing(rank: int, world_size: int) -> None:
 
 def scale_of_somebody_else(rank: int, world_size: int) -> None:
     """One that is set holds, whatever happens; None gives the choice back."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, loss_scale=DynamicLossScaler(4.0, delayed_shift=1))
+    model, twin, ours = beside_unsharded(loss_scale=DynamicLossScaler(4.0, delayed_shift=1))
     ours.loss_scale = 32.0
     ours.backward(loss_of(model, 0, rank))
-    twin.gradients([lambda m, r=r: loss_of(m, 0, r) for r in range(world_size)], world_size)
+    twin.gradients(losses(0, world_size), world_size)
     wanted = 32.0 * twin.model.last.bias.grad
     torch.testing.assert_close(ours.full_state("last.bias", "gradient"), wanted, rtol=1e-5, atol=1e-5)
     ours.step()
@@ -194,13 +200,11 @@ def scale_of_somebody_else(rank: int, world_size: int) -> None:
 
 def scales_itself_by_hand(rank: int, world_size: int) -> None:
     """Whoever runs `Tensor.backward` scales the loss by what `loss_scale` tells."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model, loss_scale=64.0)
+    model, twin, ours = beside_unsharded(loss_scale=64.0)
     for step in range(2):
         (loss_of(model, step, rank) * ours.loss_scale).backward()
         ours.step()
-        twin.train([lambda m, r=r, s=step: loss_of(m, s, r) for r in range(world_size)], world_size)
+        twin.train(losses(step, world_size), world_size)
     twin.assert_is(model)
 
 
@@ -220,8 +224,7 @@ def least_scale(rank: int, world_size: int) -> None:
                 ours.step()
         assert ours.loss_scale == 1.0
         assert is_unchanged(model, before)
-        ours.backward(loss_of(model, 0, rank))
-        ours.step()
+        stepped(ours, model, 0, rank)
         assert not is_unchanged(model, before)
         assert_alike(model)
 

@@ -17,7 +17,19 @@ import torch
 import torch.distributed as dist
 
 from tests.gloo import run
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, has_gradient, is_unchanged, loss_of, make
+from tests.optim.zero.reference import (
+    Net,
+    Unsharded,
+    assert_alike,
+    beside_unsharded,
+    bits,
+    has_gradient,
+    is_unchanged,
+    loss_of,
+    losses,
+    make,
+    stepped,
+)
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -303,8 +315,7 @@ def unused_parameters_are_zero_or_an_error_on_all_ranks(rank: int, world_size: i
         for ignore in (True, False):
             model = Net()
             ours = make(model, stage=stage, ignore_unused_parameters=ignore)
-            ours.backward(loss_of(model, 0, rank))
-            ours.step()
+            stepped(ours, model, 0, rank)
             before = bits(model)
             refused = pytest.raises(RuntimeError, match=r"no gradient on rank 1 for spare\.\w+, spare\.\w+; ignore")
             with contextlib.nullcontext() if ignore else refused:
@@ -312,8 +323,7 @@ def unused_parameters_are_zero_or_an_error_on_all_ranks(rank: int, world_size: i
             if ignore:
                 ours.step()
             assert is_unchanged(model, before) != ignore
-            ours.backward(loss_of(model, 2, rank))
-            ours.step()
+            stepped(ours, model, 2, rank)
             assert_alike(model)
 
 
@@ -364,14 +374,10 @@ def flat_gradient(model: torch.nn.Module) -> torch.Tensor:
 def gradients_are_clipped_by_their_norm(rank: int, world_size: int) -> None:
     for norm_type in (2.0, math.inf):
         for clip in (0.0, 0.05, 1e6):
-            model = Net()
-            twin = Unsharded(model)
-            ours = make(model, clip_grad=clip, norm_type=norm_type)
+            model, twin, ours = beside_unsharded(clip_grad=clip, norm_type=norm_type)
             for step in range(3):
-                ours.backward(loss_of(model, step, rank))
-                ours.step()
-                losses = [lambda m, r=r, s=step: loss_of(m, s, r) for r in range(world_size)]
-                twin.gradients(losses, world_size)
+                stepped(ours, model, step, rank)
+                twin.gradients(losses(step, world_size), world_size)
                 norm = float(torch.linalg.vector_norm(flat_gradient(twin.model), norm_type))
                 assert ours.last_grad_norm == pytest.approx(norm, rel=1e-5)
                 if clip:
@@ -481,8 +487,7 @@ def only_the_ranks_of_the_group_train_together(rank: int, world_size: int) -> No
     members = [1] if rank == 1 else [0, 2]
     ours = make(model, process_group=alone if rank == 1 else pair, clip_grad=0.5)
     for step in range(3):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
+        stepped(ours, model, step, rank)
         losses = [lambda m, r=r, s=step: loss_of(m, s, r) for r in members]
         twin.gradients(losses, len(members))
         torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.5)
@@ -556,8 +561,7 @@ def elastic_state_has_no_padding(rank: int, world_size: int) -> None:
     for elastic in (False, True):
         model = Net()
         ours = make(model, torch.optim.AdamW, elastic_checkpoint=elastic)
-        ours.backward(loss_of(model, 0, rank))
-        ours.step()
+        stepped(ours, model, 0, rank)
         state = ours.state_dict()["base_optimizer_state"]
         if not elastic:
             assert [s["exp_avg"].numel() for s in state["state"].values()] == [g.partition for g in ours.groups]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gloo import run
-from tests.optim.zero.reference import Net, bits, is_unchanged, loss_of, make
+from tests.optim.zero.reference import Net, bits, is_unchanged, make
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.optim.zero.flat import NAMES, is_per_tensor
 
@@ -92,8 +92,7 @@ def refused(rank: int, world_size: int) -> None:
     model = Net()
     before_step = bits(model)
     ours = make(model, torch.optim.Adafactor, allow_per_tensor=True)
-    ours.backward(loss_of(model, 0, rank))
-    ours.step()
+    stepped(ours, model, 0, rank)
     assert not is_unchanged(model, before_step)
     ZeroRedundancyOptimizer(Net().named_parameters(), torch.optim.Adafactor, lr=0.01)
     with pytest.raises(ValueError, match="LBFGS looks at whole tensors"):

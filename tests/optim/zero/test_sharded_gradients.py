@@ -8,7 +8,6 @@ import io
 import math
 import pickle
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,18 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.gloo import run
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
+from tests.optim.zero.reference import (
+    Net,
+    Unsharded,
+    assert_alike,
+    bits,
+    every,
+    is_unchanged,
+    loss_of,
+    losses,
+    make,
+    stepped,
+)
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -34,10 +44,6 @@ def prepared(attached: bool, **options: Any) -> tuple[torch.nn.Module, Net, Unsh
         model = DDP(net, bucket_cap_mb=1e-4)
         ours.attach(model)
     return model, net, twin, ours
-
-
-def losses(step: int, world_size: int) -> list[Any]:
-    return [partial(loss_of, step=step, rank=rank) for rank in range(world_size)]
 
 
 def clipped(rank: int, world_size: int, attached: bool, norm_type: float, options: dict[str, Any]) -> None:
@@ -98,8 +104,7 @@ def scaled_and_dropped(rank: int, world_size: int, attached: bool, options: dict
     for to_none in (True, False):
         ours.backward(loss_of(model, 7, rank))
         model.zero_grad(set_to_none=to_none)
-        ours.backward(loss_of(model, 8, rank))
-        ours.step()
+        stepped(ours, model, 8, rank)
         twin.train(losses(8, world_size), world_size)
         twin.assert_is(net)
 

@@ -20,11 +20,14 @@ from tests.optim.zero.reference import (
     Net,
     Unsharded,
     assert_alike,
+    beside_unsharded,
     bits,
     every,
     is_unchanged,
     loss_of,
+    losses,
     make,
+    stepped,
 )
 from zckpt.optim import ZeroOptimizer
 
@@ -52,10 +55,6 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def unsharded_losses(step: int, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
-    return [partial(loss_of, step=step, rank=r) for r in range(world_size)]
-
-
 def every_class(rank: int, world_size: int, kind: str) -> None:
     """On one rank bit for bit what the class does with one flat tensor; and within a tolerance, unsharded training."""
     optimizer_class, defaults = KINDS[kind]
@@ -66,9 +65,8 @@ def every_class(rank: int, world_size: int, kind: str) -> None:
     before = bits(model)
     for step in range(5):
         ours.zero_grad()
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train(unsharded_losses(step, world_size), world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
         loss_of(flat, step, rank).backward()
         plain.step()
     assert not is_unchanged(model, before)
@@ -102,15 +100,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 def scheduled(rank: int, world_size: int, kind: str) -> None:
     """Rates are those that torch's optimizer gets; they reach the step."""
-    model = Net()
-    twin = Unsharded(model)
-    ours = make(model)
+    model, twin, ours = beside_unsharded()
     schedulers = [SCHEDULERS[kind](optimizer) for optimizer in (ours, twin.optimizer)]
     rates = set()
     for step in range(7):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train(unsharded_losses(step, world_size), world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
         for scheduler in schedulers:
             scheduler.step(1.0) if kind == "plateau" else scheduler.step()
         for mine, its in zip(ours.param_groups, twin.optimizer.param_groups, strict=True):
@@ -136,7 +131,7 @@ def changed_hyperparameters(rank: int, world_size: int) -> None:
             for net, optimizer in ((model, ours), (unchanged, others)):
                 optimizer.backward(loss_of(net, step, rank))
                 optimizer.step()
-            twin.train(unsharded_losses(step, world_size), world_size)
+            twin.train(losses(step, world_size), world_size)
             if step == 1:
                 for optimizer in (ours, twin.optimizer):
                     optimizer.param_groups[1].update(changes)
@@ -151,16 +146,14 @@ def hooks_of_a_step(rank: int, world_size: int) -> None:
     before = bits(model)
     ours.register_step_pre_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
     ours.register_step_post_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
-    ours.backward(loss_of(model, 0, rank))
-    ours.step()
+    stepped(ours, model, 0, rank)
     assert seen == [(True, True), (True, False)]
 
 
 def hooks_of_state_dicts(rank: int, world_size: int) -> None:
     model = Net()
     ours = make(model)
-    ours.backward(loss_of(model, 0, rank))
-    ours.step()
+    stepped(ours, model, 0, rank)
     seen: list[Any] = []
     ours.register_state_dict_pre_hook(lambda _: seen.append("before"))
     ours.register_state_dict_post_hook(lambda _, state: {**state, "note": 7})
@@ -208,8 +201,7 @@ def saved_and_loaded(rank: int, world_size: int, kind: str, options: dict[str, A
     model = Net(options.pop("dtype", torch.float32))
     ours = make(model, optimizer_class, **options, **defaults)
     for step in range(3):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
+        stepped(ours, model, step, rank)
     ours.param_groups[1]["lr"] = 0.07
     held = io.BytesIO()
     torch.save(ours.state_dict(), held)
@@ -246,13 +238,10 @@ def copies_are_refused(rank: int, world_size: int) -> None:
 
 def rates_that_are_tensors(rank: int, world_size: int) -> None:
     """A rate may be a tensor, which is read at each step."""
-    model = Net()
-    twin = Unsharded(model, torch.optim.AdamW)
-    ours = make(model, torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
+    model, twin, ours = beside_unsharded(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
     for step in range(4):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train(unsharded_losses(step, world_size), world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
         if step == 1:
             for group in ours.param_groups:
                 group["lr"] = torch.tensor(0.05)
@@ -287,9 +276,8 @@ def group_added_between_steps(rank: int, world_size: int) -> None:
             twin.optimizer.add_param_group({"params": theirs, "lr": 0.02, "weight_decay": 0.0})
             for parameter in twin.model.spare.parameters():
                 twin.optimizer.state.pop(parameter, None)
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.gradients(unsharded_losses(step, world_size), world_size)
+        stepped(ours, model, step, rank)
+        twin.gradients(losses(step, world_size), world_size)
         if step < 2:
             for parameter in twin.model.spare.parameters():
                 parameter.grad = None
@@ -306,9 +294,8 @@ def moved_parameters(rank: int, world_size: int) -> None:
     ours.refresh_masters()
     twin = Unsharded(model)
     for step in range(2):
-        ours.backward(loss_of(model, step, rank))
-        ours.step()
-        twin.train(unsharded_losses(step, world_size), world_size)
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
     twin.assert_is(model)
     torch.testing.assert_close(ours.full_state("scale", "master"), model.scale.detach(), **TOLERANCE)
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 
 import zckpt
 from tests.gloo import run
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
+from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, losses, make, stepped
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -34,8 +34,7 @@ def seeded(rank: int, dtype: torch.dtype = torch.float32, *, freeze: bool = True
 
 
 def train(ours: ZeroOptimizer, model: torch.nn.Module, step: int, rank: int) -> None:
-    ours.backward(loss_of(model, step, rank))
-    ours.step()
+    stepped(ours, model, step, rank)
 
 
 def ranks_that_begin_otherwise(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -65,7 +64,7 @@ def ranks_that_are_left_alone(rank: int, world_size: int) -> None:
     twin = Unsharded(net)
     for step in range(2):
         train(ours, model, step, rank)
-        twin.train([lambda m, s=step, r=r: loss_of(m, s, r) for r in range(world_size)], world_size)
+        twin.train(losses(step, world_size), world_size)
     twin.assert_is(net)
     assert_alike(net)
 
@@ -165,7 +164,7 @@ def loaded_beside(rank: int, world_size: int, path: Path) -> None:
         group["momentum"] = 0.0
     for step in range(2):
         train(ours, net, step, rank)
-        twin.train([lambda m, s=step, r=r: loss_of(m, s, r) for r in range(world_size)], world_size)
+        twin.train(losses(step, world_size), world_size)
     twin.assert_is(net)
 
 

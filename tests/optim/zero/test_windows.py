@@ -27,6 +27,7 @@ from tests.optim.zero.reference import (
     is_unchanged,
     loss_of,
     make,
+    stepped,
 )
 from zckpt.optim import ZeroOptimizer
 
@@ -347,8 +348,7 @@ def joined_in_a_window(rank: int, world_size: int, steps: int, stage: int) -> No
     twin = Unsharded(net)
     with Join([model, ours]):
         for step in range(steps * (2 + 2 * rank)):
-            ours.backward(loss_of(model, step, rank))
-            ours.step()
+            stepped(ours, model, step, rank)
     for window in range(4):
         ranks = range(world_size) if window < 2 else [1]
         its = range(steps * window, steps * window + steps)

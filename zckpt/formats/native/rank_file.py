@@ -59,7 +59,7 @@ class Entry:
     shape : tuple of int
     width : int, bytes
         Of one element, by which the tensors of a file are ordered.
-    data : memoryview or None
+    data : memoryview, bytes or None
         The bytes, if they are in memory and not in the slot's files.
     """
 
@@ -69,7 +69,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     width: int = 1
-    data: memoryview | None = None
+    data: memoryview | bytes | None = None
 
     @property
     def nbytes(self) -> int:

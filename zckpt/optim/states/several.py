@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from zckpt.formats.remainder import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
+from zckpt.optim.ranks import Place
 from zckpt.optim.states import OptimizerState, Snapshot, Source, state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.state import ParamGroup
@@ -280,6 +282,17 @@ def workers_of(given: Given) -> DistributedOptimizer | None:
     if remote and len(every) > 1:
         raise UsageError("a DistributedOptimizer is saved and loaded alone", found=_listed(list(every)))
     return remote[0] if remote else None
+
+
+def check_file_system(path: Place) -> Path:
+    """Return where a DistributedOptimizer is saved. Raises UsageError: it is a store."""
+    if isinstance(path, str):
+        raise UsageError(
+            "a DistributedOptimizer is saved to a file system",
+            path=path,
+            advice="save to a path, and let zckpt convert write to the store",
+        )
+    return path
 
 
 def process_group_of(given: Given) -> dist.ProcessGroup | None:

@@ -20,8 +20,7 @@ from zckpt.optim.states.expected import begins_anew, makes_state
 from zckpt.optim.states.values import as_stored
 from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
-from zckpt.optim.zero.deepspeed_state import scaler_object, settings
-from zckpt.optim.zero.flat import FlatGroup
+from zckpt.optim.zero.deepspeed_state import scaler_object
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import DynamicLossScaler, Scaler, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, ParamGroup
@@ -70,16 +69,6 @@ class ZeroState(ByParameter):
             group.state = {key: as_stored(v) for key, v in values if not isinstance(v, torch.Tensor) or not v.dim()}
         return found
 
-    def _flat_slots(self, flat: FlatGroup) -> dict[str, torch.Tensor]:
-        """Return this rank's partition of a group's masters and of the tensors of the local optimizer."""
-        found = {MASTER: flat.master.detach()}
-        for key, value in self.optimizer.optim.state.get(flat.master, {}).items():
-            if isinstance(value, torch.Tensor) and value.shape == flat.master.shape:
-                found[key] = value.detach()
-            elif isinstance(value, torch.Tensor) and value.dim():
-                raise UnsupportedError(f"{key} is a tensor for a whole param group, which no parameter has a part of")
-        return found
-
     def snapshot(self) -> Snapshot:
         """Return what this rank has, the loss scaler, and what else DeepSpeed keeps besides the state.
 
@@ -96,16 +85,21 @@ class ZeroState(ByParameter):
         with answering():
             leaves_masters = not optimizer.is_any(not same)
         for flat in optimizer.groups:
-            slots = self._flat_slots(flat)
-            if leaves_masters:
-                del slots[MASTER]
+            slots = {} if leaves_masters else {MASTER: flat.master.detach()}
+            for key, value in optimizer.optim.state.get(flat.master, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == flat.master.shape:
+                    slots[key] = value.detach()
+                elif isinstance(value, torch.Tensor) and value.dim():
+                    raise UnsupportedError(
+                        f"{key} is a tensor for a whole param group, which no parameter has a part of"
+                    )
             for own in flat.own:
                 name, shape = self.called[flat.parameters[own.index]], tuple(flat.shapes[own.index])
-                extent, end = Extent.flat(shape, own.start, own.numel), own.position + own.numel
+                extent = Extent.flat(shape, own.start, own.numel)
                 for key, tensor in slots.items():
-                    share = Share(shape, extent, tensor[own.position : end], (world_rank(),))
+                    share = Share(shape, extent, tensor[own.of_partition], (world_rank(),))
                     found.shares.append((name, key, share))
-        found.metadata = {**settings(optimizer), "loss_scaler": scaler_object(optimizer.loss_scaler)}
+        found.metadata = {**optimizer.settings(), "loss_scaler": scaler_object(optimizer.loss_scaler)}
         found.zero_stage, found.loss_scale = optimizer.stage, float(optimizer.loss_scale)
         return found
 
@@ -146,7 +140,7 @@ class ZeroState(ByParameter):
             every, master = list(owners.values()), group.master.detach().clone()
             parts = []
             for own in group.own:
-                owner, into = every[own.index], master[own.position : own.position + own.numel]
+                owner, into = every[own.index], master[own.of_partition]
                 slot = None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
                 if slot is not None:
                     self.reads.append(TensorRead(slot, Extent.flat(slot.shape, own.start, own.numel), into))

@@ -21,12 +21,14 @@ from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
+from zckpt.optim.flat_parameters import Bare
 from zckpt.optim.param_groups import Names, sync
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import OptimizerState, Snapshot, Source, Target
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.by_parameter import ByParameter
-from zckpt.optim.tensors import Bare, bare, world_rank
+from zckpt.optim.states.several import check_file_system
+from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.storage.durable import written_directory
@@ -142,12 +144,7 @@ class WorkersState(OptimizerState):
     def write(self, target: Target) -> None:
         """Let each worker write its files of a directory; the caller calls it."""
         names = self.names()
-        if isinstance(target.path, str):
-            raise UsageError(
-                "a DistributedOptimizer is saved to a file system", path=target.path,
-                advice="save to a path, and let zckpt convert write to the store",
-            )  # fmt: skip
-        with written_directory(target.path, overwrite=target.overwrite, owned=OWNED) as partial:
+        with written_directory(check_file_system(target.path), overwrite=target.overwrite, owned=OWNED) as partial:
             arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
             numbers = self.optimizer.call_each(_save_worker, arguments)
             first = [sum(len(group) for group in names[:index]) for index in range(len(names))]

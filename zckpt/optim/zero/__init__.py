@@ -3,11 +3,9 @@
 flat              a group's buffer and this rank's masters; the local optimizer, and which optimizers cannot be one
 reduction         gradients in buckets, averaged over ranks while backward makes them, and accumulated
 gradients         what lies in `grad` once a gradient has been reduced
-backward          hooks, passes, windows, and failures
-ddp               DistributedDataParallel's buckets
+backward          hooks, passes, windows, failures, and DistributedDataParallel's buckets
 stepping          the loss scale, the norm of all gradients, clipping, and the step of a master
-stateful          whole tensors by name, state dicts, weights to all ranks
-optimizer         the class: options, and the step
+optimizer         the class: options, the step, whole tensors by name, state dicts, weights to all ranks
 deepspeed_state   state in DeepSpeed's form
 files             DeepSpeed's directories, and experts under their global numbers
 """

@@ -6,6 +6,13 @@ window. What no pass has reduced when a step is due, is reduced then.
 
 A parameter has two hooks. One runs before autograd puts a gradient into `grad`, and takes a stand-in out of there; one
 runs afterwards, and keeps the gradient or has it reduced.
+
+With DistributedDataParallel, its buckets are reduced to owners, and not to all ranks; all else is as without it. DDP
+puts this rank's gradients into buckets and hands each to a communication hook, in the same order on all ranks. A pass
+that DDP does not synchronise (`model.no_sync()`) has no buckets: its gradients stay in `grad`, and DDP's next buckets
+have the sum. What DDP has no bucket for (a parameter outside of the model, or that the model is set to ignore) is
+reduced when backward has ended, after all of DDP's own communication. Of a bucket's other parameters, which are not
+this optimizer's, the average goes back to DDP, which puts it into their `grad`.
 """
 
 from __future__ import annotations
@@ -13,19 +20,21 @@ from __future__ import annotations
 import contextlib
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zckpt.optim.param_groups import SHOWN, Group
+from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.gradients import ShardedGradient, ShardedGradients
-from zckpt.optim.zero.reduction import Reducer
+from zckpt.optim.zero.reduction import Bucket, Reducer, fill
 from zckpt.optim.zero.stepping import Scaler, model_rank
 
 
@@ -58,6 +67,11 @@ class BackwardOptimizer(FlatOptimizer):
         self._boundary: bool | None = None
         self._window_is_open = False
         self._failed = False
+        self._inner: tuple[Hook, Any] | None = None
+        self._ddp_buckets: dict[tuple[int, ...], Bucket] = {}
+        self._ddp_came = False
+        self._ddp_reduced: set[torch.Tensor] = set()
+        self._by_hook: list[tuple[GradBucket, Future[torch.Tensor]]] = []
         super().__init__(*given)
         self._reducer = Reducer(self, self._take)
         self._hook_all()
@@ -83,9 +97,50 @@ class BackwardOptimizer(FlatOptimizer):
         super().add_param_group(param_group)
         if self._is_made:
             self._reducer.forget()
+            self._ddp_buckets.clear()
             self._hook_all()
 
     # --- what users call
+
+    def attach(self, model: DistributedDataParallel, hook: Hook | None = None, *, state: Any = None) -> None:
+        """Let DistributedDataParallel's buckets be reduced to owners by this optimizer, and not twice.
+
+        Call it once, between steps. `model.no_sync()` then accumulates, and what the model assumes of its buckets and
+        graph holds. Weights that the model has got from its first rank become this optimizer's.
+
+        Parameters
+        ----------
+        model : DistributedDataParallel
+        hook : callable, optional
+            A communication hook that averages a bucket over all ranks, such as one that compresses; this optimizer then
+            takes what it owns of what that returns.
+        state : object
+            What the hook is called with.
+
+        Raises
+        ------
+        ValueError
+            The model is of another process group than the optimizer, or has a communication hook already; or a hook is
+            given and there are experts, whose ranks it does not know.
+        RuntimeError
+            Between backward and step.
+        """
+        if dist.get_process_group_ranks(model.process_group) != dist.get_process_group_ranks(self.process_group):
+            raise ValueError("the model and the optimizer must be of the same ranks")
+        if model._comm_hooks:
+            raise ValueError(
+                "the model has a communication hook already, and can have one only: make it without, and give the hook "
+                "to the optimizer, as attach(model, hook, state=state)"
+            )
+        if hook is not None and any(group.is_expert for group in self.groups):
+            raise ValueError("a hook averages over all ranks, and experts are averaged over those that share them")
+        if self._passes or self._pass is not None:
+            raise RuntimeError("attach must not come between backward and step")
+        model.register_comm_hook(self, _on_bucket)
+        self._inner = None if hook is None else (hook, state)
+        self.is_attached = True
+        for group in self.groups:
+            group.take_weights()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Scale the loss, run its backward and reduce the gradients, as far as the stage reduces them then.
@@ -172,10 +227,6 @@ class BackwardOptimizer(FlatOptimizer):
         if self._is_forced or self._boundary is not None:
             return self._is_forced or bool(self._boundary)
         return self._passes + 1 >= self.gradient_accumulation_steps
-
-    def _is_synchronised(self) -> bool:
-        """Tell whether all ranks reduce in the present pass, if the stage does."""
-        return True
 
     def _is_due(self) -> bool:
         """Tell whether the window has come to its end, where `step` steps; so it has where nothing has begun."""
@@ -284,17 +335,13 @@ class BackwardOptimizer(FlatOptimizer):
 
     def _end_pass(self, *, has_joined: bool = False) -> None:
         missing: list[torch.Tensor] = []
-        reduces = self._reduces() and self._is_synchronised()
+        reduces = self._reduces() and (not self.is_attached or self._ddp_came or self._is_forced)
         if reduces:
-            missing = self._reduce_rest()
+            missing = self._reduce_rest_of_ddp() if self.is_attached else self._reducer.finish()
             self._sharded.put(self, self.groups)
         self._count_pass(reduced=reduces)
         if not self.ignore_unused_parameters:
             self._refuse_unused([] if has_joined else missing)
-
-    def _reduce_rest(self) -> list[torch.Tensor]:
-        """Reduce what has not been reduced in this pass; return the parameters that had no gradient on this rank."""
-        return self._reducer.finish()
 
     def _count_pass(self, *, reduced: bool) -> None:
         self._is_complete = self._is_last()
@@ -302,9 +349,23 @@ class BackwardOptimizer(FlatOptimizer):
         self._is_fresh = True
         self._pass = None
         self._passes += 1
+        self._ddp_came = False
 
     def _fail_pass(self) -> None:
-        """Take part in what is left of a pass that failed here, so that no rank waits for this one."""
+        """Take part in what is left of a pass that failed here, so that no rank waits for this one.
+
+        With DDP, whose ranks wait for this one, only forget what has been begun.
+        """
+        if self.is_attached:
+            with contextlib.suppress(Exception):  # the first error is raised
+                self._reducer.drain()
+            self._by_hook.clear()
+            self._ddp_reduced.clear()
+            self._ddp_came = False
+            self._end_window()
+            self._pass = None
+            self._failed = True
+            return
         self._failed = True
         reduces = self._reduces()
         self._count_pass(reduced=reduces)
@@ -321,7 +382,10 @@ class BackwardOptimizer(FlatOptimizer):
             while self._passes < self.gradient_accumulation_steps:
                 self._begin_pass()
                 self._end_pass(has_joined=has_joined)
-        if self._passes == 0 or not self._is_reduced or self._has_gradients():
+        by_hand = any(  # since the last pass
+            p.grad is not None and not isinstance(p.grad, ShardedGradient) and p.numel() for p in self._place
+        )
+        if self._passes == 0 or not self._is_reduced or by_hand:
             self._is_forced = True
             try:
                 self._begin_pass()
@@ -330,14 +394,12 @@ class BackwardOptimizer(FlatOptimizer):
                 self._is_forced = False
         self._sharded.take_out()
 
-    def _has_gradients(self) -> bool:
-        """Tell whether somebody has put gradients into `grad` since the last pass."""
-        return any(p.grad is not None and not isinstance(p.grad, ShardedGradient) and p.numel() for p in self._place)
-
     def _settle(self) -> None:
         """After a failure here, go through this window with the other ranks, who learn of it in their step."""
         if self._pass is not None and self._pass >= 0:  # a backward that was not ours has failed
             self._fail_pass()
+        if self.is_attached:
+            self._failed = False
         while self._failed and self._boundary is None and self._passes < self.gradient_accumulation_steps:
             self._begin_pass()
             self._fail_pass()
@@ -358,14 +420,15 @@ class BackwardOptimizer(FlatOptimizer):
         """Take part in one window and its step, without inputs."""
         self._window_is_open = True  # the others have said so
         with contextlib.suppress(WindowFailedError):  # those that train raise it
-            if self._go_along():
-                self._step_or_fail()
-
-    def _go_along(self) -> bool:
-        """Take part in one window without inputs, and tell whether a step comes next."""
-        self._passes = 0
-        self._complete_window(has_joined=True)
-        return True
+            if self.is_attached:
+                self._sharded.take_out()
+                self._end_pass(has_joined=True)  # DDP has called the hook with zeros, if the others reduced
+                if not self._is_due() or not (self._is_reduced or self.gradient_accumulation_steps > 1):
+                    return
+            else:
+                self._passes = 0
+            self._complete_window(has_joined=True)
+            self._step_or_fail()
 
     @abstractmethod
     def _step_or_fail(self) -> None:
@@ -398,3 +461,64 @@ class BackwardOptimizer(FlatOptimizer):
                     f"no gradient on rank {rank} for {', '.join(unused[:SHOWN])}{more}; "
                     f"ignore_unused_parameters=True takes them for zero"
                 )
+
+    # --- buckets of DDP
+
+    def _reduce_bucket(self, given: GradBucket) -> Future[torch.Tensor]:
+        """Begin to reduce a bucket, if this pass reduces; return what DDP is to put into `grad`."""
+        reduces = self._syncs and self._reduces()
+        self._ddp_came |= self._syncs
+        if self._inner is not None and reduces:
+            hook, state = self._inner
+            future = hook(state, given)
+            self._by_hook.append((given, future))
+            self._ddp_reduced |= {parameter for parameter in given.parameters() if parameter in self._place}
+            return future
+        pairs = list(zip(given.parameters(), given.gradients(), strict=True))
+        if reduces:
+            self._launch([(p, g) for p, g in pairs if p in self._place])
+        _average([g for p, g in pairs if p not in self._place], self.process_group)
+        done: Future[torch.Tensor] = Future()
+        done.set_result(given.buffer())
+        return done
+
+    def _launch(self, ours: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        if not ours:
+            return
+        parameters = [parameter for parameter, _ in ours]
+        key = tuple(map(id, parameters))
+        if key not in self._ddp_buckets:
+            self._ddp_buckets[key] = self._reducer.bucket_of([self._place[parameter] for parameter in parameters])
+        self._reducer.launch(self._ddp_buckets[key], [gradient for _, gradient in ours], keep=True)
+        self._ddp_reduced |= set(parameters)
+
+    def _reduce_rest_of_ddp(self) -> list[torch.Tensor]:
+        """Reduce what DDP had no bucket for, and take all gradients out of `grad`."""
+        for bucket, future in self._by_hook:
+            found = zip(bucket.parameters(), reduced_gradients(bucket, future), strict=True)
+            self._reducer.accept({parameter: gradient for parameter, gradient in found if parameter in self._place})
+        self._by_hook.clear()
+        rest = [member for member in self._reducer.members if member.parameter not in self._ddp_reduced]
+        for members in fill(rest, self.reduce_bucket_size):
+            self._launch([(member.parameter, member.parameter.grad) for member in members])
+        self._reducer.drain()
+        self._ddp_reduced.clear()
+        self._local.clear()
+        missing = [member.parameter for member in self._reducer.members if member.parameter.grad is None]
+        for member in self._reducer.members:
+            member.parameter.grad = None
+        return missing
+
+
+def _average(gradients: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
+    """Average gradients over ranks where they are, as DDP would have."""
+    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        wire = torch.cat([gradient.reshape(-1) for gradient in alike]).div_(dist.get_world_size(process_group))
+        dist.all_reduce(wire, group=process_group)
+        for gradient, found in zip(alike, torch.split(wire, [one.numel() for one in alike]), strict=True):
+            gradient.copy_(found.view(gradient.shape))
+
+
+def _on_bucket(optimizer, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
+    return optimizer._reduce_bucket(bucket)

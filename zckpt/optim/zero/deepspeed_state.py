@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,9 +20,6 @@ from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.stepping import LossScaler, Scaler
 from zckpt.torchfile import DType, Global, Object
-
-if TYPE_CHECKING:
-    from zckpt.optim.zero.stateful import StatefulOptimizer
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form this is."""
@@ -55,55 +52,6 @@ class ShareAddress:
 
     numel: int
     start: int
-
-
-def settings(optimizer: StatefulOptimizer) -> dict[str, Any]:
-    """Return what DeepSpeed keeps besides the state."""
-    return {
-        "loss_scaler": optimizer.loss_scaler,
-        "dynamic_loss_scale": bool(getattr(optimizer.loss_scaler, "dynamic", False)),
-        "overflow": optimizer.overflow,
-        "clip_grad": optimizer.clip_grad,
-    }
-
-
-def make_state_dict(optimizer: StatefulOptimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-    """Return this rank's state in DeepSpeed's form; tensors are those of the optimizer, not copies."""
-    groups = optimizer.groups
-    made = settings(optimizer)
-    if optimizer.elastic_checkpoint:
-        made[STATE] = [_lean(optimizer.optim.state.get(group.master, {}), group) for group in groups]
-        made[STEP] = _step(optimizer)
-    else:
-        made[STATE] = optimizer.optim.state_dict()
-    made[MASTERS] = [group.master.detach()[: group.partition - group.padding] for group in groups]
-    made["zero_stage"] = optimizer.stage
-    made["group_paddings"] = [group.padding for group in groups]
-    made["param_alignment_paddings"] = [list(group.pads) for group in groups]
-    made["partition_count"] = [group.world_size for group in groups]
-    made["ds_version"] = VERSION
-    made["param_slice_mappings"] = [
-        {names[group.parameters[one.index]]: ShareAddress(one.numel, one.position) for one in group.own}
-        for group in groups
-    ]
-    return made
-
-
-def _step(optimizer: FlatOptimizer) -> Any:
-    """Return the step that DeepSpeed expects in elastic state of any optimizer, and puts into all param groups."""
-    for group, flat in zip(optimizer.optim.param_groups, optimizer.groups, strict=True):
-        step = group.get("step", optimizer.optim.state.get(flat.master, {}).get("step"))
-        if step is not None:
-            return int(step)
-    return 0
-
-
-def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
-    lean = group.partition - group.padding
-    return {
-        key: value[:lean] if isinstance(value, torch.Tensor) and value.shape == group.master.shape else value
-        for key, value in state.items()
-    }
 
 
 class States:
@@ -148,16 +96,11 @@ class States:
                     f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
                 )
             expected = group.partition - group.padding if self._is_rigid else group.total
-            numel = sum(state[MASTERS][index].numel() for state in self._having(group))
+            numel = sum(state[MASTERS][index].numel() for state in self.having(group))
             if numel != expected:
                 raise ValueError(
                     f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
                 )
-
-    def load_masters(self) -> None:
-        """Copy this rank's masters from the states that have them."""
-        for index, group in enumerate(self._optimizer.groups):
-            self._fill(group.master.data, [state[MASTERS][index] for state in self._having(group)], group)
 
     def local(self) -> tuple[dict[int, Any], list[dict[str, Any]]]:
         """Return the local optimizer's state, cut for this rank, by param group, and the param groups."""
@@ -167,7 +110,7 @@ class States:
             return state, self.own[STATE]["param_groups"]
         state = {}
         for index, group in enumerate(self._optimizer.groups):
-            having = self._having(group)
+            having = self.having(group)
             for key, made in having[0][STATE][index].items():
                 every = [one[STATE][index][key] for one in having]
                 if all(
@@ -175,7 +118,7 @@ class States:
                     for found, one in zip(every, having, strict=True)
                 ):
                     made = torch.zeros(group.partition, dtype=made.dtype)  # noqa: PLW2901
-                    self._fill(made, every, group)
+                    self.fill(made, every, group)
                 state.setdefault(index, {})[key] = made
         groups = [{**group} for group in self._optimizer.optim.state_dict()["param_groups"]]
         for one in groups:
@@ -183,7 +126,7 @@ class States:
                 one["step"] = self.own[STEP]
         return state, groups
 
-    def _having(self, group: FlatGroup) -> list[Mapping[str, Any]]:
+    def having(self, group: FlatGroup) -> list[Mapping[str, Any]]:
         """Return the states that make up a group, or this rank's partition; of experts, every so many ranks'."""
         if self._is_rigid:
             return [self.own]
@@ -192,7 +135,7 @@ class States:
         apart = self._optimizer.world_size // group.world_size
         return self._every[self._optimizer.rank % apart :: apart]
 
-    def _fill(self, into: torch.Tensor, lean: Sequence[torch.Tensor], group: FlatGroup) -> None:
+    def fill(self, into: torch.Tensor, lean: Sequence[torch.Tensor], group: FlatGroup) -> None:
         """Copy this rank's elements of partitions to the front, and zeros behind them: padding."""
         values = lean[0]
         if not self._is_rigid:

@@ -31,9 +31,10 @@ from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, glo
 from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
 from zckpt.operations.small_file import beside_it, check_text, name_of, write_text
 from zckpt.operations.target import write_target
+from zckpt.optim.flat_parameters import Bare
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import Target
-from zckpt.optim.tensors import Bare, bare
+from zckpt.optim.tensors import bare
 from zckpt.optim.values import Values
 from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer

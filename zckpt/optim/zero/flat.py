@@ -61,6 +61,10 @@ class FlatGroup:
         After each parameter.
     partition : int, elements
         Of each rank, padding included.
+    extents : list of list of (int, FlatShare)
+        Of each parameter, which rank has which of its elements.
+    own : list of FlatShare
+        What this rank has.
     flat : Tensor, (world size x partition,)
         Of the model's element type.
     master : Parameter, (partition,)
@@ -92,7 +96,11 @@ class FlatGroup:
         self.pads = alignment_padding(self.numels, multiple)
         self.starts = flat_starts(self.numels, self.pads)
         self.partition = flat_partition_numel(self.total, self.world_size)
-        self.own = self.shares_of(self.rank)
+        self.extents: list[list[tuple[int, FlatShare]]] = [[] for _ in self.parameters]
+        for rank in range(self.world_size):
+            for share in flat_shares(self.numels, self.starts, self.partition, rank):
+                self.extents[share.index].append((rank, share))
+        self.own = [share for its in self.extents for rank, share in its if rank == self.rank]
         self.gradient: torch.Tensor | None = None
         self.flat = torch.zeros(self.partition * self.world_size, dtype=dtype, device=device)
         master = torch.empty(
@@ -125,10 +133,6 @@ class FlatGroup:
         """Return one rank's partition of the buffer."""
         return self.flat[rank * self.partition : (rank + 1) * self.partition]
 
-    def shares_of(self, rank: int) -> list[FlatShare]:
-        """Return the extents of parameters in one rank's partition."""
-        return list(flat_shares(self.numels, self.starts, self.partition, rank))
-
     def point(self, position: int | None = None) -> None:
         """Make parameters, or one of them, views of the buffer, if something has moved them; their values go along."""
         for index in range(len(self.parameters)) if position is None else (position,):
@@ -145,14 +149,14 @@ class FlatGroup:
         A master whose weight is what it rounds to stays: it has what rounding has lost.
         """
         self.point(position)
-        extents = [(0, self.partition)]
+        extents = [slice(0, self.partition)]
         if position is not None:
-            extents = [(share.position, share.position + share.numel) for share in self.own if share.index == position]
+            extents = [share.of_partition for share in self.own if share.index == position]
         master = self.master.detach()
         piece = PIECE_OF_GPU if master.is_cuda else PIECE
-        for begin, end in extents:
-            for start in range(begin, end, piece):
-                where = slice(start, min(start + piece, end))
+        for one in extents:
+            for start in range(one.start, one.stop, piece):
+                where = slice(start, min(start + piece, one.stop))
                 kept, found = master[where], self.weights[where].to(master.device)
                 rounded = kept.to(found.dtype)
                 if not torch.equal(rounded, found):

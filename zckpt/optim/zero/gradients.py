@@ -88,7 +88,11 @@ class ShardedGradient(torch.Tensor):
                 func(elements, factor)
             return mine
         if func is _ATEN.clamp_.default:
-            mine._clamp(*args[1:], **given)
+            optimizer = mine._optimizer()
+            scale = 1.0 if optimizer is None else optimizer.loss_scale
+            bounds = {**dict(zip(("min", "max"), args[1:], strict=False)), **given}
+            for elements in mine._owned():
+                elements.clamp_(**{key: None if value is None else value * scale for key, value in bounds.items()})
             return mine
         if func is _ATEN.zero_.default:
             mine.forget()
@@ -105,7 +109,7 @@ class ShardedGradient(torch.Tensor):
         group = self._group()
         if group is None or group.gradient is None:
             return []
-        return [group.gradient[f.position : f.position + f.numel] for f in group.own if f.index == self._position]
+        return [group.gradient[one.of_partition] for one in group.own if one.index == self._position]
 
     def _norm(self, order: float = 2.0) -> torch.Tensor:
         """Return the norm of the whole average, without the loss scale."""
@@ -126,13 +130,6 @@ class ShardedGradient(torch.Tensor):
         dist.all_reduce(found, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group.process_group)
         whole: torch.Tensor = (found if math.isinf(order) else found.pow(1.0 / order)) / optimizer.loss_scale
         return whole
-
-    def _clamp(self, least: float | None = None, most: float | None = None, **given: float | None) -> None:
-        optimizer = self._optimizer()
-        scale = 1.0 if optimizer is None else optimizer.loss_scale
-        bounds = {"min": given.get("min", least), "max": given.get("max", most)}
-        for elements in self._owned():
-            elements.clamp_(**{key: None if value is None else value * scale for key, value in bounds.items()})
 
 
 def _number(value: Any) -> Any:

@@ -1,9 +1,13 @@
-"""The optimizer: its options, and the step."""
+"""The optimizer: its options, the step, and state: whole tensors by name, state dicts, and weights made of masters.
+
+Weights lead: what somebody has written into them since the last step is copied into the masters before these are
+stepped, saved or compared.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +15,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
+from zckpt.optim.ranks import all_gather_flat
 from zckpt.optim.zero import stepping
-from zckpt.optim.zero.backward import WindowFailedError
-from zckpt.optim.zero.stateful import StatefulOptimizer, publish, wait_for
-from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler
+from zckpt.optim.zero.backward import BackwardOptimizer, WindowFailedError
+from zckpt.optim.zero.deepspeed_state import MASTERS, STATE, STEP, VERSION, DeepSpeedState, ShareAddress, States
+from zckpt.optim.zero.flat import FlatGroup
+from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler, scaler_like
+
+MASTER = "master"
+GRADIENT = "gradient"
 
 REDUCE_BUCKET_SIZE = 1 << 23
 ALLGATHER_BUCKET_SIZE = 1 << 27
 
 
-class ZeroOptimizer(StatefulOptimizer):
+class ZeroOptimizer(BackwardOptimizer):
     """ZeRO-1 and ZeRO-2: each rank keeps the masters and state of an equal slice of all parameters, and steps that.
 
     Parameters
@@ -264,3 +273,255 @@ class ZeroOptimizer(StatefulOptimizer):
             self.optim.param_groups = every
         wait_for(handles)
         param_groups.sync(every, self.param_groups)
+
+    # --- state
+
+    def full_state(self, name: str, slot: str) -> Any:
+        """Return one slot of one parameter, whole. All ranks that share its param group call it together.
+
+        Parameters
+        ----------
+        name : str
+        slot : str
+            "master"; "gradient" (averaged, scaled by the loss scale, between backward and step); or a key of the
+            optimizer's state.
+
+        Returns
+        -------
+        Tensor or object
+            A copy, of the parameter's shape, on its device; or what the optimizer keeps once for a param group.
+
+        Raises
+        ------
+        ValueError
+            No such parameter or slot.
+        """
+        group, position = self.find(name)
+        if slot == MASTER:
+            group.take_weights(position)
+        held = self._slot(group, name, slot)
+        if not _is_flat(held, group):
+            return held.clone() if isinstance(held, torch.Tensor) else held
+        whole = torch.empty(group.numels[position], dtype=held.dtype, device=group.flat.device)
+        handles = []
+        for rank, share in group.extents[position]:
+            into = whole[share.of_parameter]
+            if rank == group.rank:
+                into.copy_(held[share.of_partition])
+            if group.world_size > 1:
+                source = dist.get_global_rank(group.process_group, rank)
+                handles.append(dist.broadcast(into, src=source, group=group.process_group, async_op=True))
+        wait_for(handles)
+        return whole.view(group.shapes[position])
+
+    @torch.no_grad()
+    def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
+        """Set one slot of one parameter; with its master its weight, too. All ranks give the same value.
+
+        Raises
+        ------
+        ValueError
+            No such parameter or slot, another shape, or a slot that is one value for a whole param group.
+        """
+        group, position = self.find(name)
+        held = self._slot(group, name, slot)
+        if not _is_flat(held, group):
+            raise ValueError(
+                f"{slot} of {name} is one value for all of its param group, and cannot be set for a parameter"
+            )
+        if value.shape != group.shapes[position]:
+            raise ValueError(f"{name} has the shape {tuple(group.shapes[position])}, not {tuple(value.shape)}")
+        flat = value.detach().reshape(-1)
+        for share in group.own:
+            if share.index == position:
+                held[share.of_partition].copy_(flat[share.of_parameter])
+        if slot == MASTER:
+            start = group.starts[position]
+            group.point(position)
+            group.flat[start : start + flat.numel()].copy_(flat.to(group.master.dtype))
+
+    def _slot(self, group: FlatGroup, name: str, slot: str) -> Any:
+        """Return what this rank holds of a group's masters, gradients or state of the local optimizer."""
+        held: dict[str, Any] = {MASTER: group.master.detach(), **self.optim.state.get(group.master, {})}
+        if group.gradient is not None:
+            held[GRADIENT] = group.gradient
+        if slot not in held:
+            raise ValueError(f"{name} has no {slot}: there are {', '.join(held)}")
+        return held[slot]
+
+    def adopt_weights(self) -> None:
+        """Copy weights that were set since the last step into the masters, as the next step does; others stay."""
+        for group in self.groups:
+            group.take_weights()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Make all masters of the weights, those that round to their weights too."""
+        for group in self.groups:
+            group.point()
+            group.master.copy_(group.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state in DeepSpeed's form; see `elastic_checkpoint`. Its tensors are live, not copies.
+
+        Raises
+        ------
+        ValueError
+            The parameters have no names.
+        """
+        self._through(self._optimizer_state_dict_pre_hooks)
+        made = self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+        whole: dict[str, Any] = self._through(self._optimizer_state_dict_post_hooks, DeepSpeedState(made))
+        return whole
+
+    def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+        """Return `state_dict()` with other names of the parameters."""
+        param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
+        self.adopt_weights()
+        groups, state = self.groups, self.optim.state
+        lean = [group.partition - group.padding for group in groups]
+        made = self.settings()
+        if self.elastic_checkpoint:
+            made[STATE] = [
+                {
+                    key: value[:numel] if _is_flat(value, group) else value
+                    for key, value in state.get(group.master, {}).items()
+                }
+                for group, numel in zip(groups, lean, strict=True)
+            ]
+            # DeepSpeed expects one step of any optimizer, and puts it into all param groups.
+            steps = (
+                its.get("step", state.get(group.master, {}).get("step"))
+                for its, group in zip(self.optim.param_groups, groups, strict=True)
+            )
+            made[STEP] = next((int(step) for step in steps if step is not None), 0)
+        else:
+            made[STATE] = self.optim.state_dict()
+        made[MASTERS] = [group.master.detach()[:numel] for group, numel in zip(groups, lean, strict=True)]
+        made["zero_stage"] = self.stage
+        made["group_paddings"] = [group.padding for group in groups]
+        made["param_alignment_paddings"] = [list(group.pads) for group in groups]
+        made["partition_count"] = [group.world_size for group in groups]
+        made["ds_version"] = VERSION
+        made["param_slice_mappings"] = [
+            {names[group.parameters[one.index]]: ShareAddress(one.numel, one.position) for one in group.own}
+            for group in groups
+        ]
+        return made
+
+    def settings(self) -> dict[str, Any]:
+        """Return what DeepSpeed keeps besides the state."""
+        return {
+            "loss_scaler": self.loss_scaler,
+            "dynamic_loss_scale": bool(getattr(self.loss_scaler, "dynamic", False)),
+            "overflow": self.overflow,
+            "clip_grad": self.clip_grad,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """Load state that DeepSpeed or this class has made, and make the weights of the masters.
+
+        Parameters
+        ----------
+        state_dict : mapping or sequence of mapping
+            What `state_dict` returned: this rank's, or that of every rank in order; also as DeepSpeed's files hold it.
+            Elastic states may be of any number of ranks, and must then be those of all.
+        load_optimizer_states : bool
+            Otherwise masters only.
+        load_from_fp32_weights : bool
+            Load masters; otherwise make them of the model's weights, which are rounded.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no such state; of other param groups, sizes or alignment; or rigid, of another number of ranks.
+            Nothing has changed.
+        """
+        states = States(self._through(self._optimizer_load_state_dict_pre_hooks, state_dict), self)
+        states.check()
+        own = states.own
+        scaler = scaler_like(self.loss_scaler, own.get("loss_scaler"))
+        if load_optimizer_states:
+            state, groups = states.local()
+            self.optim.load_state_dict({"state": state, "param_groups": groups})
+            param_groups.sync(self.optim.param_groups, self.param_groups)
+        self.loss_scaler = scaler
+        self.clip_grad = own.get("clip_grad", self.clip_grad)
+        self.overflow = bool(own.get("overflow", False))
+        if load_from_fp32_weights:
+            for index, group in enumerate(self.groups):
+                lean = [state[MASTERS][index] for state in states.having(group)]
+                states.fill(group.master.data, lean, group)
+            self.publish_masters()
+        else:
+            self.refresh_masters()
+        self._through(self._optimizer_load_state_dict_post_hooks)
+
+    @torch.no_grad()
+    def publish_masters(self) -> None:
+        """Make the weights of the masters, on all ranks, after masters were set."""
+        for group in self.groups:
+            group.point()
+        handles: list[dist.Work] = []
+        for group in self.groups:
+            handles += publish(group, self.allgather_bucket_size)
+        wait_for(handles)
+
+
+def _is_flat(held: object, group: FlatGroup) -> bool:
+    return isinstance(held, torch.Tensor) and held.shape == group.master.shape and held.dim() > 0
+
+
+# --- weights to all ranks
+
+
+def publish(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
+    """Make this rank's weights of its masters, and begin to send them to all ranks. They all call it together.
+
+    So many elements of the buffer go at once, over all ranks. What is returned is to be waited for before the weights
+    are used.
+    """
+    master = group.master.detach()
+    if master.device == group.flat.device or not group.flat.is_cuda:
+        group.weights.copy_(master)
+    else:
+        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
+        group.weights.copy_(rounded.copy_(master), non_blocking=True)
+    return _gather(group, max(bucket_size // group.world_size, 1))
+
+
+def _gather(group: FlatGroup, piece: int) -> list[dist.Work]:
+    """Begin to complete a group's flat buffer from the ranks' partitions, so many elements of each at once.
+
+    Gloo's all-gather copies all that it receives twice; a broadcast by each rank takes a fraction of its time.
+    """
+    if group.world_size == 1 or not group.partition:
+        return []
+    by_broadcast = group.flat.device.type == "cpu"
+    if not by_broadcast and piece >= group.partition:
+        return [all_gather_flat(group.flat, group.weights, group=group.process_group, async_op=True)]
+    handles = []
+    for start in range(0, group.partition, piece):
+        views = [group.weights_of(rank)[start : start + piece] for rank in range(group.world_size)]
+        if by_broadcast:
+            sources = [dist.get_global_rank(group.process_group, rank) for rank in range(group.world_size)]
+            handles += [
+                dist.broadcast(view, source, group.process_group, async_op=True)
+                for view, source in zip(views, sources, strict=True)
+            ]
+        else:
+            handles.append(dist.all_gather(views, views[group.rank], group=group.process_group, async_op=True))
+    return handles
+
+
+def wait_for(handles: list[dist.Work]) -> None:
+    """Wait for what was begun."""
+    for handle in handles:
+        handle.wait()

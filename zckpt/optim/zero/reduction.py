@@ -16,44 +16,23 @@ and nobody the rest, a message has the extents of one owner after those of anoth
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
+from zckpt.state.partition import FlatShare
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedExtent:
-    """A range of one parameter's gradient that one rank owns.
-
-    Parameters
-    ----------
-    owner : int
-        Rank in the group's process group.
-    start, numel : int, elements
-        Within the flattened parameter.
-    position : int, elements
-        Within the owner's partition.
-    """
+class Extent(NamedTuple):
+    """A range of one parameter's gradient that one rank of its process group owns; `offset`: in a message."""
 
     member: Member
     owner: int
-    start: int
-    numel: int
-    position: int
-
-    @classmethod
-    def each_of(cls, member: Member) -> Iterator[OwnedExtent]:
-        """Yield what each rank owns of a parameter."""
-        begin, partition, at = member.group.starts[member.position], member.group.partition, 0
-        while at < member.numel:
-            owner, position = divmod(begin + at, partition)
-            numel = min(member.numel - at, partition - position)
-            yield cls(member, owner, at, numel, position)
-            at += numel
+    share: FlatShare
+    offset: int = 0
 
 
 class Message:
@@ -70,28 +49,28 @@ class Message:
 
     Attributes
     ----------
-    extents : list of (OwnedExtent, int)
-        Each with its offset in the message, by that.
-    own : list of (OwnedExtent, int)
+    extents : list of Extent
+        By their offset.
+    own : list of Extent
         Those of this rank.
     owned : dict of int to (int, int)
         For each owner its offset and number of elements, where they are by owner.
     """
 
     def __init__(self, members: Sequence[Member], dtype: torch.dtype, device: torch.device, *, by_owner: bool) -> None:
-        self.group, self.dtype, self.device = members[0].group, dtype, device
-        every = [extent for member in members for extent in OwnedExtent.each_of(member)]
+        self.members, self.group, self.dtype, self.device = members, members[0].group, dtype, device
+        every = [Extent(one, owner, share) for one in members for owner, share in one.group.extents[one.position]]
         if by_owner:
             every.sort(key=lambda extent: extent.owner)  # stable
-        self.extents: list[tuple[OwnedExtent, int]] = []
+        self.extents: list[Extent] = []
         self.owned: dict[int, tuple[int, int]] = {}
         self.numel = 0
         for extent in every:
             offset, numel = self.owned.get(extent.owner, (self.numel, 0))
-            self.owned[extent.owner] = offset, numel + extent.numel
-            self.extents.append((extent, self.numel))
-            self.numel += extent.numel
-        self.own = [one for one in self.extents if one[0].owner == self.group.rank]
+            self.owned[extent.owner] = offset, numel + extent.share.numel
+            self.extents.append(extent._replace(offset=self.numel))
+            self.numel += extent.share.numel
+        self.own = [one for one in self.extents if one.owner == self.group.rank]
 
     @property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
@@ -111,11 +90,10 @@ class Message:
         ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class Bucket(NamedTuple):
     """Parameters that are reduced together."""
 
-    members: list[Member]
+    members: Sequence[Member]
     messages: list[Message]
 
 
@@ -152,7 +130,7 @@ class Reducer:
         self._while_backward = optimizer.stage == 2 or optimizer.overlap_comm  # and not in the order of parameters
         # Stage 1 has all gradients, whole, when the first are reduced: what this rank owns gets memory as those go.
         whole_till_then = optimizer.stage == 1 and optimizer.gradient_accumulation_steps > 1 and not optimizer.offload
-        self._held: deque[tuple[OwnedExtent, torch.Tensor]] | None = deque() if whole_till_then else None
+        self._held: deque[tuple[Extent, torch.Tensor]] | None = deque() if whole_till_then else None
         self._pins = optimizer.offload and any(group.flat.is_cuda for group in self.groups)
         self._buffers: dict[tuple[int, tuple[int, torch.dtype, torch.device]], torch.Tensor] = {}
         self._deliveries = Deliveries()
@@ -245,18 +223,15 @@ class Reducer:
             count, *order = agreed.tolist()
         members, size = [self.members[number] for number in order], self.optimizer.reduce_bucket_size
         self._late = {member.parameter for member in members[count:]}
-        made = [self._bucket(its) for some in (members[:count], members[count:]) for its in fill(some, size)]
+        made = [self.bucket_of(its) for some in (members[:count], members[count:]) for its in fill(some, size)]
         self._bucket_of = {m.parameter: index for index, bucket in enumerate(made) for m in bucket.members}
         self._buckets = made
         return made
 
     # --- one bucket
 
-    def bucket_of(self, parameters: Iterable[torch.Tensor]) -> Bucket:
+    def bucket_of(self, members: Sequence[Member]) -> Bucket:
         """Return a bucket of these parameters."""
-        return self._bucket([self.optimizer._place[parameter] for parameter in parameters])
-
-    def _bucket(self, members: list[Member]) -> Bucket:
         by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type
         kinds: dict[tuple[int, torch.dtype, torch.device], list[Member]] = {}
         for member in members:
@@ -283,10 +258,9 @@ class Reducer:
 
     def accept(self, averages: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Keep what this rank owns of gradients, by parameter, that have been averaged already."""
-        for message in self.bucket_of(averages).messages:
-            for extent, _ in message.own:
-                value = averages[extent.member.parameter].detach().reshape(-1)
-                self._receive(extent, value[extent.start : extent.start + extent.numel])
+        for message in self.bucket_of([self.optimizer._place[parameter] for parameter in averages]).messages:
+            for extent in message.own:
+                self._receive(extent, averages[extent.member.parameter].detach().reshape(-1)[extent.share.of_parameter])
         self._accumulated |= averages.keys()
 
     def drain(self) -> None:
@@ -302,20 +276,18 @@ class Reducer:
 
     def _pack(self, message: Message, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
         """Return what is sent: gradients, divided as far as they are to be before the reduction."""
-        first = message.extents[0][0].member
-        is_alone = all(extent.member is first for extent, _ in message.extents)
-        alone = values[first.parameter] if is_alone and not keep else None
+        alone = values[message.members[0].parameter] if len(message.members) == 1 and not keep else None
         if alone is not None and alone.dtype == message.dtype:
             self._divide(alone, alone)
             return alone
         wire = self._buffer(message)
-        for extent, offset in message.extents:
-            into = wire[offset : offset + extent.numel]
+        for extent in message.extents:
+            into = wire[extent.offset : extent.offset + extent.share.numel]
             value = values[extent.member.parameter]
             if value is None:
                 into.zero_()
             else:
-                self._divide(value[extent.start : extent.start + extent.numel], into)
+                self._divide(value[extent.share.of_parameter], into)
         return wire
 
     def _divide(self, value: torch.Tensor, into: torch.Tensor) -> None:
@@ -346,23 +318,23 @@ class Reducer:
             handle.wait()
         factor, world_size = self.optimizer.gradient_predivide_factor, self.optimizer.world_size
         for message, wire in sent:
-            for extent, offset in message.own:
-                received = wire[offset : offset + extent.numel]
+            for extent in message.own:
+                received = wire[extent.offset : extent.offset + extent.share.numel]
                 if factor is not None and factor != world_size:
                     received.mul_(factor / world_size)
                 self._receive(extent, received)
         self._accumulated |= {member.parameter for member in bucket.members}
 
-    def _receive(self, extent: OwnedExtent, received: torch.Tensor) -> None:
+    def _receive(self, extent: Extent, received: torch.Tensor) -> None:
         """Keep an average that this rank owns; in memory of its own, where that of the whole comes later."""
         if self._held is None or extent.member.group.gradient is not None:
             self._deliver(extent, received, add=extent.member.parameter in self._accumulated)
         else:
             self._held.append((extent, received.clone()))
 
-    def _deliver(self, extent: OwnedExtent, received: torch.Tensor, *, add: bool) -> None:
+    def _deliver(self, extent: Extent, received: torch.Tensor, *, add: bool) -> None:
         """Accumulate what this rank owns."""
-        into = self._gradient(extent.member.group)[extent.position : extent.position + extent.numel]
+        into = self._gradient(extent.member.group)[extent.share.of_partition]
         self._deliveries.deliver(received, into, add=add)
 
     def _gradient(self, group: FlatGroup) -> torch.Tensor:

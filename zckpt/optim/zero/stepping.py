@@ -90,10 +90,10 @@ def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel) 
     """Return this rank's contribution of a group: the largest magnitude, or the sum of the powers of magnitudes."""
     device = group.flat.device
     gradient = group.gradient
-    counted = [f for f in group.own if is_counted(group.parameters[f.index], model_parallel)]
+    counted = [one for one in group.own if is_counted(group.parameters[one.index], model_parallel)]
     if gradient is None or not counted:
         return torch.zeros((), dtype=torch.float32, device=device)
-    each = [_norm(gradient[f.position : f.position + f.numel], norm_type) for f in counted]
+    each = [_norm(gradient[one.of_partition], norm_type) for one in counted]
     found = torch.stack(each)
     found = found.max() if math.isinf(norm_type) else found.pow(norm_type).sum()
     made: torch.Tensor = found.float().nan_to_num_(nan=math.inf, posinf=math.inf).to(device)  # a maximum may lose a NaN

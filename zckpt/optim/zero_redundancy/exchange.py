@@ -260,7 +260,14 @@ def move(
         if its is None:
             continue
         if rank == source == target:
-            found[number] = dict(state[number]) if devices else {k: _on_cpu(v) for k, v in state[number].items()}
+            found[number] = (
+                {
+                    key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
+                    for key, value in state[number].items()
+                }
+                if devices is None
+                else dict(state[number])
+            )
         elif rank == source:
             for value in state[number].values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel():
@@ -273,10 +280,6 @@ def move(
                 key: one.receive(source, group, to) if isinstance(one, Described) else one for key, one in its.items()
             }
     return found, [said for _, said in gathered]
-
-
-def _on_cpu(value: object) -> object:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
 
 
 def wire_device(group: dist.ProcessGroup) -> torch.device:

@@ -399,8 +399,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
         Both are numbered over all parameters. The part has the key `partition`; the same rank of as many loads it.
         """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+        self._through(self._optimizer_state_dict_pre_hooks)
         if self._consolidated is not None:
             made = {
                 "state": {number: dict(values) for number, values in self._consolidated["state"].items()},
@@ -413,9 +412,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
                 "param_groups": [GroupOfPart(group) for group in numbered(self.param_groups)],
                 PARTITION: {"rank": self.rank, "world_size": self.world_size, "ranks": ranks},
             }
-        for change in self._optimizer_state_dict_post_hooks.values():
-            made = change(self, made) or made
-        return made
+        whole: dict[str, Any] = self._through(self._optimizer_state_dict_post_hooks, made)
+        return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the part of this rank from the state dict of any optimizer of the same parameters.
@@ -432,9 +430,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         ValueError
             It is that of another optimizer; the message names what differs, and nothing has changed.
         """
-        given = dict(state_dict)
-        for change in self._optimizer_load_state_dict_pre_hooks.values():
-            given = change(self, given) or given
+        given = self._through(self._optimizer_load_state_dict_pre_hooks, dict(state_dict))
         numbers = state_dicts.check(given, self.param_groups)
         ranks = state_dicts.saved_ranks(given, numbers, self.rank, self.world_size)
         if ranks is not None and ranks != self._param_to_rank:
@@ -447,8 +443,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         self.optim.load_state_dict(param_groups.local_dict(given, numbers, self.optim.param_groups))
         param_groups.sync(self.optim.param_groups, self.param_groups)
         self._consolidated = None
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        self._through(self._optimizer_load_state_dict_post_hooks)
 
     def sharded_state_dict(self, metadata: Metadata | None = None, *, within: Sequence[str] = ()) -> dict[str, Any]:
         """Return this rank's state for `torch.distributed.checkpoint`, which every rank saves its own of.
