@@ -19,7 +19,7 @@ from tests.deepspeed_engine import SPECS, Spec
 from tests.gloo import WorkerError, run
 from tests.storage.test_naming import kill_before, killed
 from zckpt.deepspeed import saving
-from zckpt.deepspeed.native import Held, names_of, sketch
+from zckpt.deepspeed.native import Held, names_of, sent
 from zckpt.deepspeed.pickled import capture
 from zckpt.errors import TargetExistsError, UnsupportedError
 from zckpt.optim.ranks import ALONE, Ranks
@@ -287,13 +287,17 @@ def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp
 
 def test_pickles_are_sent_however_long_and_tensors_are_not() -> None:
     kept = capture("x.pt", {"note": "x" * 5000, "tensor": torch.zeros(5000), "step": torch.ones(1)}, None).laid_out()
-    sent = sketch(kept, 1000)
-    held = Held("x.pt", sent.literals)
+    pieces = sent(kept, 1000)
+    asked: list[int] = []
+    held = Held(pieces, asked.append)
     found = bytearray(6000)
     held.read_into(0, memoryview(found))
     assert b"x" * 5000 in found
-    assert [nbytes for _, nbytes in sent.absent] == [20000]
-    assert sent.nbytes == kept.nbytes
+    absent = {at: one for at, one in pieces.items() if isinstance(one, int)}
+    assert list(absent.values()) == [20000]
+    held.read_into(next(iter(absent)) + 1, memoryview(found))
+    assert asked == [20000]
+    assert sum(one if isinstance(one, int) else len(one) for one in pieces.values()) == kept.nbytes
 
 
 def test_engine_of_one_context_and_not_of_the_other_is_refused() -> None:
