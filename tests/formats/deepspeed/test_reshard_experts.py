@@ -17,10 +17,10 @@ from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, opt
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
-from zckpt.formats.deepspeed.experts import check_split, global_name, of_experts, spread_experts
+from zckpt.formats.deepspeed.experts import check_split, of_experts, spread_experts
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.target_groups import units
+from zckpt.formats.deepspeed.target_groups import dealt
 from zckpt.state import Parameter, ParamGroup
 
 NAMES = ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"]
@@ -267,11 +267,7 @@ def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]
         hyperparameters = {"lr": 0.1, "name": f"ep_size_{degree}"}
         state.groups.append(ParamGroup(hyperparameters, members, {}))
     options = RecutOptions(world_size=4, expert_parallel_size=size)
-    per_rank = {f"{layer}.deepspeed_experts.": 4 // size for layer in ("a", "b")}
-    return [
-        [global_name(p.name, rank, per_rank) for rank, its in enumerate(unit.experts) for p in its]
-        for unit in units(state, options, 1, {})
-    ]
+    return [[name for names in ranks for name in names] for _, _, ranks, _ in dealt(state, options, 1, {})]
 
 
 def test_layers_of_several_degrees_become_one_group_in_the_models_order() -> None:

@@ -148,8 +148,8 @@ def partition_groups(target: Target, groups: Sequence[TargetGroup], rank: int) -
     for group in groups:
         sparse = any(p.name in layers for p in group.experts[0])
         degree = len(group.experts)
-        expert_rank = group.placement.expert_rank(rank, degree)
-        for _ in target.sub_groups(group):
+        expert_rank = group.expert_rank(rank)
+        for _ in group.sub_groups():
             found.append({
                 "sub_group": len(found),
                 "partition_count": group.shared_by,

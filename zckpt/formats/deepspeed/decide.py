@@ -9,7 +9,6 @@ from pathlib import Path
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import aliases
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_experts
-from zckpt.formats.deepspeed.expert_ranks import is_data_first
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.muon import is_of_muon
@@ -17,22 +16,15 @@ from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import is_staged, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.deepspeed.target_groups import Unit, units
+from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
-from zckpt.formats.deepspeed.zenflow import keeps_transposed, transposed
+from zckpt.formats.deepspeed.zenflow import keeps_transposed
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.checkpoint import keys_listed
-from zckpt.state.dtypes import itemsize
-from zckpt.state.partition import (
-    PARAMETER_ALIGNMENT_NBYTES,
-    alignment_padding,
-    check_world_size,
-    flat_padding,
-    round_robin_order,
-)
+from zckpt.state.partition import check_world_size, flat_padding
 
 
 def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = True) -> Target:
@@ -88,7 +80,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     auto = auto_experts(origin.model)
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         state = replace(files.state, groups=with_hyperparameters(files.state.groups, given))
-        groups = [_group(target, unit, number, state.lanes) for unit in units(state, options, stage, auto)]
+        groups = target_groups(target, state, number, options, auto)
         target.ranks.append(TargetRank(number, files.models, files.members, state.parameters, state.buffers, groups,
                                        state.lanes))  # fmt: skip
     cut_rank_values(target)
@@ -96,24 +88,6 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     own = {value.key for value in checkpoint.per_rank}
     aliases.check(aliases.aliases(first), len(first.masters), len(target.partitions(target.ranks[0])), own)
     return target
-
-
-def _group(target: Target, unit: Unit, mp_rank: int, lanes: int) -> TargetGroup:
-    """Return a param group in the order in which it is stored."""
-    experts, lanes = unit.experts, lanes if unit.is_spread else 1
-    shared_by = target.world_size * lanes // len(experts)
-    if target.round_robin:
-        order = round_robin_order(len(experts[0]), shared_by)
-        experts = [[parameters[i] for i in order] for parameters in experts]
-    if target.transposed:
-        experts = [[transposed(p) for p in parameters] for parameters in experts]
-    pads = [0] * len(experts[0])
-    if target.alignment and experts[0]:
-        multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
-        pads = alignment_padding([p.numel for p in experts[0]], multiple)
-    lane = mp_rank % target.tp if lanes > 1 else 0
-    first = is_data_first(target.origin.model)
-    return TargetGroup(unit.number, unit.values, experts, pads, shared_by, lane, lanes, first)
 
 
 def is_bare(first: OptimizerShard) -> bool:

@@ -160,14 +160,14 @@ def _dealt(
         {} if elsewhere else {name: place for place, name in enumerate(n for one in source for n in one.parameters)}
     )
     joined = [joined_experts(state) for state in source]
-    by_size = elsewhere or all(one.by_size for one in joined)
+    by_size = elsewhere or all(fits for *_, fits in joined)
     for stage, state in enumerate(found):
         for known, own in ((parameters, state.parameters), (buffers, state.buffers)):
             names = [name for name in known if stage in has[name]]
             own.update((name, known[name]) for name in sorted(names, key=lambda name: stages.order(name, stage)))
-    spread = {name: degree for one in joined for group, degree in zip(one.groups, one.degrees, strict=False)
+    spread = {name: degree for groups, degrees, _ in joined for group, degree in zip(groups, degrees, strict=True)
               for name in group.parameters}  # fmt: skip
-    for number, row in enumerate(align_groups([one.groups for one in joined])):
+    for number, row in enumerate(align_groups([groups for groups, *_ in joined])):
         groups = [group for group in row if group is not None]
         _check_alike(groups, number)
         every = list(dict.fromkeys(name for group in groups for name in group.parameters))

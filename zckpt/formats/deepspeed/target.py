@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, section
 from zckpt.formats.deepspeed.stages import Stages
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
-from zckpt.state.partition import (
-    flat_partition_numel,
-    flat_starts,
-    shard_numel,
-    sub_groups,
-)
+from zckpt.state.partition import flat_partition_numel, flat_starts, shard_numel, sub_groups
 
 if TYPE_CHECKING:
+    from zckpt.engine.packs import PackedSlot
     from zckpt.formats.deepspeed.codes import Codes, Form
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
@@ -40,35 +37,39 @@ class TargetGroup:
         group one list. A slot may have fewer rows than its parameter: the rest is padding of a vocabulary.
     pads : list of int, elements
         Alignment pad after each.
-    shared_by : int
-        Ranks over which each list is cut.
+    placement : Placement
+        Which ranks share which of the lists.
     lane, lanes : int
         Of experts that are spread over several tensor-parallel ranks: which of them this is, and how many they are.
-    data_first : bool
-        How expert ranks are numbered, see `expert_ranks`.
+    sub_group_size : int
+        Elements after which ZeRO-3 begins another sub-group.
     """
 
     index: int
     values: ParamGroup
     experts: list[list[Parameter]]
     pads: list[int]
-    shared_by: int
+    placement: Placement
     lane: int = 0
     lanes: int = 1
-    data_first: bool = False
+    sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
 
     @property
-    def placement(self) -> Placement:
-        """Which ranks share which of the lists."""
-        return Placement(self.shared_by * len(self.experts), self.data_first)
+    def shared_by(self) -> int:
+        """Ranks over which each list is cut."""
+        return self.placement.ranks // len(self.experts)
 
-    def of(self, rank: int) -> list[Parameter]:
-        """Return the parameters of which a data-parallel rank holds elements."""
-        return self.experts[self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))]
+    def expert_rank(self, rank: int) -> int:
+        """Return which of the lists a data-parallel rank holds elements of."""
+        return self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))
 
     def position(self, rank: int) -> int:
         """Return which of the ranks that share its parameters a data-parallel rank is."""
         return self.placement.position(rank * self.lanes + self.lane, len(self.experts))
+
+    def of(self, rank: int) -> list[Parameter]:
+        """Return the parameters of which a data-parallel rank holds elements."""
+        return self.experts[self.expert_rank(rank)]
 
     @cached_property
     def numels(self) -> Sequence[int]:
@@ -87,11 +88,53 @@ class TargetGroup:
 
     def keys(self, rank: int) -> list[str]:
         """Return the optimizer's keys for the parameters of which a data-parallel rank holds elements, each once."""
-        return list(self._keys[self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))])
+        return list(self._keys[self.expert_rank(rank)])
 
     @cached_property
     def _keys(self) -> list[list[str]]:
         return list(map(slot_keys, self.experts))
+
+    def sub_groups(self, rank: int = 0) -> list[SubGroup]:
+        """Return the sub-groups under ZeRO-3, as a data-parallel rank has them."""
+        return self._sub_groups[self.expert_rank(rank)]
+
+    @cached_property
+    def _sub_groups(self) -> list[list[SubGroup]]:
+        cut = sub_groups(self.numels, self.shared_by, self.sub_group_size)
+        return [[SubGroup([own[i] for i in one], self.shared_by) for one in cut] for own in self.experts]
+
+
+class SubGroup:
+    """Some of a group's parameters under ZeRO-3, of which all ranks have shards, end to end; worked out once."""
+
+    def __init__(self, parameters: list[Parameter], shared_by: int) -> None:
+        self.parameters, self.shared_by = parameters, shared_by
+        self.keys = slot_keys(parameters)
+        self.held = [shard_numel(p.numel, shared_by) for p in parameters]
+        self.starts = [0, *accumulate(self.held)]
+        self._rows: dict[str, PackedSlot | None] = {}
+
+    def row(self, key: str, dtype: str) -> PackedSlot | None:
+        """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
+        if key not in self._rows:
+            self._rows[key] = self._row(key, dtype)
+        return self._rows[key]
+
+    def _row(self, key: str, dtype: str) -> PackedSlot | None:
+        slots = [p.slots.get(key) for p in self.parameters if p.numel]
+        rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
+        cuts = [rule for rule in rules if isinstance(rule, CutSpans) and rule.files.byteorder == "little"]
+        if not cuts or len(cuts) < len(slots) or any(one.files is not cuts[0].files for one in cuts):
+            return None
+        numels = [p.numel for p in self.parameters if p.numel]
+        if cuts[0].files.dtype != dtype or any(one.numel != numel for one, numel in zip(cuts, numels, strict=True)):
+            return None  # a vocabulary's slot may have fewer rows than its parameter
+        from zckpt.engine.packs import PackedSlot
+        from zckpt.state.cuts import Cuts
+
+        shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
+        label = f"{key} of {len(cuts)} parameters"
+        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
 
 
 def slot_keys(parameters: Iterable[Parameter]) -> list[str]:
@@ -176,8 +219,6 @@ class Target:
         How a pipeline's layers are dealt; None: as they are.
     codes, forms : dict of (int, int) to Codes or Form
         Quantised state that is cut for other ranks, or quantised anew, by model-parallel rank and param group.
-    shards : dict of int to object
-        What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
         `universal_checkpoint_info` to be written; None: as the source's files have it.
     transposed : bool
@@ -201,10 +242,8 @@ class Target:
     transposed: bool = False
     lists_frozen: bool = True
     ranks: list[TargetRank] = field(default_factory=list)
-    shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     codes: dict[tuple[int, int], Codes] = field(default_factory=dict, repr=False, compare=False)
     forms: dict[tuple[int, int], Form] = field(default_factory=dict, repr=False, compare=False)
-    _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -226,18 +265,8 @@ class Target:
         size = section(self.origin.model.config, "zero_optimization").get("sub_group_size")
         return int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
 
-    def sub_groups(self, group: TargetGroup, rank: int = 0) -> list[list[Parameter]]:
-        """Return the sub-groups of a group under ZeRO-3, as a data-parallel rank has them."""
-        own = group.of(rank)
-        found = self._sub_groups.get(id(own))  # the target has its groups as long as it is there
-        if found is None:
-            cut = sub_groups(group.numels, group.shared_by, self.sub_group_size)
-            found = self._sub_groups[id(own)] = [[own[i] for i in one] for one in cut]
-        return found
-
     def partitions(self, mp: TargetRank, rank: int = 0) -> list[tuple[list[Parameter], int]]:
         """Return what a rank's file has one master of: its parameters, and how many elements that has."""
         if self.stage != 3:
             return [(group.of(rank), group.partition) for group in mp.groups]
-        cut = [(own, group.shared_by) for group in mp.groups for own in self.sub_groups(group, rank)]
-        return [(own, sum(shard_numel(p.numel, count) for p in own)) for own, count in cut]
+        return [(one.parameters, one.starts[-1]) for group in mp.groups for one in group.sub_groups(rank)]

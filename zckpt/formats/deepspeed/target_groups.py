@@ -7,13 +7,14 @@ another one where a rank's share would become too large. So the number of groups
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, local
+from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import (
     expert_degrees,
     experts_per_rank,
@@ -24,107 +25,27 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.target import Target, TargetGroup
+from zckpt.formats.deepspeed.zenflow import transposed
 from zckpt.state import Parameter, ParamGroup
+from zckpt.state.dtypes import itemsize
+from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed begins another param group (0.4 to 0.19, `moe/utils.py`)."""
 
 
-class Unit(NamedTuple):
-    """A param group of the target: its number, its values, and the parameters of each expert rank; of a dense one once.
-
-    Under ZeRO-3 the two parts of a group that has AutoEP's experts, and others, have one number.
-    """
-
-    number: int
-    values: ParamGroup
-    experts: list[list[Parameter]]
-    is_spread: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Experts:
-    """What the two kinds of experts differ in: DeepSpeed's are parameters of their own, AutoEP's rows of one."""
-
-    parameters: Mapping[str, Parameter]
-    auto: Mapping[str, AutoLayer]
-
-    def by_rank(self, names: Sequence[str], degree: int) -> list[list[str]]:
-        """Return the names that each expert rank has of a group."""
-        return [list(names)] * degree if names[0] in self.auto else _by_rank(names, degree)
-
-    def spread(self, ranks: Sequence[Sequence[str]], degree: int) -> list[list[str]]:
-        """Return the names for each of other ranks."""
-        return self.by_rank(ranks[0], degree) if ranks[0][0] in self.auto else spread_experts(ranks, degree)
-
-    def numels(self, names: Sequence[str], degree: int) -> list[int]:
-        """Return how many elements one rank has of each."""
-        return [self.parameters[name].numel // (degree if name in self.auto else 1) for name in names]
-
-    def local(self, ranks: Sequence[Sequence[str]]) -> list[list[Parameter]]:
-        """Return the parameters of each rank under the names that its files have for them."""
-        degree = len(ranks)
-        per_rank = {layer: total // degree for layer, total in experts_per_rank(self.parameters).items()}
-        return [
-            [
-                local(self.parameters[name], self.auto[name], degree, rank)
-                if name in self.auto
-                else replace(self.parameters[name], name=local_name(name, rank, per_rank))
-                for name in names
-            ]
-            for rank, names in enumerate(ranks)
-        ]
-
-
-def units(state: RankState, options: RecutOptions, stage: int, auto: Mapping[str, AutoLayer]) -> list[Unit]:
-    """Return the param groups of one model-parallel rank of the target.
-
-    Parameters
-    ----------
-    stage : {1, 2, 3}
-    auto : mapping of str to AutoLayer
-        By the names of AutoEP's tensors.
-
-    Raises
-    ------
-    UsageError
-        The experts cannot be spread over that many ranks.
-    UnsupportedError
-        They are in an order that does not tell how DeepSpeed would have them at another degree.
-    """
-    found: list[Unit] = []
-    experts = _Experts(state.parameters, auto)
-    groups = [
-        one
-        for number, (group, degree) in enumerate(zip(state.groups, expert_degrees(state), strict=True))
-        for one in _kinds(group, degree, number, stage, auto)
-    ]
-    bundles = list(_bundles(groups, apart=options.expert_parallel_size is None))
-    _refuse_mixture(bundles)
-    for bundle in bundles:
-        first, source = bundle[0], bundle[0].degree
-        number = first.number if stage == 3 else len(found)
-        if source is None:
-            names = first.values.parameters
-            found.append(Unit(number, first.values, [[state.parameters[name] for name in names]], is_spread=False))
-            continue
-        degree = source if options.expert_parallel_size is None else options.expert_parallel_size
-        _check_degree(options, degree, state.lanes)
-        if stage == 3 and degree != source:
-            _check_size(experts.numels(first.values.parameters, min(degree, source)))
-        for values, ranks in _spread(bundle, degree, experts):
-            found.append(Unit(number, values, experts.local(ranks), is_spread=True))
-            number += 1
-    return found
-
-
 class _Group(NamedTuple):
-    """A param group, over how many expert ranks it is spread, None for a dense one, and its number in the source."""
+    """A param group of the source: over how many expert ranks it is spread, None for a dense one, and its number.
+
+    `ranks`: the names of each expert rank; of a dense one once.
+    """
 
     values: ParamGroup
     degree: int | None
-    number: int = 0
+    number: int
+    ranks: list[list[str]]
 
     @property
     def kind(self) -> object:
@@ -133,21 +54,108 @@ class _Group(NamedTuple):
         return Digests().of((named, self.values.state))
 
 
-def _kinds(
-    group: ParamGroup, degree: int | None, number: int, stage: int, auto: Mapping[str, AutoLayer]
-) -> list[_Group]:
-    """Return a group; of one with AutoEP's experts these and what else it has, in the order of their first ones."""
-    kinds: dict[int | None, list[str]] = {}
-    for name in group.parameters:
-        kinds.setdefault(auto[name].degree if name in auto else degree, []).append(name)
-    if len(kinds) < 2:
-        return [_Group(group, next(iter(kinds), degree), number)]
-    if stage != 3:
-        raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
-    return [_Group(replace(group, parameters=names), its, number) for its, names in kinds.items()]
+def target_groups(
+    target: Target, state: RankState, mp_rank: int, options: RecutOptions, auto: Mapping[str, AutoLayer]
+) -> list[TargetGroup]:
+    """Return the param groups of one model-parallel rank of the target, each in the order in which it is stored.
+
+    Errors are those of `dealt`.
+
+    Parameters
+    ----------
+    auto : mapping of str to AutoLayer
+        By the names of AutoEP's tensors, which are rows of one tensor; DeepSpeed's experts are parameters of their own.
+    """
+    found: list[TargetGroup] = []
+    per_layer = experts_per_rank(state.parameters)
+    data_first, sub_group_size = is_data_first(target.origin.model), target.sub_group_size
+    for number, values, ranks, degree in dealt(state, options, target.stage, auto):
+        experts = [[state.parameters[name] for name in names] for names in ranks]
+        lanes = 1 if degree is None else state.lanes
+        if degree is not None:
+            per_rank = {layer: total // degree for layer, total in per_layer.items()}
+            experts = [
+                [
+                    local(one, auto[one.name], degree, rank)
+                    if one.name in auto
+                    else replace(one, name=local_name(one.name, rank, per_rank))
+                    for one in own
+                ]
+                for rank, own in enumerate(experts)
+            ]
+        placement = Placement(target.world_size * lanes, data_first)
+        if target.round_robin:
+            order = round_robin_order(len(experts[0]), placement.ranks // len(experts))
+            experts = [[own[i] for i in order] for own in experts]
+        if target.transposed:
+            experts = [[transposed(p) for p in own] for own in experts]
+        pads = [0] * len(experts[0])
+        if target.alignment and experts[0]:
+            multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
+            pads = alignment_padding([p.numel for p in experts[0]], multiple)
+        lane = mp_rank % target.tp if lanes > 1 else 0
+        found.append(TargetGroup(number, values, experts, pads, placement, lane, lanes, sub_group_size))
+    return found
 
 
-def _bundles(groups: Sequence[_Group], *, apart: bool) -> Iterator[list[_Group]]:
+def dealt(
+    state: RankState, options: RecutOptions, stage: int, auto: Mapping[str, AutoLayer]
+) -> Iterator[tuple[int, ParamGroup, list[list[str]], int | None]]:
+    """Yield each group's number, values and names by expert rank, and over how many of these it is spread, if at all.
+
+    Under ZeRO-3 the two parts of a group that has AutoEP's experts, and others, have one number.
+
+    Raises
+    ------
+    UsageError
+        The experts cannot be spread over that many ranks.
+    UnsupportedError
+        They are in an order that does not tell how DeepSpeed would have them at another degree.
+    """
+    bundles = list(_bundles(_groups(state, auto, stage), apart=options.expert_parallel_size is None))
+    _refuse_mixture(bundles)
+    count = 0
+    for bundle in bundles:
+        source, number = bundle[0].degree, bundle[0].number if stage == 3 else count
+        degree = source if source is None else options.expert_parallel_size or source
+        if source is not None and degree is not None:
+            if options.world_size * state.lanes % degree:
+                over = f", {options.world_size * state.lanes} with the tensor-parallel ones,"
+                raise UsageError(
+                    f"experts spread over {degree} ranks cannot be cut for {options.world_size} data-parallel ranks"
+                    f"{over if state.lanes > 1 else ''}",
+                    expected="an expert-parallel size that divides the world size",
+                    found=degree,
+                    advice="give another --expert-parallel-size",
+                )
+            if stage == 3 and degree != source:
+                _check_size(_numels(state, auto, bundle[0].values.parameters, min(degree, source)))
+        for values, ranks in _spread(bundle, degree, state, auto):
+            yield number, values, ranks, degree
+            number += 1
+            count += 1
+
+
+def _numels(state: RankState, auto: Mapping[str, AutoLayer], names: Sequence[str], degree: int) -> list[int]:
+    """Return how many elements one of so many ranks has of each parameter."""
+    return [state.parameters[name].numel // (degree if name in auto else 1) for name in names]
+
+
+def _groups(state: RankState, auto: Mapping[str, AutoLayer], stage: int) -> Iterator[_Group]:
+    """Yield groups; of one with AutoEP's experts these and what else it has, in the order of their first ones."""
+    for number, (group, degree) in enumerate(zip(state.groups, expert_degrees(state), strict=True)):
+        kinds: dict[int | None, list[str]] = {}
+        for name in group.parameters:
+            kinds.setdefault(auto[name].degree if name in auto else degree, []).append(name)
+        if len(kinds) > 1 and stage != 3:
+            raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
+        for its, names in (kinds or {degree: []}).items():
+            same = its is None or names[0] in auto  # AutoEP's ranks have rows of the same tensors
+            ranks = [names] * (its or 1) if same else _by_rank(names, its or 1)
+            yield _Group(group if len(kinds) < 2 else replace(group, parameters=names), its, number, ranks)
+
+
+def _bundles(groups: Iterable[_Group], *, apart: bool) -> Iterator[list[_Group]]:
     """Yield the groups that may have been one: a dense one, or those of experts that differ in parameters and degree.
 
     Groups of one degree follow each other. A degree that comes again belongs to another group of the user's.
@@ -188,46 +196,38 @@ def _check_size(numels: Sequence[int]) -> None:
         )
 
 
-def _check_degree(options: RecutOptions, degree: int, lanes: int) -> None:
-    if options.world_size * lanes % degree:
-        over = f", {options.world_size * lanes} with the tensor-parallel ones," if lanes > 1 else ""
-        raise UsageError(
-            f"experts spread over {degree} ranks cannot be cut for {options.world_size} data-parallel ranks{over}",
-            expected="an expert-parallel size that divides the world size",
-            found=degree,
-            advice="give another --expert-parallel-size",
-        )
-
-
-def _spread(bundle: Sequence[_Group], degree: int, experts: _Experts) -> Iterator[tuple[ParamGroup, list[list[str]]]]:
+def _spread(
+    bundle: Sequence[_Group], degree: int | None, state: RankState, auto: Mapping[str, AutoLayer]
+) -> Iterator[tuple[ParamGroup, list[list[str]]]]:
     """Yield what becomes of groups of experts that differ in their parameters and degrees only, by rank."""
-    if all(group.degree == degree for group in bundle):
-        yield from ((group.values, experts.by_rank(group.values.parameters, degree)) for group in bundle)
+    if degree is None or all(group.degree == degree for group in bundle):
+        yield from ((group.values, group.ranks) for group in bundle)
         return
     spread: list[list[str]] = [[] for _ in range(degree)]
     by_size = True
     for _, alike in groupby(bundle, lambda group: group.degree):
-        joined, fits = _joined(list(alike), experts)
+        joined, fits = _joined(list(alike), state, auto)
         by_size = by_size and fits
-        for rank, names in enumerate(experts.spread(joined, degree)):
+        same = joined[0][0] in auto
+        for rank, names in enumerate(joined[:1] * degree if same else spread_experts(joined, degree)):
             spread[rank] += names
     if not by_size and len(bundle) > 1:
         if len({group.degree for group in bundle}) > 1:
             raise _refused("groups of experts that are not as DeepSpeed makes them: what it would make is not known")
         for group in bundle:
-            yield from _spread([group], degree, experts)
+            yield from _spread([group], degree, state, auto)
         return
     order: dict[str, int] = {}
-    for number, name in enumerate(experts.parameters):
+    for number, name in enumerate(state.parameters):
         order.setdefault(layer_of(name) or name, number)
     spread = [sorted(names, key=lambda name: order[layer_of(name) or name]) for names in spread]
-    numels = [experts.numels(names, degree) for names in spread]
-    if any(one != numels[0] for one in numels):
+    sizes = [_numels(state, auto, names, degree) for names in spread]
+    if any(one != sizes[0] for one in sizes):
         raise _refused("experts of different sizes, while DeepSpeed's ranks all have as many elements")
     values = bundle[0].values
     if values.hyperparameters.get("name") == f"ep_size_{bundle[0].degree}":
         values = replace(values, hyperparameters={**values.hyperparameters, "name": f"ep_size_{degree}"})
-    for one in expert_groups(numels[0]) if by_size else [list(range(len(spread[0])))]:
+    for one in expert_groups(sizes[0]) if by_size else [list(range(len(spread[0])))]:
         yield values, [[names[i] for i in one] for names in spread]
 
 
@@ -235,51 +235,40 @@ def _refused(what: str) -> UnsupportedError:
     return UnsupportedError(what, expected="--expert-parallel-size left out")
 
 
-def _joined(groups: Sequence[_Group], experts: _Experts) -> tuple[list[list[str]], bool]:
+def _joined(groups: Sequence[_Group], state: RankState, auto: Mapping[str, AutoLayer]) -> tuple[list[list[str]], bool]:
     """Return each expert rank's parameters of groups of one degree, and whether DeepSpeed would split them so."""
-    source = groups[0].degree or 1
-    members = [experts.by_rank(group.values.parameters, source) for group in groups]
-    joined = [[name for names in members for name in names[rank]] for rank in range(source)]
-    split = [len(one) for one in expert_groups(experts.numels(joined[0], source))]
-    return joined, split == [len(names[0]) for names in members]
+    joined = [[name for names in of_rank for name in names] for of_rank in zip(*(g.ranks for g in groups), strict=True)]
+    split = [len(one) for one in expert_groups(_numels(state, auto, joined[0], len(joined)))]
+    return joined, split == [len(group.ranks[0]) for group in groups]
 
 
-class JoinedGroups(NamedTuple):
-    """Groups and their degrees, those of experts joined that DeepSpeed had split by size, and whether all were so."""
-
-    groups: list[ParamGroup]
-    degrees: list[int | None]
-    by_size: bool
-
-
-def joined_experts(state: RankState) -> JoinedGroups:
+def joined_experts(state: RankState) -> tuple[list[ParamGroup], list[int | None], bool]:
     """Return a stage's groups with those of experts as they were before DeepSpeed split them by size.
+
+    Their degrees come with them, and whether all were split so.
 
     Raises
     ------
     UnsupportedError
         They are too large for one group, and not split as DeepSpeed does it.
     """
-    found = JoinedGroups([], [], by_size=True)
+    found: list[ParamGroup] = []
+    degrees: list[int | None] = []
     by_size = True
-    groups = [_Group(group, degree) for group, degree in zip(state.groups, expert_degrees(state), strict=True)]
-    for bundle in _bundles(groups, apart=True):
-        degree = bundle[0].degree
-        names, fits = _joined(bundle, _Experts(state.parameters, {})) if degree is not None else ([], True)
+    for bundle in _bundles(_groups(state, {}, 1), apart=True):
+        values, degree = [group.values for group in bundle], bundle[0].degree
+        names, fits = _joined(bundle, state, {}) if degree is not None else ([], True)
         by_size = by_size and fits
         if fits and len(bundle) > 1:
-            values = bundle[0].values
-            found.groups.append(replace(values, parameters=[name for one in names for name in one]))
-            found.degrees.append(degree)
-            continue
-        if len(bundle) > 1 and sum(state.parameters[name].numel for name in names[0]) > EXPERT_GROUP_NUMEL:
+            values = [replace(values[0], parameters=[name for one in names for name in one])]
+        elif len(bundle) > 1 and sum(_numels(state, {}, names[0], 1)) > EXPERT_GROUP_NUMEL:
             raise UnsupportedError(
                 "groups of experts that are not as DeepSpeed splits them by size: what it would make of other stages "
                 "is not known",
             )
-        found.groups.extend(group.values for group in bundle)
-        found.degrees.extend(group.degree for group in bundle)
-    return found._replace(by_size=by_size)
+        found += values
+        degrees += [degree] * len(values)
+    return found, degrees, by_size
 
 
 def split_experts(names: Sequence[str], degree: int, parameters: Mapping[str, Parameter]) -> list[list[str]]:

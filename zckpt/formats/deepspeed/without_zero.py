@@ -26,6 +26,7 @@ from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.auto_ep import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.documents import target_files
+from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
@@ -196,9 +197,7 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state
         groups = [
-            TargetGroup(
-                index, group, [[own.parameters[name] for name in group.parameters]], [0] * len(group.parameters), 1
-            )
+            TargetGroup(index, group, [[own.parameters[n] for n in group.parameters]], [], Placement(1))
             for index, group in enumerate(own.groups)
         ]
         target.ranks.append(TargetRank(number, files.models, [], own.parameters, own.buffers, groups,

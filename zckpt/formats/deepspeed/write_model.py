@@ -109,7 +109,7 @@ def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[
         degree = len(group.experts)
         for p in group.experts[0]:
             if p.name in own:
-                found[own[p.name].prefix] = degree, group.placement.expert_rank(rank, degree), group.position(rank)
+                found[own[p.name].prefix] = degree, group.expert_rank(rank), group.position(rank)
     return found
 
 

@@ -11,14 +11,12 @@ FUSED     FP16_Optimizer                            the same of one flat tensor 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned, slot_keys
+from zckpt.formats.deepspeed.target import SubGroup, Target, TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import (
     Content,
@@ -30,18 +28,14 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
     flat_shares,
-    shard_numel,
     shard_share,
 )
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor, node_of
-
-if TYPE_CHECKING:
-    from zckpt.engine.packs import PackedSlot
 
 
 def slot_contents(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
@@ -274,13 +268,12 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
     known = source.masters if source.stage == 3 else []
     for group in mp.groups:
         numbers: list[int] = []
-        for parameters in target.sub_groups(group, rank):
+        for one in group.sub_groups(rank):
             number = len(masters)
             numbers.append(number)
             like = known[min(number, len(known) - 1)] if known else None
-            shards, position = _shards(target, parameters, group.shared_by), group.position(rank)
-            master = shards.tensor(MASTER, position, like)
-            tensors: dict[object, object] = {key: shards.tensor(key, position) for key in shards.keys}
+            master = _shards(one, MASTER, group.position(rank), like)
+            tensors: dict[object, object] = {key: _shards(one, key, group.position(rank)) for key in one.keys}
             state = _state(target, mp, rank, group, number, tensors)
             if state:
                 states[number] = state
@@ -301,55 +294,15 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
     }
 
 
-class _Shards:
-    """A sub-group's parameters as all ranks of the target have them: shards, end to end."""
-
-    def __init__(self, parameters: Sequence[Parameter], world_size: int) -> None:
-        self.parameters = list(parameters)
-        self.world_size = world_size
-        self.keys = slot_keys(self.parameters)
-        self.held = [shard_numel(p.numel, world_size) for p in parameters]
-        self.starts = [0, *accumulate(self.held)]
-        self._rows = {key: self._row(key) for key in (MASTER, *self.keys)}
-
-    def tensor(self, key: str, rank: int, like: Tensor | None = None) -> Tensor:
-        """Return one rank's shards of one slot."""
-        row, numel = self._rows[key], self.starts[-1]
-        contents: list[Content] = list(self._contents(key, rank)) if row is None else [PackContent(0, row.pack(rank))]
-        storage = new_storage(_dtype(self.parameters, key), numel, contents)
-        return view(storage, (numel,), like=like)
-
-    def _row(self, key: str) -> PackedSlot | None:
-        """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
-        slots = [p.slots.get(key) for p in self.parameters if p.numel]
-        rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
-        cuts = [rule for rule in rules if isinstance(rule, CutSpans) and rule.files.byteorder == "little"]
-        if not cuts or len(cuts) < len(slots) or any(one.files is not cuts[0].files for one in cuts):
-            return None
-        numels = [p.numel for p in self.parameters if p.numel]
-        if cuts[0].files.dtype != _dtype(self.parameters, key) or any(
-            one.numel != numel for one, numel in zip(cuts, numels, strict=True)
-        ):
-            return None  # a vocabulary's slot may have fewer rows than its parameter
-        from zckpt.engine.packs import PackedSlot
-        from zckpt.state.cuts import Cuts
-
-        shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
-        label = f"{key} of {len(cuts)} parameters"
-        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
-
-    def _contents(self, key: str, rank: int) -> Iterator[SlotContent]:
-        for p, at in zip(self.parameters, self.starts, strict=False):
-            start, count = shard_share(p.numel, self.world_size, rank)
-            yield from _contents(p, key, start, at, count)
-
-
-def _shards(target: Target, parameters: list[Parameter], shared_by: int) -> _Shards:
-    """Return a sub-group's shards, which are worked out once."""
-    found = target.shards.get(id(parameters))  # the target has its sub-groups as long as it is there
-    if not isinstance(found, _Shards):
-        found = target.shards[id(parameters)] = _Shards(parameters, shared_by)
-    return found
+def _shards(cut: SubGroup, key: str, rank: int, like: Tensor | None = None) -> Tensor:
+    """Return one rank's shards of one slot of a sub-group."""
+    dtype, numel = _dtype(cut.parameters, key), cut.starts[-1]
+    row = cut.row(key, dtype)
+    contents: list[Content] = [] if row is None else [PackContent(0, row.pack(rank))]
+    for p, at in zip(cut.parameters, cut.starts, strict=False) if row is None else ():
+        start, count = shard_share(p.numel, cut.shared_by, rank)
+        contents += _contents(p, key, start, at, count)
+    return view(new_storage(dtype, numel, contents), (numel,), like=like)
 
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
