@@ -225,7 +225,7 @@ def test_state_of_torchao_is_made_anew(
     cls: str, name: str, stage: int, torchao: dict[str, type[Held]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
-    monkeypatch.setattr("zckpt.formats.deepspeed.codes.SMALLEST_NUMEL", 32)
+    monkeypatch.setattr("zckpt.formats.deepspeed.requantised.SMALLEST_NUMEL", 32)
     codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
     for run, which in ((codes, False), (floats, True)):
         for path in tag_of(run).glob("*optim_states.pt"):

@@ -1,4 +1,4 @@
-"""Quantised state of a param group for other ranks: cut as it is where blocks allow it, or made codes anew of floats.
+"""Quantised state of a param group for other ranks: cut as it is where blocks allow it; `requantised` makes it anew.
 
     flat buffer   |block |block |block |block |block |...
     rank          |0             |1             |...         a partition's first block begins with it
@@ -14,17 +14,18 @@ each step of such an optimizer does. What a longer buffer has at its end is padd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-from zckpt.engine.computed import Computed
-from zckpt.formats.deepspeed.quantised import moments_of
-from zckpt.formats.torch_files.quantised import Moment
+from zckpt.formats.deepspeed.quantised import is_quantised, moments_of, of_slices
+from zckpt.formats.deepspeed.target import Target, TargetGroup
+from zckpt.formats.torch_files.quantised import NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
-from zckpt.state import Extent, Slot
-from zckpt.state.checkpoint import RankValue
+from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state.checkpoint import RankValue, how_to_drop
 from zckpt.state.dtypes import itemsize
+from zckpt.state.views import concat
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, MetaTensor, Size, Tensor
 
@@ -32,11 +33,8 @@ CODES, SCALE = "codes", "scale"
 PIECES = {"state": CODES, "absmax": SCALE}
 """What bitsandbytes calls them, before the number of the moment."""
 
-TOGETHER_NUMEL = 1 << 16
-"""Elements, about, that are quantised at once: of a share's codes, no more floats than these are in memory."""
-
-SMALLEST_NUMEL = 4096
-"""Elements of a tensor that torchao quantises, if they are whole blocks."""
+FLOATS = "--requantize makes codes of it anew; --dequantize writes it as float32, which torchao's optimizers take, too"
+HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
 
 
 class Kept(NamedTuple):
@@ -102,133 +100,109 @@ def _tensor(new: Tensor | NewStorage, like: object) -> Tensor:
     return view(new, (new.nbytes // itemsize(new.dtype),), like=like if isinstance(like, Tensor) else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """The quantised state of a param group on all ranks of the source, in order, to be cut as it is.
+class Codes(NamedTuple):
+    """The quantised state of a param group on all ranks of the source, end to end, to be cut as it is.
 
     Parameters
     ----------
     kept : Kept
-    count : int
-        The ranks of the source.
-    partition, block : int, elements
-        A block of 1, where all of it is float32.
+    pieces : mapping of str to mapping of str to (Slot, int)
+        Codes and scales of each moment, and of how many elements one of their values is.
     """
 
     kept: Kept
-    count: int
-    partition: int
-    block: int
+    pieces: Mapping[str, Mapping[str, tuple[Slot, int]]]
 
-    def of(self, rank: int, partition: int) -> dict[object, object]:
+    def of(self, tensors: Mapping[object, object], rank: int, partition: int) -> dict[object, object]:
         """Return the state of a rank of the target whose partition has so many elements, by key."""
-        made: dict[str, dict[str, Tensor | NewStorage]] = {}
-        for name, held in self.kept.moments.items():
-            its = made[name] = {CODES: self._cut([one.codes for one in held], held[0].per_code, rank, partition)}
-            scales = [one.scale for one in held if one.scale is not None]
-            if scales:
-                its[SCALE] = self._cut(scales, self.block, rank, partition)
-        return self.kept.put(made, partition)
 
-    def _cut(self, held: Sequence[Slot], unit: int, rank: int, partition: int) -> NewStorage:
-        """Return a rank's part of tensors that lie end to end, each of whose values is of so many elements."""
-        numel, own = -(-partition // unit), -(-self.partition // unit)
-        start, contents = rank * (partition // unit), []
-        for source, slot in enumerate(held):
-            low, high = max(start, source * own), min(start + numel, (source + 1) * own)
-            if low < high:
-                extent = Extent.flat(slot.shape, low - source * own, high - low)
-                contents.append(SlotContent(low - start, slot, f"{slot.name} of rank {source}", extent))
-        return new_storage(held[0].dtype, numel, contents)
+        def cut(slot: Slot, unit: int) -> NewStorage:
+            start, numel = rank * (partition // unit), -(-partition // unit)
+            count = min(numel, slot.numel - start)
+            extent = Extent.flat(slot.shape, start, max(count, 0))
+            return new_storage(slot.dtype, numel, [SlotContent(0, slot, slot.name, extent)] if count > 0 else [])
+
+        made = {
+            name: {kind: cut(slot, unit) for kind, (slot, unit) in its.items()} for name, its in self.pieces.items()
+        }
+        return {**tensors, **self.kept.put(made, partition)}
 
 
-class Form(NamedTuple):
-    """How the moments of a param group are made codes anew.
+def cut_codes(target: Target) -> str | None:
+    """Cut quantised state for a target's ranks, if that can be; else return what to do instead, if there is something.
 
-    Parameters
-    ----------
-    kept : Kept
-    blocks : mapping of str to int, elements
-        Of moments that were codes, by the names that they have as floats.
+    Raises
+    ------
+    UnsupportedError
+        It is not known what the state is.
+    DamagedFileError
+        Codes, scales and map do not belong together.
     """
-
-    kept: Kept
-    blocks: Mapping[str, int]
-
-    def of(self, tensors: dict[object, object]) -> dict[object, object]:
-        """Return a share's slots with the moments among them in the form in which the program keeps them."""
-        made: dict[str, dict[str, Tensor | NewStorage]] = {}
-        numel = 0
-        for name, held in self.kept.moments.items():
-            moment = tensors.get(name)
-            if isinstance(moment, Tensor):
-                numel, block = moment.numel, self.blocks.get(name)
-                like = next((one for one in held if one.scale is not None), held[0])
-                made[name] = {CODES: moment}
-                contents = _contents(moment)
-                # The program has codes of a share: bitsandbytes of what was some, or is padding alone.
-                of_codes = not contents or any(isinstance(one.slot, Computed) for one in contents)
-                if like.cls and block is not None:
-                    of_codes = numel >= SMALLEST_NUMEL and numel % block == 0
-                if block is not None and of_codes:
-                    made[name] = {kind: _made_anew(moment, like, block, kind) for kind in (CODES, SCALE)}
-        found = self.kept.put(made, numel)
-        return {key: found.get(key, value) for key, value in tensors.items() if key not in made or key in found} | found
-
-
-def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorage:
-    from zckpt.engine.means import Mean
-    from zckpt.engine.requantise import Portion, Requantised, by_bitsandbytes, by_torchao
-
-    dtype = "float32" if kind == SCALE else like.codes.dtype
-    rule = by_torchao if like.cls else by_bitsandbytes
-    contents, at = [], 0
-    for content in _together(moment, block * max(TOGETHER_NUMEL // block, 1)):
-        portions = tuple(
-            Portion(numel, start, slot)
-            if slot is None or isinstance(slot, Computed)
-            else Portion(
-                numel, start, Computed(slot.name, "float32", slot.shape, (), function=Mean((slot,), "float32", (1.0,)))
-            )
-            for slot, start, numel in content
-        )
-        function = Requantised(portions, block, like.qmap, kind == SCALE, rule, like.per_code == 2)
-        slot = Computed(like.key, dtype, (function.step,), (), function=function)
-        contents.append(SlotContent(at // function.unit, slot, f"{like.key}, quantised anew"))
-        at += function.numel
-    unit = block if kind == SCALE else like.per_code
-    return new_storage(dtype, -(-moment.numel // unit), contents)
+    checkpoint, details = target.checkpoint, target.checkpoint.details
+    values, first = checkpoint.per_rank, target.origin.members[0]
+    quantised = any(value.key == NESTED for value in values)
+    if not any(map(is_quantised, values)):
+        return how_to_drop(values)
+    alike = (
+        all(map(is_quantised, values))
+        and len(target.ranks) == len(target.origin.ranks)
+        and not target.regrouped
+        and 3 not in (target.stage, first.stage)
+        and not (target.elastic or first.elastic or target.round_robin or details.get("round_robin_gradients"))
+        and target.alignment == bool(details.get("parameter_alignment"))
+    )
+    held = by_group(checkpoint) if alike else {}
+    groups = {(rank.mp_rank, group.index): (group, len(rank.members)) for rank in target.ranks for group in rank.groups}
+    kept = {key: Kept.of(its, f"group {key[1]}", checkpoint.source) for key, its in held.items()}
+    found = {key: _cut(*groups[key], its) for key, its in kept.items() if key in groups}
+    cut = {key: one for key, one in found.items() if one is not None}
+    if held and cut.keys() == held.keys():
+        target.coded.update(cut)
+        return None
+    of_one = target.tp == checkpoint.topology.tp
+    return (HINT if quantised else FLOATS) if of_one else of_slices("").advice
 
 
-def _contents(moment: Tensor) -> list[SlotContent]:
-    """Return what lies in a tensor that is to be written, in order."""
-    contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
-    ordered = [one for one in contents if isinstance(one, SlotContent)]
-    if len(ordered) < len(contents):
-        raise ValueError("a share of quantised state has contents that are no slots")
-    return ordered
+def by_group(checkpoint: Checkpoint) -> dict[tuple[int, int], list[RankValue]]:
+    """Return what ranks have of their own, by model-parallel rank and param group."""
+    held: dict[tuple[int, int], list[RankValue]] = {}
+    for value in checkpoint.per_rank:
+        held.setdefault((value.mp_rank, value.group), []).append(value)
+    return held
 
 
-def _together(moment: Tensor, most: int) -> Iterator[list[tuple[Slot | None, int, int]]]:
-    """Yield what a tensor is to hold, `most` elements at once: slots, or zeros, with start and number."""
-    runs: list[tuple[Slot | None, int, int]] = []
-    end = 0
-    for one in _contents(moment):
-        runs += [(None, 0, one.start - end), (one.slot, one.covered.start, one.covered.numel)]
-        end = one.start + one.covered.numel
-    runs.append((None, 0, moment.numel - end))
-    found: list[tuple[Slot | None, int, int]] = []
-    left = most
-    for slot, start, numel in runs:
-        while numel:
-            count = min(numel, left)
-            found.append((slot, start, count))
-            start, numel, left = start + count, numel - count, left - count  # noqa: PLW2901
-            if not left:
-                yield found
-                found, left = [], most
-    if found:
-        yield found
+def _cut(group: TargetGroup, members: int, kept: Kept) -> Codes | None:
+    """Return the state of a group that every rank has in the same form, if its blocks are blocks of the target.
+
+    What is more in the target is padding of whole ones.
+    """
+    partitions, blocks = set(), set()
+    for alike in kept.moments.values():
+        first = alike[0]
+        own = {(one.cls, one.codes.dtype, one.codes.shape, one.block, one.scale is None, bytes_of(one.qmap))
+               for one in alike}  # fmt: skip
+        if len(alike) != members or len(own) > 1 or len(first.codes.shape) != 1:
+            return None
+        partitions.add(first.numel)
+        blocks |= {first.block} if first.scale is not None else set()
+    if len(partitions) != 1 or len(blocks) > 1 or len(group.experts) != 1:
+        return None
+    (partition,), (block,), after = partitions, blocks or {1}, group.shared_by
+    end = members * partition
+    of_whole_blocks = any(alike[0].cls for alike in kept.moments.values())  # torchao's, on one rank, too
+    fits = (
+        (members == 1 or partition % block == 0)
+        and ((after == 1 and not of_whole_blocks) or group.partition % block == 0)
+        and (after * group.partition <= end or end % block == 0)
+    )
+    if not fits:
+        return None
+    pieces = {}
+    for name, alike in kept.moments.items():
+        scales = [one.scale for one in alike if one.scale is not None]
+        pieces[name] = {CODES: (concat([one.codes for one in alike], 0), alike[0].per_code)}
+        pieces[name] |= {SCALE: (concat(scales, 0), block)} if scales else {}
+    return Codes(kept, pieces)
 
 
 def bytes_of(slot: Slot | None) -> bytes:

@@ -232,10 +232,10 @@ def cut_rank_values(target: Target) -> None:
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
         )
-    from zckpt.formats.deepspeed.code_groups import cut_codes
+    from zckpt.formats.deepspeed.codes import cut_codes
 
-    is_cut, advice = cut_codes(target)
-    if is_cut:
+    advice = cut_codes(target)
+    if target.coded:
         return
 
     def ranks(count: int, of: Target | Topology, stage: int, elastic: bool) -> str:

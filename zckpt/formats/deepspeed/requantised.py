@@ -5,22 +5,36 @@
     scales                |scale    |scale ...                       }
     map                   as every rank of the source has it
 
-What was too small to be quantised stays in float32; `codes` says what that is.
+What was too small to be quantised stays in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
+from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.codes import SMALLEST_NUMEL, Form, Kept, bytes_of
+from zckpt.formats.deepspeed.codes import CODES, SCALE, Kept, by_group, bytes_of
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.quantised import is_quantised, with_float_slots
 from zckpt.formats.deepspeed.target import Target
+from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.quantised import BLOCKS, NESTED, Moment
-from zckpt.state import Checkpoint
+from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage
+from zckpt.state import Checkpoint, Slot
 from zckpt.state.checkpoint import RankValue
+from zckpt.torchfile import Tensor
+
+TOGETHER_NUMEL = 1 << 16
+"""Elements, about, that are quantised at once: of a share's codes, no more floats than these are in memory."""
+
+SMALLEST_NUMEL = 4096
+"""Elements of a tensor that torchao quantises, if they are whole blocks."""
 
 
 def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
@@ -57,36 +71,28 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
             expected="the tensor- and pipeline-parallel sizes that it has",
             advice="--dequantize writes it as float32, for an optimizer that keeps it so",
         )
-    held: dict[tuple[int, int], list[RankValue]] = {}
-    for one in checkpoint.per_rank:
-        held.setdefault((one.mp_rank, one.group), []).append(one)
     # The form of a param group's quantised state has to be one on all data-parallel ranks.
-    target.forms.update((key, _form(values, f"group {key[1]}", checkpoint.source)) for key, values in held.items())
+    held = by_group(checkpoint)
+    target.coded.update((key, _form(values, f"group {key[1]}", checkpoint.source)) for key, values in held.items())
     return target
 
 
-def rounded(target: Target) -> dict[str, frozenset[str]]:
-    """Return the moments that were quantised anew, as floats are called, by parameter."""
-    found = {key: frozenset(form.blocks) for key, form in target.forms.items()}
-    return {
-        parameter.name: found[rank.mp_rank, group.index]
-        for rank in target.ranks
-        for group in rank.groups
-        for parameters in group.experts
-        for parameter in parameters
-        if found.get((rank.mp_rank, group.index))
-    }
-
-
-def notes(target: Target) -> list[str]:
-    """Say what was rounded once more."""
-    groups = [str(index) for index in sorted({index for (_, index), form in target.forms.items() if form.blocks})]
-    if not groups:
-        return []
-    what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(groups)}"
-    if any(any(held[0].cls for held in form.kept.moments.values()) for form in target.forms.values()):
+def with_notes(written: TargetFiles, target: Target) -> TargetFiles:
+    """Say what was rounded once more: moments that were quantised anew, as floats are called, by parameter."""
+    forms = {key: form for key, form in target.coded.items() if isinstance(form, Form) and form.blocks}
+    if not forms:
+        return written
+    rounded = {
+        p.name: frozenset(forms[rank.mp_rank, group.index].blocks)
+        for rank in target.ranks for group in rank.groups if (rank.mp_rank, group.index) in forms
+        for own in group.experts for p in own
+    }  # fmt: skip
+    groups = sorted({index for _, index in forms})
+    what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
+    if any(held[0].cls for form in forms.values() for held in form.kept.moments.values()):
         what += f", of partitions with whole blocks and {SMALLEST_NUMEL} elements at least (others are in float32),"
-    return [f"quantised state of {what} was quantised anew: blocks have other elements than in the source"]
+    note = f"quantised state of {what} was quantised anew: blocks have other elements than in the source"
+    return replace(written, notes=[*written.notes, note], rounded=rounded)
 
 
 def _form(values: list[RankValue], what: str, path: str) -> Form:
@@ -125,3 +131,92 @@ def _refused(what: str, path: str, found: str) -> UnsupportedError:
         found=found,
         advice="--dequantize writes it as float32, for an optimizer that keeps it so",
     )
+
+
+class Form(NamedTuple):
+    """How the moments of a param group are made codes anew.
+
+    Parameters
+    ----------
+    kept : Kept
+    blocks : mapping of str to int, elements
+        Of moments that were codes, by the names that they have as floats.
+    """
+
+    kept: Kept
+    blocks: Mapping[str, int]
+
+    def of(self, tensors: Mapping[object, object], _rank: int, _partition: int) -> dict[object, object]:
+        """Return a share's slots with the moments among them in the form in which the program keeps them."""
+        made: dict[str, dict[str, Tensor | NewStorage]] = {}
+        numel = 0
+        for name, held in self.kept.moments.items():
+            moment = tensors.get(name)
+            if isinstance(moment, Tensor):
+                numel, block = moment.numel, self.blocks.get(name)
+                like = next((one for one in held if one.scale is not None), held[0])
+                made[name] = {CODES: moment}
+                contents = _contents(moment)
+                # The program has codes of a share: bitsandbytes of what was some, or is padding alone.
+                of_codes = not contents or any(isinstance(one.slot, Computed) for one in contents)
+                if like.cls and block is not None:
+                    of_codes = numel >= SMALLEST_NUMEL and numel % block == 0
+                if block is not None and of_codes:
+                    made[name] = {kind: _made_anew(moment, like, block, kind) for kind in (CODES, SCALE)}
+        found = self.kept.put(made, numel)
+        return {key: found.get(key, value) for key, value in tensors.items() if key not in made or key in found} | found
+
+
+def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorage:
+    from zckpt.engine.means import Mean
+    from zckpt.engine.requantise import Portion, Requantised, by_bitsandbytes, by_torchao
+
+    dtype = "float32" if kind == SCALE else like.codes.dtype
+    rule = by_torchao if like.cls else by_bitsandbytes
+    contents, at = [], 0
+    for content in _together(moment, block * max(TOGETHER_NUMEL // block, 1)):
+        portions = tuple(
+            Portion(numel, start, slot)
+            if slot is None or isinstance(slot, Computed)
+            else Portion(
+                numel, start, Computed(slot.name, "float32", slot.shape, (), function=Mean((slot,), "float32", (1.0,)))
+            )
+            for slot, start, numel in content
+        )
+        function = Requantised(portions, block, like.qmap, kind == SCALE, rule, like.per_code == 2)
+        slot = Computed(like.key, dtype, (function.step,), (), function=function)
+        contents.append(SlotContent(at // function.unit, slot, f"{like.key}, quantised anew"))
+        at += function.numel
+    unit = block if kind == SCALE else like.per_code
+    return new_storage(dtype, -(-moment.numel // unit), contents)
+
+
+def _contents(moment: Tensor) -> list[SlotContent]:
+    """Return what lies in a tensor that is to be written, in order."""
+    contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
+    ordered = [one for one in contents if isinstance(one, SlotContent)]
+    if len(ordered) < len(contents):
+        raise ValueError("a share of quantised state has contents that are no slots")
+    return ordered
+
+
+def _together(moment: Tensor, most: int) -> Iterator[list[tuple[Slot | None, int, int]]]:
+    """Yield what a tensor is to hold, `most` elements at once: slots, or zeros, with start and number."""
+    runs: list[tuple[Slot | None, int, int]] = []
+    end = 0
+    for one in _contents(moment):
+        runs += [(None, 0, one.start - end), (one.slot, one.covered.start, one.covered.numel)]
+        end = one.start + one.covered.numel
+    runs.append((None, 0, moment.numel - end))
+    found: list[tuple[Slot | None, int, int]] = []
+    left = most
+    for slot, start, numel in runs:
+        while numel:
+            count = min(numel, left)
+            found.append((slot, start, count))
+            start, numel, left = start + count, numel - count, left - count  # noqa: PLW2901
+            if not left:
+                yield found
+                found, left = [], most
+    if found:
+        yield found

@@ -18,7 +18,8 @@ from zckpt.state.partition import flat_partition_numel, flat_starts, shard_numel
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import PackedSlot
-    from zckpt.formats.deepspeed.codes import Codes, Form
+    from zckpt.formats.deepspeed.codes import Codes
+    from zckpt.formats.deepspeed.requantised import Form
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -217,7 +218,7 @@ class Target:
         Stages of a pipeline, and tensor-parallel ranks of each.
     stages : Stages or None
         How a pipeline's layers are dealt; None: as they are.
-    codes, forms : dict of (int, int) to Codes or Form
+    coded : dict of (int, int) to Codes or Form
         Quantised state that is cut for other ranks, or quantised anew, by model-parallel rank and param group.
     rules : mapping or None
         `universal_checkpoint_info` to be written; None: as the source's files have it.
@@ -242,8 +243,7 @@ class Target:
     transposed: bool = False
     lists_frozen: bool = True
     ranks: list[TargetRank] = field(default_factory=list)
-    codes: dict[tuple[int, int], Codes] = field(default_factory=dict, repr=False, compare=False)
-    forms: dict[tuple[int, int], Form] = field(default_factory=dict, repr=False, compare=False)
+    coded: dict[tuple[int, int], Codes | Form] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 
     @property

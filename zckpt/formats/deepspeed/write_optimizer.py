@@ -150,12 +150,10 @@ def _state(
 
     Its keys are in the order that the source's have.
     """
-    form, codes = target.forms.get((mp.mp_rank, group.index)), target.codes.get((mp.mp_rank, number))
+    coded = target.coded.get((mp.mp_rank, group.index))
     state: dict[object, object] = {key: value_node(value) for key, value in group.values.state.items()}
-    state |= tensors if form is None else form.of(tensors)
-    if codes is not None:
-        state |= codes.of(group.position(rank), group.partition)
-    for one in target.own_values(mp.mp_rank, rank) if not target.codes else ():
+    state |= tensors if coded is None else coded.of(tensors, group.position(rank), group.partition)
+    for one in target.own_values(mp.mp_rank, rank) if not target.coded else ():
         if one.part == number and not one.in_group:
             state[one.key] = value_node(one.value)
     source = mp.members[0]

@@ -145,13 +145,12 @@ def recut(job: Job) -> TargetFiles:
         notes=rank_notes(target),
         restated=None,
         check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
-        in_floats=bool(target.codes or target.forms),
+        in_floats=bool(target.coded),
     )
-    if target.forms:
-        from zckpt.formats.deepspeed import requantised
+    if target.coded:
+        from zckpt.formats.deepspeed.requantised import with_notes
 
-        written = replace(written, notes=[*written.notes, *requantised.notes(target)],
-                          rounded=requantised.rounded(target))  # fmt: skip
+        written = with_notes(written, target)
     return in_run(written, job, tag, target.world_size * len(target.ranks))
 
 
