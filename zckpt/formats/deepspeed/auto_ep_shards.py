@@ -149,7 +149,7 @@ def partition_groups(target: Target, groups: Sequence[TargetGroup], rank: int) -
         sparse = any(p.name in layers for p in group.experts[0])
         degree = len(group.experts)
         expert_rank = group.expert_rank(rank)
-        for _ in group.sub_groups():
+        for _ in group.parts():
             found.append({
                 "sub_group": len(found),
                 "partition_count": group.shared_by,

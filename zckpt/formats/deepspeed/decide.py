@@ -86,7 +86,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     cut_rank_values(target)
     # Where one tensor is the state of several partitions, there have to be as many.
     own = {value.key for value in checkpoint.per_rank}
-    aliases.check(aliases.aliases(first), len(first.masters), len(target.partitions(target.ranks[0])), own)
+    aliases.check(aliases.aliases(first), len(first.masters), len(target.parts(target.ranks[0])), own)
     return target
 
 
@@ -274,7 +274,7 @@ def _holds(target: Target, rank: TargetRank, number: int, member: OptimizerShard
     """Tell whether a data-parallel rank's partitions are those of its file."""
     found = [master.numel for master in member.masters]
     if target.stage == 3:
-        return found == [numel for _, numel in target.partitions(rank, number)]
+        return found == [part.numel for part in target.parts(rank, number)]
     if len(found) != len(rank.groups):
         return False
     for numel, group, count in zip(found, rank.groups, member.partition_count, strict=True):

@@ -341,8 +341,8 @@ def _check(served: Served) -> None:
     """Raise unless partitions hold what the engine's do, in the same order and size."""
     target, training = served.target, served.training
     mp = target.ranks[training.mp_rank]
-    partitions = target.partitions(mp, training.rank)
-    found = [[(mp.owner(p.name).name, tuple(p.shape)) for p in one] for one, _ in partitions]
+    parts = target.parts(mp, training.rank)
+    found = [[(mp.owner(p.name).name, tuple(p.shape)) for p in part.parameters] for part in parts]
     expected = [
         [(mp.owner(name).name if name in mp.parameters else name, tuple(shape)) for name, shape in one.items()]
         for one in training.stored
@@ -355,7 +355,7 @@ def _check(served: Served) -> None:
                     expected=f"{other[0]} {list(other[1])}", found=f"{one[0]} {list(one[1])}",
                 )  # fmt: skip
     counts = [len(one) for one in expected], [len(one) for one in found]
-    for theirs, ours in (counts, (list(training.partitions), [numel for _, numel in partitions])):
+    for theirs, ours in (counts, (list(training.partitions), [part.numel for part in parts])):
         if theirs != ours:
             raise _other_model("would be cut otherwise than the engine's state is",
                                expected=f"partitions of {listed([str(n) for n in theirs])}",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,15 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, section
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
-from zckpt.state.partition import flat_partition_numel, flat_starts, shard_numel, sub_groups
+from zckpt.state.partition import (
+    FlatShare,
+    flat_partition_numel,
+    flat_shares,
+    flat_starts,
+    shard_numel,
+    shard_share,
+    sub_groups,
+)
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import PackedSlot
@@ -42,7 +50,7 @@ class TargetGroup:
         Which ranks share which of the lists.
     lane, lanes : int
         Of experts that are spread over several tensor-parallel ranks: which of them this is, and how many they are.
-    sub_group_size : int
+    sub_group_size : int or None
         Elements after which ZeRO-3 begins another sub-group.
     """
 
@@ -53,7 +61,7 @@ class TargetGroup:
     placement: Placement
     lane: int = 0
     lanes: int = 1
-    sub_group_size: int = DEFAULT_SUB_GROUP_SIZE
+    sub_group_size: int | None = None
 
     @property
     def shared_by(self) -> int:
@@ -61,16 +69,12 @@ class TargetGroup:
         return self.placement.ranks // len(self.experts)
 
     def expert_rank(self, rank: int) -> int:
-        """Return which of the lists a data-parallel rank holds elements of."""
+        """Return of which of the lists a data-parallel rank holds elements."""
         return self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))
 
     def position(self, rank: int) -> int:
         """Return which of the ranks that share its parameters a data-parallel rank is."""
         return self.placement.position(rank * self.lanes + self.lane, len(self.experts))
-
-    def of(self, rank: int) -> list[Parameter]:
-        """Return the parameters of which a data-parallel rank holds elements."""
-        return self.experts[self.expert_rank(rank)]
 
     @cached_property
     def numels(self) -> Sequence[int]:
@@ -87,36 +91,52 @@ class TargetGroup:
         """Elements of one rank's partition of the flat buffer."""
         return flat_partition_numel(self.starts[-1], self.shared_by)
 
-    def keys(self, rank: int) -> list[str]:
-        """Return the optimizer's keys for the parameters of which a data-parallel rank holds elements, each once."""
-        return list(self._keys[self.expert_rank(rank)])
+    def parts(self, rank: int = 0) -> list[Part]:
+        """Return what a data-parallel rank's file has one master of."""
+        return self._parts[self.expert_rank(rank)]
 
     @cached_property
-    def _keys(self) -> list[list[str]]:
-        return list(map(slot_keys, self.experts))
-
-    def sub_groups(self, rank: int = 0) -> list[SubGroup]:
-        """Return the sub-groups under ZeRO-3, as a data-parallel rank has them."""
-        return self._sub_groups[self.expert_rank(rank)]
-
-    @cached_property
-    def _sub_groups(self) -> list[list[SubGroup]]:
+    def _parts(self) -> list[list[Part]]:
+        if self.sub_group_size is None:
+            shares = partial(flat_shares, self.numels, self.starts, self.partition)
+            return [[Part(own, self.partition, shares)] for own in self.experts]
         cut = sub_groups(self.numels, self.shared_by, self.sub_group_size)
         return [[SubGroup([own[i] for i in one], self.shared_by) for one in cut] for own in self.experts]
 
 
-class SubGroup:
+class Part:
+    """Parameters of a group, all or, under ZeRO-3, some, of which all ranks that share them have `numel` elements.
+
+    `shares`: which these are, by the rank's position.
+    """
+
+    def __init__(self, parameters: list[Parameter], numel: int, shares: Callable[[int], Iterator[FlatShare]]) -> None:
+        self.parameters, self.numel, self.shares = parameters, numel, shares
+        self.keys = list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
+
+    def row(self, key: str, dtype: str) -> PackedSlot | None:  # noqa: ARG002
+        """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
+        return None
+
+
+class SubGroup(Part):
     """Some of a group's parameters under ZeRO-3, of which all ranks have shards, end to end; worked out once."""
 
     def __init__(self, parameters: list[Parameter], shared_by: int) -> None:
-        self.parameters, self.shared_by = parameters, shared_by
-        self.keys = slot_keys(parameters)
-        self.held = [shard_numel(p.numel, shared_by) for p in parameters]
-        self.starts = [0, *accumulate(self.held)]
+        held = [shard_numel(p.numel, shared_by) for p in parameters]
+        places = list(enumerate(zip(parameters, accumulate(held, initial=0), strict=False)))
+
+        def shares(rank: int) -> Iterator[FlatShare]:
+            for index, (p, at) in places:
+                start, numel = shard_share(p.numel, shared_by, rank)
+                yield FlatShare(index, start, at, numel)
+
+        super().__init__(parameters, sum(held), shares)
+        self._places = [(at, numel) for (_, (_, at)), numel in zip(places, held, strict=True) if numel]
         self._rows: dict[str, PackedSlot | None] = {}
 
     def row(self, key: str, dtype: str) -> PackedSlot | None:
-        """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
+        """Return a row, which is worked out once."""
         if key not in self._rows:
             self._rows[key] = self._row(key, dtype)
         return self._rows[key]
@@ -133,14 +153,8 @@ class SubGroup:
         from zckpt.engine.packs import PackedSlot
         from zckpt.state.cuts import Cuts
 
-        shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
         label = f"{key} of {len(cuts)} parameters"
-        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
-
-
-def slot_keys(parameters: Iterable[Parameter]) -> list[str]:
-    """Return the optimizer's keys for parameters, each once."""
-    return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
+        return PackedSlot(label, cuts[0].files, Cuts(cuts), *map(list, zip(*self._places, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +274,12 @@ class Target:
         return self._own_values.get((mp_rank, rank), ())
 
     @property
-    def sub_group_size(self) -> int:
-        """Elements after which ZeRO-3 begins another sub-group."""
+    def sub_group_size(self) -> int | None:
+        """Elements after which ZeRO-3 begins another sub-group; None of other stages, which have none."""
         size = section(self.origin.model.config, "zero_optimization").get("sub_group_size")
-        return int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
+        known = int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
+        return known if self.stage == 3 else None
 
-    def partitions(self, mp: TargetRank, rank: int = 0) -> list[tuple[list[Parameter], int]]:
-        """Return what a rank's file has one master of: its parameters, and how many elements that has."""
-        if self.stage != 3:
-            return [(group.of(rank), group.partition) for group in mp.groups]
-        return [(one.parameters, one.starts[-1]) for group in mp.groups for one in group.sub_groups(rank)]
+    def parts(self, mp: TargetRank, rank: int = 0) -> list[Part]:
+        """Return what a rank's file has one master of, in its order."""
+        return [part for group in mp.groups for part in group.parts(rank)]

@@ -131,7 +131,7 @@ def _param_shapes(target: Target, mp: TargetRank) -> list[OrderedMapping]:
     """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
     old = mp.model.content.get("param_shapes")
     first = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else {}
-    groups = [parameters for parameters, _ in target.partitions(mp)]
+    groups = [part.parameters for part in target.parts(mp)]
     if target.stage != 3 and target.transposed:
         groups = [[transposed(p) for p in parameters] for parameters in groups]
     return [_shapes(parameters, tuples=any(type(shape) is tuple for shape in first.values())) for parameters in groups]

@@ -16,7 +16,7 @@ from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY
-from zckpt.formats.deepspeed.target import SubGroup, Target, TargetGroup, TargetRank, Unpartitioned
+from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import (
     Content,
@@ -29,12 +29,7 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
-from zckpt.state.partition import (
-    FlatShare,
-    flat_padding,
-    flat_shares,
-    shard_share,
-)
+from zckpt.state.partition import flat_padding
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor, node_of
 
 
@@ -76,7 +71,7 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     """Return the content of one rank's optimizer file."""
     source = mp.members[0]
     old = source.content
-    cut = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
+    cut = _cut(target, mp, rank)
     if not target.bf16_optimizer:
         cut["zero_stage"] = Object(_STAGE_ENUM, args=(target.stage,))
     same = (source.stage == 3) == (target.stage == 3)
@@ -165,49 +160,56 @@ def _dtype(parameters: list[Parameter], key: str) -> str:
     return next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
 
 
-def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
-    """Return the keys of a flat file that depend on how it is cut."""
-    source = mp.members[0]
+def _cut(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
+    """Return the keys of an optimizer file that depend on how it is cut."""
+    source, flat, config = mp.members[0], target.stage != 3, target.origin.model.config
+    known = source.masters if (source.stage != 3) == flat else []
     masters: list[object] = []
     states: list[dict[object, object]] = []
     paddings: list[object] = []
     mappings: list[object] = []
+    groups: dict[int, object] = {}
+    held: dict[int, list[int]] = {}
     for group in mp.groups:
-        parameters, position = group.of(rank), group.position(rank)
-        starts, partition = group.starts, group.partition
-        total = starts[-1]
-        shares = list(flat_shares(group.numels, starts, partition, position))
-        padding = flat_padding(total, partition, position)
-        stripped = partition - padding
-        like = source.masters[min(group.index, len(source.masters) - 1)] if source.stage != 3 else None
-        full = partition if target.bf16_optimizer else stripped
-        masters.append(_partition(parameters, MASTER, shares, partition, full, like=like))
-        length = stripped if target.elastic else partition
-        keys = group.keys(rank)
-        tensors: dict[object, object] = {}
-        muon = keeps_whole_matrices(
-            group.values.hyperparameters, target.origin.model.config, partition=target.bf16_optimizer
-        )
-        if MOMENTUM in keys and muon:  # it would take a partition for some matrices
-            keys.remove(MOMENTUM)
-            if shares:
-                tensors[MOMENTUM] = whole([parameters[f.index] for f in shares], MOMENTUM)
-        tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
-        states.append(_state(target, mp, rank, group, group.index, tensors))
-        on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
-        paddings.append(on_last if target.bf16_optimizer else padding)
-        mapping = OrderedMapping()
-        for f in shares:
-            where: dict[object, object] = {"numel": f.numel, "start": f.position}
-            mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=where, has_state=True)
-        mappings.append(mapping)
+        position, numbers = group.position(rank), held.setdefault(group.index, [])  # experts may be a part of a group
+        for part in group.parts(rank):
+            number = len(masters)
+            numbers.append(number)
+            padding = flat_padding(group.starts[-1], part.numel, position) if flat else 0
+            stripped = part.numel - padding
+            like = known[min(number, len(known) - 1)] if known else None
+            masters.append(_partition(part, MASTER, position, part.numel if target.bf16_optimizer else stripped, like))
+            length = stripped if target.elastic else part.numel
+            tensors: dict[object, object] = {key: _partition(part, key, position, length) for key in part.keys}
+            if MOMENTUM in tensors and keeps_whole_matrices(
+                group.values.hyperparameters, config, partition=target.bf16_optimizer or not flat
+            ):  # it would take a partition for some matrices
+                its = [part.parameters[share.index] for share in part.shares(position)]
+                tensors |= {MOMENTUM: whole(its, MOMENTUM)}
+                if not its:
+                    del tensors[MOMENTUM]
+            states.append(_state(target, mp, rank, group, number, tensors))
+            if flat:
+                last = group.shared_by * part.numel - group.starts[-1] if position == group.shared_by - 1 else 0
+                paddings.append(last if target.bf16_optimizer else padding)
+                mapping = OrderedMapping()
+                for share in part.shares(position):
+                    where: dict[object, object] = {"numel": share.numel, "start": share.position}
+                    address = Object(_FRAGMENT, how="newobj", state=where, has_state=True)
+                    mapping[part.parameters[share.index].name] = address
+                mappings.append(mapping)
+        groups[group.index] = _hyperparameters(target, mp, rank, group, numbers)
     joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
-    rigid = {
-        "state": {index: state for index, state in enumerate(states) if state},
-        "param_groups": [_hyperparameters(target, mp, rank, group, [group.index]) for group in mp.groups],
-    }
-    cut: dict[str, object] = {
-        "base_optimizer_state": states if target.elastic else rigid,
+    base = {"state": {n: state for n, state in enumerate(states) if state}, "param_groups": [*groups.values()]}
+    if not flat:
+        cut = {"partition_count": target.world_size, "optimizer_state_dict": base, "fp32_flat_groups": masters}
+        if auto_layers(target.origin.model):
+            from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
+
+            cut[GROUPS_KEY] = partition_groups(target, mp.groups, rank)
+        return cut
+    cut = {
+        "base_optimizer_state": states if target.elastic else base,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": paddings,
         "partition_count": [group.shared_by for group in mp.groups],
@@ -216,7 +218,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     if not target.bf16_optimizer:
         clipping = target.origin.members[0].content.get("clip_grad")
         if clipping is None:
-            clipping = target.origin.model.config.get("gradient_clipping")
+            clipping = config.get("gradient_clipping")
         if clipping is not None:  # else the engine's own: what is usual depends on its version
             cut["clip_grad"] = clipping
         cut["ds_version"] = source.version
@@ -226,18 +228,14 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     return cut
 
 
-def _partition(
-    parameters: list[Parameter],
-    key: str,
-    shares: list[FlatShare],
-    numel: int,
-    length: int,
-    *,
-    like: Tensor | None = None,
-) -> Tensor:
-    """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
-    contents = [one for f in shares for one in _contents(parameters[f.index], key, f.start, f.position, f.numel)]
-    return view(new_storage(_dtype(parameters, key), numel, contents), (length,), like=like)
+def _partition(part: Part, key: str, position: int, length: int, like: Tensor | None = None) -> Tensor:
+    """Return one slot of one rank's part: a storage of all its elements, of which the tensor shows `length`."""
+    dtype = _dtype(part.parameters, key)
+    row = part.row(key, dtype)
+    contents: list[Content] = [] if row is None else [PackContent(0, row.pack(position))]
+    for share in part.shares(position) if row is None else ():
+        contents += _contents(part.parameters[share.index], key, share.start, share.position, share.numel)
+    return view(new_storage(dtype, part.numel, contents), (length,), like=like)
 
 
 def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
@@ -254,53 +252,6 @@ def _contents(parameter: Parameter, key: str, start: int, position: int, numel: 
     slot = parameter.slots.get(key)
     if slot is not None:
         yield from slot_contents(slot, f"{key}/{parameter.name}", start, position, numel)
-
-
-def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
-    """Return the keys of a ZeRO-3 file that depend on how it is cut."""
-    masters: list[object] = []
-    states: dict[object, dict[object, object]] = {}
-    groups: dict[int, object] = {}
-    held: dict[int, list[int]] = {}
-    source = mp.members[0]
-    known = source.masters if source.stage == 3 else []
-    for group in mp.groups:
-        numbers: list[int] = []
-        for one in group.sub_groups(rank):
-            number = len(masters)
-            numbers.append(number)
-            like = known[min(number, len(known) - 1)] if known else None
-            master = _shards(one, MASTER, group.position(rank), like)
-            tensors: dict[object, object] = {key: _shards(one, key, group.position(rank)) for key in one.keys}
-            state = _state(target, mp, rank, group, number, tensors)
-            if state:
-                states[number] = state
-            masters.append(master)
-        held[group.index] = [*held.get(group.index, ()), *numbers]  # experts may be a part of a group
-        groups[group.index] = _hyperparameters(target, mp, rank, group, held[group.index])
-    joined(states, aliases(source), len(source.masters), len(masters))
-    apart: dict[str, object] = {}
-    if auto_layers(target.origin.model):
-        from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
-
-        apart[GROUPS_KEY] = partition_groups(target, mp.groups, rank)
-    return {
-        "partition_count": target.world_size,
-        "optimizer_state_dict": {"state": states, "param_groups": [*groups.values()]},
-        "fp32_flat_groups": masters,
-        **apart,
-    }
-
-
-def _shards(cut: SubGroup, key: str, rank: int, like: Tensor | None = None) -> Tensor:
-    """Return one rank's shards of one slot of a sub-group."""
-    dtype, numel = _dtype(cut.parameters, key), cut.starts[-1]
-    row = cut.row(key, dtype)
-    contents: list[Content] = [] if row is None else [PackContent(0, row.pack(rank))]
-    for p, at in zip(cut.parameters, cut.starts, strict=False) if row is None else ():
-        start, count = shard_share(p.numel, cut.shared_by, rank)
-        contents += _contents(p, key, start, at, count)
-    return view(new_storage(dtype, numel, contents), (numel,), like=like)
 
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
@@ -321,56 +272,35 @@ def stage0_optimizer(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
     scaling = {**how.scaling, **{key: value for key, value in _known_scaling(mp).items() if key in how.scaling}}
     if how.form == FUSED:
         flat = [whole(group.experts[0], MASTER) for group in mp.groups]
-        return {**scaling, "optimizer_state_dict": _of_groups(mp, how), "fp32_groups_flat": flat}
+        return {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups_flat": flat}
     masters = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
     return {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}
 
 
 def _numbered(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
-    """Return an optimizer with the state of each parameter under its number."""
+    """Return an optimizer with the state of each parameter under its number; of flat masters, of each group."""
     state: dict[int, object] = {}
     groups: list[object] = []
-    number = 0
+    number, fused = 0, how.form == FUSED
     for group, names in zip(mp.groups, how.numbered, strict=True):
         numbers = []
-        for name in names:
+        every = [mp.owner(name) if name in mp.parameters else None for name in names]
+        owned = [[one] if one is not None and one.group is not None else [] for one in every]
+        for its in [group.experts[0]] if fused else owned:
+            single = {} if how.own_state and not fused else group.values.state
+            for one in its if not fused else ():
+                single = {**single, **one.state}
+            keys = dict.fromkeys(key for p in its for key in p.slots if key not in (WEIGHT, MASTER))
+            if (its or fused) and (keys or single):
+                state[number] = {key: value_node(value) for key, value in single.items()} | {
+                    key: whole(its, key) if fused else _whole(its[0], key)
+                    for key in keys if not (fused and key in single)
+                }  # fmt: skip
             numbers.append(number)
-            owner = mp.owner(name) if name in mp.parameters else None
-            keys = [] if owner is None else [key for key in owner.slots if key not in (WEIGHT, MASTER)]
-            common = {} if how.own_state else group.values.state
-            single = {**common, **owner.state} if owner is not None and owner.group is not None else {}
-            if owner is not None and owner.group is not None and (keys or single):
-                values = {key: value_node(value) for key, value in single.items()}
-                state[number] = {**values, **{key: _whole(owner, key) for key in keys}}
             number += 1
-        groups.append(_numbered_group(group, numbers, names if how.named else ()))
+        found = {key: value_node(value) for key, value in group.values.hyperparameters.items()}
+        groups.append({**found, "params": numbers} | ({"param_names": list(names)} if how.named and names else {}))
     return {"state": state, "param_groups": groups}
-
-
-def _of_groups(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
-    """Return an optimizer with one flat tensor for each group."""
-    state: dict[int, object] = {}
-    for group in mp.groups:
-        single = group.values.state
-        keys = dict.fromkeys(
-            key for p in group.experts[0] for key in p.slots if key not in (WEIGHT, MASTER) and key not in single
-        )
-        values = {key: value_node(value) for key, value in single.items()}
-        if keys or values:
-            state[group.index] = {**values, **{key: whole(group.experts[0], key) for key in keys}}
-    groups = [
-        _numbered_group(group, [group.index], names if how.named else ())
-        for group, names in zip(mp.groups, how.numbered, strict=True)
-    ]
-    return {"state": state, "param_groups": groups}
-
-
-def _numbered_group(group: TargetGroup, numbers: list[int], names: Sequence[str]) -> dict[object, object]:
-    found: dict[object, object] = {key: value_node(value) for key, value in group.values.hyperparameters.items()}
-    found["params"] = numbers
-    if names:
-        found["param_names"] = list(names)
-    return found
 
 
 def _whole(parameter: Parameter, key: str) -> SlotTensor:
