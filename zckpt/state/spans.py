@@ -348,6 +348,8 @@ class Padding:
     nbytes : int, bytes
     zeros : tuple of PaddingSpan
         Where it is, as far as the program that writes it makes it zero and keeps it so.
+    partition : int, elements
+        Of all that ends with it; 0 where it is spread over parameters.
     """
 
     rank: int
@@ -355,3 +357,4 @@ class Padding:
     numel: int
     nbytes: int
     zeros: tuple[PaddingSpan, ...] = ()
+    partition: int = 0

@@ -28,7 +28,6 @@ from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import auto_experts
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
-from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, weights_of
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate
@@ -229,14 +228,6 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
 def over_all(ranks: Sequence[Sequence[OptimizerShard]], data_first: bool) -> Spread:
     """Return all ranks, given those of each tensor-parallel rank, as experts are spread over them."""
     return Spread([one[d] for d in range(len(ranks[0])) for one in ranks], len(ranks), data_first)
-
-
-def spread_of(ranks: Sequence[RankFiles], files: RankFiles) -> Spread:
-    """Return the ranks over which the experts of one model-parallel rank were found to be spread."""
-    data_first = is_data_first(files.models[0])
-    if files.state.lanes == 1:
-        return Spread(files.members, 1, data_first, auto_experts(files.models[0]).keys())
-    return over_all([one.members for one in ranks], data_first)
 
 
 def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:

@@ -152,7 +152,7 @@ class Partitions:
                 zeros |= {MASTER}
             nbytes = numel * sum(tensor.itemsize for tensor in tensors.values())
             of_zero = tuple(span for span in own if span.slot in zeros)
-            paddings.append(Padding(member.rank, self.index, numel, nbytes, of_zero))
+            paddings.append(Padding(member.rank, self.index, numel, nbytes, of_zero, self.partition))
             padded += own
         slots: Slots = {name: {} for name in self.names}
         for key in (MASTER, *sorted(keys & {key for member in self.members for key in member.tensors[self.index]})):

@@ -27,8 +27,8 @@ Source: DeepSpeed 0.19.8, `_load_legacy_checkpoint`, `DeepSpeedZeroOptimizer._re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,13 @@ from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
-from zckpt.formats.deepspeed.expert_ranks import spread_of
-from zckpt.formats.deepspeed.flat import Partitions, flat_groups
-from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
+from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.latest import LATEST_NBYTES
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding
 from zckpt.storage.files import read_head
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
@@ -103,10 +101,10 @@ class _Work:
         named = not origin.directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
         whole = all(WEIGHT in p.slots for p in checkpoint.parameters.values() if p.tied_to is None)
         self.without_files = request.optimizer and flat and named and whole
-        self.layouts: dict[str, LeanLayout] = {}
+        self.layouts: dict[str, list[Padding]] = {}
         self.notes: list[str] = []
         if request.padding and not self.without_files:
-            self.layouts, note = lean_layouts(origin)
+            self.layouts, self.lean, note = lean_layouts(origin)
             self.notes += [note] if note else []
         if self.without_files:
             self.notes.append(
@@ -140,7 +138,7 @@ class _Work:
             if self.request.slots and isinstance(states, list):  # the elastic form
                 drop_slots(states, self.request, self.slots, edited)
             if shard.path in self.layouts:
-                drop_padding(file, self.layouts[shard.path], self.slots, edited)
+                drop_padding(file, self.layouts[shard.path], self.slots if self.lean else None, edited)
             return edited
 
         return edit
@@ -178,64 +176,37 @@ PARAM_GROUPS = "base_optimizer_param_groups"
 STEP = "base_optimizer_state_step"
 
 
-@dataclass(frozen=True, slots=True)
-class LeanLayout:
-    """What of one file is padding.
-
-    Parameters
-    ----------
-    partitions, paddings : list of int, elements
-        Of this rank, by group: the whole, and what of its end is padding.
-    lean : bool
-        Whether the slots become lean, too.
-    """
-
-    partitions: list[int]
-    paddings: list[int]
-    lean: bool = False
-
-
-def lean_layouts(origin: Origin) -> tuple[dict[str, LeanLayout], str | None]:
-    """Return what of each optimizer file is padding, by path, and what to tell the user."""
+def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | None]:
+    """Return what of each optimizer file is padding, by path, whether slots become lean, too, and what to tell."""
     members = [member for one in origin.ranks for member in one.members]
     if not members:
-        return {}, "without ZeRO there is no padding"
+        return {}, False, "without ZeRO there is no padding"
     if members[0].stage == 3:
-        return {}, "ZeRO-3 pads each parameter, and DeepSpeed loads it with that padding only: it stays"
-    layouts = {member.path: layout for one in origin.ranks for member, layout in _layouts(one, origin.ranks)}
-    elastic = members[0].elastic
-    reason = None if elastic else _reason(origin, members, layouts)
-    if reason is not None:
-        return layouts, f"the optimizer's slots keep their padding: {reason}"
-    lean = {path: replace(layout, lean=True) for path, layout in layouts.items()}
-    note = "DeepSpeed takes hyperparameters from the training's configuration when it loads the lean form"
-    return lean, None if elastic else note
-
-
-def _layouts(one: RankFiles, ranks: Sequence[RankFiles]) -> Iterator[tuple[OptimizerShard, LeanLayout]]:
-    """Yield the layout of each data-parallel rank's file."""
-    members = one.members
+        return {}, False, "ZeRO-3 pads each parameter, and DeepSpeed loads it with that padding only: it stays"
     odd = next((m for m in members if m.order is not None), None)
     if odd is not None:
         raise UnsupportedError(
             "padding of param groups that each rank has in an order of its own", path=odd.path,
             expected="one order", advice="`zckpt reshard` writes them in one",
         )  # fmt: skip
-    found = {m.path: LeanLayout([0] * len(m.masters), [0] * len(m.masters)) for m in members}
-    known = {name: parameter.shape for name, parameter in one.state.parameters.items()}
-    spread = spread_of(ranks, one)
-    for group in flat_groups(one.models[0], members, known, spread):
-        for own in spread.sharing(members, group.index, list(group.shapes)):
-            cut = Partitions(group, own)
-            for position, member in enumerate(own):
-                layout = found.get(member.path)
-                if layout is not None:
-                    layout.partitions[group.index] = cut.partition
-                    layout.paddings[group.index] = cut.padding(position)
-    return zip(members, found.values(), strict=True)
+    layouts: dict[str, list[Padding]] = {}
+    for one in origin.ranks:
+        paths = {member.rank: member.path for member in one.members}
+        for padding in sorted(one.state.padding, key=lambda padding: padding.group):
+            layouts.setdefault(paths[padding.rank], []).append(padding)
+    if members[0].elastic:
+        return layouts, True, None
+    reason = _reason(origin, members, layouts)
+    if reason is not None:
+        return layouts, False, f"the optimizer's slots keep their padding: {reason}"
+    return (
+        layouts,
+        True,
+        "DeepSpeed takes hyperparameters from the training's configuration when it loads the lean form",
+    )
 
 
-def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: dict[str, LeanLayout]) -> str | None:
+def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[str, Sequence[Padding]]) -> str | None:
     """Return why DeepSpeed would not load the lean form as it was saved; None if it would."""
     if members[0].bf16_optimizer:
         return "BF16_Optimizer loads whole partitions only"
@@ -250,7 +221,7 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: dict[str
             return "the param groups are at different steps"
         for index, state in enumerate(states):
             for key, value in state.items():
-                whole = (layouts[member.path].partitions[index],)
+                whole = (layouts[member.path][index].partition,)
                 is_loaded = (
                     value.dtype == "float32" and value.shape == whole
                     if isinstance(value, Tensor)
@@ -267,34 +238,34 @@ def optimizer_content(file: TorchFile) -> dict[object, object]:
     return top if isinstance(top, dict) else {}
 
 
-def drop_padding(file: TorchFile, layout: LeanLayout, slots: Sequence[str], edited: Edited) -> None:
-    """Take the padding off the tensors of a file, and note which storages have it behind them."""
+def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str] | None, edited: Edited) -> None:
+    """Take the padding off the tensors of a file, of slots if they are given, and note which storages had it."""
     z = optimizer_content(file)
 
-    def cut(tensor: object, group: int) -> object:
+    def cut(tensor: object, padding: Padding) -> object:
         if not isinstance(tensor, Tensor):
             return tensor
         edited.trimmed.add(tensor.storage.key)
-        length = layout.partitions[group] - layout.paddings[group]
+        length = padding.partition - padding.numel
         return replace(tensor, shape=(length,), strides=(1,)) if tensor.numel > length else tensor
 
     masters, base = z["single_partition_of_fp32_groups"], z.get("base_optimizer_state")
     if isinstance(masters, (list, tuple)):
-        short = [cut(master, group) for group, master in enumerate(masters)]
+        short = list(map(cut, masters, layout))
         if any(now is not before for now, before in zip(short, masters, strict=True)):
             z["single_partition_of_fp32_groups"] = short
             if "zero_stage" in z:  # DeepSpeed 0.14 has all the padding of a group with the last rank
-                z["group_paddings"] = list(layout.paddings)
+                z["group_paddings"] = [padding.numel for padding in layout]
             edited.changed = True
-    if not layout.lean:
+    if slots is None:
         return
     rigid: Mapping[Any, Any] | None = base if isinstance(base, dict) else None
     held = base if isinstance(base, list) else []
     if rigid is not None:
-        held = [rigid["state"].get(group, {}) for group in range(len(layout.partitions))]
+        held = [rigid["state"].get(group, {}) for group in range(len(layout))]
     states = [
-        {key: cut(value, group) if key in slots else value for key, value in state.items()}
-        for group, state in enumerate(held)
+        {key: cut(value, padding) if key in slots else value for key, value in state.items()}
+        for padding, state in zip(layout, held, strict=True)
     ]
     if rigid is None:
         edited.changed |= any(now[key] is not old[key] for now, old in zip(states, held, strict=True) for key in old)
