@@ -26,12 +26,12 @@ from typing import NamedTuple
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, SLICED, Rule, map_entry, shares_of
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.views import concat, narrow, reshape
-from zckpt.torchfile import FromFile, Tensor, node_of
+from zckpt.torchfile import FromFile, node_of
 
 KEY = "ds_autoep_layers"
 FOLDING_KEY = "folding"
@@ -155,6 +155,12 @@ def check_shapes(shapes: Shapes, layers: Mapping[str, AutoLayer], degree: int) -
             )
 
 
+def of_all(parts: Sequence[Mapping[str, Slot]]) -> dict[str, Slot]:
+    """Return the slots of all experts of a tensor, given those of each expert rank."""
+    alike = [key for key in parts[0] if all(key in one for one in parts)]
+    return {key: concat([one[key] for one in parts], 0) for key in alike}
+
+
 def local(parameter: Parameter, layer: AutoLayer, degree: int, rank: int) -> Parameter:
     """Return what one of so many expert ranks has of the tensor of all experts."""
     if len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
@@ -173,8 +179,8 @@ def alone(parameter: Parameter, layer: AutoLayer, number: int) -> Parameter:
 
 
 def from_files(
-    weights: Mapping[str, tuple[str, Tensor]], layers: Iterable[AutoLayer], trained: Collection[str]
-) -> tuple[dict[str, tuple[str, Tensor]], dict[str, Slot]]:
+    weights: Weights, layers: Iterable[AutoLayer], trained: Collection[str]
+) -> tuple[Weights, dict[str, Slot]]:
     """Return what files hold of all but these layers, and of these the weights, each of all experts.
 
     Raises

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes
+from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes, of_all
 from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY, Cut, cut_parameters
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.state.views import concat
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -45,12 +44,12 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
     UnsupportedError
         A sub-group is shared in another way.
     """
-    of_experts, layers = [one.families == [_EXPERTS] for one in _groups(members[0])], auto_experts(models[0])
     every = {name: shape for group in models[0].param_shapes or [] for name, shape in group.items()}
+    of_experts, sharing = _sharing(members)
     if not any(of_experts):
         return cut_parameters(every, members, keys)
+    layers = auto_experts(models[0])
     experts = {name: shape for name, shape in every.items() if name in layers}
-    sharing = _sharing(members, of_experts)
     check_shapes(experts, layers, len(sharing))
     _check_numbers(models, sharing)
     own = [_only(member, of_experts, wanted=False) for member in members]
@@ -64,59 +63,40 @@ def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard],
         found.spans += part.spans
     for name, shape in experts.items():
         found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
-        found.slots[name] = {
-            key: concat([one.slots[name][key] for one in parts], 0)
-            for key in parts[0].slots[name]
-            if all(key in one.slots[name] for one in parts)
-        }
+        found.slots[name] = of_all([one.slots[name] for one in parts])
     return found
 
 
-class _Group(NamedTuple):
-    """How a sub-group is shared."""
-
-    families: list[object]
-    ranks: list[object]
-    position: object
-
-
-def _groups(member: OptimizerShard) -> list[_Group]:
-    listed = member.content.get(GROUPS_KEY)
-    found = []
-    for number, one in enumerate(listed if isinstance(listed, list) else []):
-        known = one if isinstance(one, dict) else {}
-        families, ranks = known.get("families"), known.get("partition_ranks")
-        if known.get("sub_group") != number or not isinstance(families, list) or not isinstance(ranks, list):
-            raise LayoutError(f"unreadable {GROUPS_KEY}", path=member.path, found=str(one)[:80],
-                              expected=f"families and ranks of sub-group {number}")  # fmt: skip
-        found.append(_Group(families, ranks, known.get("partition_rank")))
-    if found and len(found) != len(member.masters):
-        raise LayoutError(f"{GROUPS_KEY} is not of this file's sub-groups", path=member.path,
-                          expected=len(member.masters), found=len(found))  # fmt: skip
-    return found
-
-
-def _sharing(members: Sequence[OptimizerShard], of_experts: Sequence[bool]) -> list[list[int]]:
-    """Return the ranks that share experts, in the order of their parts, for each expert rank in its order."""
+def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[int]]]:
+    """Return which sub-groups have experts, and, of each expert rank, the ranks that share them, in their order."""
+    kinds: list[bool] = []
     found: list[list[int]] = []
     every = list(range(len(members)))
     for rank, member in enumerate(members):
-        groups = _groups(member)
-        kinds = [one.families == [_EXPERTS] for one in groups]
-        if kinds != list(of_experts) or any(_EXPERTS in one.families for one, own in zip(groups, kinds, strict=True)
-                                            if not own):  # fmt: skip
-            raise UnsupportedError("experts and other parameters in one sub-group", path=member.path,
-                                   found=str([one.families for one in groups])[:80])  # fmt: skip
-        for one, own in zip(groups, kinds, strict=True):
-            ranks = [n for n in one.ranks if isinstance(n, int)]
-            if (not own and ranks != every) or rank not in ranks or one.position != ranks.index(rank):
+        listed, own = member.content.get(GROUPS_KEY), []
+        groups = [one if isinstance(one, dict) else {} for one in listed] if isinstance(listed, list) else []
+        if len(groups) != len(member.masters):
+            raise LayoutError(f"{GROUPS_KEY} is not of this file's sub-groups", path=member.path,
+                              expected=len(member.masters), found=len(groups))  # fmt: skip
+        for number, one in enumerate(groups):
+            families, its = one.get("families"), one.get("partition_ranks")
+            ranks = [n for n in its if type(n) is int] if isinstance(its, list) else None
+            if one.get("sub_group") != number or not isinstance(families, list) or ranks is None:
+                raise LayoutError(f"unreadable {GROUPS_KEY}", path=member.path, found=str(one)[:80],
+                                  expected=f"families and ranks of sub-group {number}")  # fmt: skip
+            own.append(families == [_EXPERTS])
+            if (_EXPERTS in families) != own[-1] or (kinds and kinds[number] != own[-1]):
+                raise UnsupportedError("experts and other parameters in one sub-group", path=member.path,
+                                       found=str(families)[:80])  # fmt: skip
+            if (not own[-1] and ranks != every) or rank not in ranks or one.get("partition_rank") != ranks.index(rank):
                 raise UnsupportedError("a sub-group that is shared by other ranks than expected", path=member.path,
                                        found=str(one)[:80])  # fmt: skip
-            if own and ranks not in found:
-                found.append(ranks)
-    if sorted(n for ranks in found for n in ranks) != every or len({len(ranks) for ranks in found}) != 1:
+            found += [ranks] if own[-1] and ranks not in found else []
+        kinds = kinds or own
+    held = sorted(n for ranks in found for n in ranks)
+    if found and (held != every or len({len(ranks) for ranks in found}) != 1):
         raise LayoutError("experts are not shared by all ranks alike", found=str(found)[:80])
-    return sorted(found)
+    return kinds, sorted(found)
 
 
 def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]]) -> None:

@@ -30,7 +30,7 @@ EXPERT = "expert"
 EXPERT_OPTIMIZER = "expert optimizer"
 PIPELINE_LAYER = "pipeline layer"
 
-_PATTERNS = (
+_PATTERNS = tuple((role, re.compile(pattern)) for role, pattern in (
     (OPTIMIZER, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt"),
     (EXPERT_OPTIMIZER, r"expp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"),
     (MODEL, r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
@@ -38,8 +38,7 @@ _PATTERNS = (
     (EXPERT, r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     (EXPERT, r"expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     (PIPELINE_LAYER, r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt"),
-)
-_COMPILED = tuple((role, re.compile(pattern)) for role, pattern in _PATTERNS)
+))  # fmt: skip
 _WRITER = re.compile(r"(?P<name>.+\.pt)-(?P<writer>\d+)\.(?P<writers>\d+)")
 """Source: DeepSpeed 0.18 and 0.19, `CheckpointWriterFactory.create_writer`; not under ZeRO-3."""
 
@@ -85,11 +84,10 @@ class Shard:
 def classify(name: str, path: str) -> Shard | None:
     """Return what a file name says, or None if it is not a name of a DeepSpeed checkpoint."""
     name, writer = _without_writer(name)
-    for role, pattern in _COMPILED:
-        match = pattern.fullmatch(name)
-        if match:
+    for role, pattern in _PATTERNS:
+        if match := pattern.fullmatch(name):
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
-            dp, mp, layer, expert = (numbers.get(key) for key in ("dp", "mp", "layer", "expert"))
+            dp, mp, layer, expert = map(numbers.get, ("dp", "mp", "layer", "expert"))
             return Shard(path, role, dp, mp, layer, expert, writer)
     return None
 
@@ -170,13 +168,8 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 shards[shard.identity], other = (shard, known) if shard.writer < known.writer else (known, shard)
                 further.append(other)
             elif known is not shard and not Path(known.path).samefile(shard.path):
-                numbers = {
-                    "rank": shard.dp_rank,
-                    "mp_rank": shard.mp_rank,
-                    "layer": shard.layer,
-                    "expert": shard.expert,
-                }
-                whose = ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
+                numbers = zip(("rank", "mp_rank", "layer", "expert"), shard.identity[1:], strict=True)
+                whose = ", ".join(f"{name} {number}" for name, number in numbers if number is not None)
                 raise ShardError(
                     f"{shard.role} file of {whose} is there twice",
                     path=shard.path,
@@ -195,8 +188,7 @@ def _shards(directory: Path) -> list[Shard]:
         names = [entry.name for entry in os.scandir(directory) if entry.is_file()]
     except OSError as error:
         raise SourceError("cannot be read", path=directory, found=error.strerror) from error
-    found = (classify(name, str(directory / name)) for name in sorted(names))
-    return [shard for shard in found if shard is not None]
+    return list(filter(None, (classify(name, str(directory / name)) for name in sorted(names))))
 
 
 def _is_tag_directory(directory: Path) -> bool:
@@ -207,14 +199,14 @@ def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path
     if not source.is_dir():
         return None
     if tag is not None:
-        if _is_directory(source / tag) and (roots or _shards(source / tag)):
+        if os.path.isdir(source / tag) and (roots or _shards(source / tag)):  # noqa: PTH112  # false of too long a name
             return source / tag
         return source if source.name == tag and _is_tag_directory(source) else None
     if _is_tag_directory(source):
         return source
     name = latest_name(source)
     if name is not None:
-        if is_tag(name) and _is_directory(source / name):
+        if is_tag(name) and os.path.isdir(source / name):  # noqa: PTH112
             return source / name
         raise UnknownFormatError(
             "names no checkpoint",
@@ -236,13 +228,6 @@ def _tag_of(directory: Path, source: Path) -> str:
     """Return the name of a tag directory within its run's, as `latest` has it; of a tag directory alone, its own."""
     name = directory.relative_to(source).as_posix() if source in directory.parents else directory.name
     return name if is_tag(name) else directory.name
-
-
-def _is_directory(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name too long to be one
-        return False
 
 
 def _tags(source: Path) -> list[str]:

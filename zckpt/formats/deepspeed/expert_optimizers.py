@@ -32,7 +32,6 @@ from zckpt.evidence import NAMES_ADVICE, NAMES_OF_RANK_ADVICE, Orders, in_order_
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, local
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import (
-    Files,
     expert_number,
     experts_per_rank,
     global_name,
@@ -41,7 +40,7 @@ from zckpt.formats.deepspeed.experts import (
     named_degree,
 )
 from zckpt.formats.deepspeed.group_order import order_like
-from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.shards import Files, ModelShard
 from zckpt.formats.deepspeed.stage0 import Numbered, keep_other_state, mark_frozen
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot

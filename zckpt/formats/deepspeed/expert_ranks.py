@@ -26,12 +26,11 @@ from typing import NamedTuple
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import auto_experts
-from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, weights_of
+from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate
-from zckpt.torchfile import Tensor, TorchFile, plain
+from zckpt.torchfile import plain
 
 DATA_FIRST = "use_data_before_expert_parallelism"
 
@@ -128,9 +127,6 @@ class Spread:
         return [[self.members[place(e, p, degree)] for p in range(count)] for e in range(degree)]
 
 
-Weights = dict[str, tuple[str, Tensor]]
-
-
 class ExpertFiles(NamedTuple):
     """The weights of experts, which lie in files of their own under their global names.
 
@@ -171,7 +167,7 @@ class ExpertFiles(NamedTuple):
                     )
 
 
-def expert_files(files: Sequence[tuple[Shard, TorchFile]]) -> ExpertFiles:
+def expert_files(files: Files) -> ExpertFiles:
     """Return what the files of experts hold."""
     by_lane: dict[int, Weights] = {}
     layers: dict[str, int] = {}

@@ -18,10 +18,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.shards import Files
 from zckpt.state import Checkpoint, ParamGroup
-from zckpt.torchfile import TorchFile
 
 SLICED_EXPERTS = "sliced_experts"
 """Key of a checkpoint's details: whether tensor-parallel ranks have slices of all experts, or each has some whole."""
@@ -145,9 +144,6 @@ def _dealt(names: Iterable[str], degree: int, totals: Mapping[str, int]) -> list
         for number in sorted(numbers):  # one that is none of so many is of no such rank
             ranks.setdefault(number // max(totals[layer] // degree, 1), []).extend(numbers[number])
     return [ranks[rank] for rank in sorted(ranks)]
-
-
-Files = Sequence[tuple[Shard, TorchFile]]
 
 
 def check_empty(files: Files) -> None:

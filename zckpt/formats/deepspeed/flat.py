@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import check_shapes
+from zckpt.formats.deepspeed.auto_ep import check_shapes, of_all
 from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.experts import experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.groups import optimizer_order
@@ -24,7 +24,6 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, m
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Shape, Slot
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
-from zckpt.state.views import concat
 from zckpt.torchfile import Tensor
 
 ZERO_WITHOUT_GRADIENTS = frozenset(
@@ -412,10 +411,8 @@ class FlatRank(Rank):
                 order = optimizer_order(list(group.shapes), model, members[0].partition_count[group.index])
                 names |= dict.fromkeys(renamed[name] for name in order)
             for name, parts in of_auto.items():
-                slots_of_all = {
-                    key: concat([one[key] for one in parts], 0) for key in parts[0] if all(key in one for one in parts)
-                }
-                self._claim(name, slots_of_all[MASTER].shape, slots_of_all, group.index)
+                of_experts = of_all(parts)
+                self._claim(name, of_experts[MASTER].shape, of_experts, group.index)
             self.add_group(group.index, [group.index], list(names))
         self.add_values({index: index for index in read}, read)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.formats.deepspeed.directory import Shard, TagDirectory
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.directory import TagDirectory
+from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
 from zckpt.state import Checkpoint, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
-from zckpt.torchfile import TorchFile
 
 
 @dataclass(slots=True)
@@ -107,11 +106,11 @@ class Origin:
     model: ModelShard
     members: Sequence[OptimizerShard]
     ranks: Sequence[RankFiles] = ()
-    experts: Sequence[tuple[Shard, TorchFile]] = ()
-    expert_optimizers: Sequence[tuple[Shard, TorchFile]] = ()
+    experts: Files = ()
+    expert_optimizers: Files = ()
     rules: Mapping[str, object] | None = None
     rules_path: str | None = None
-    layers: Sequence[tuple[Shard, TorchFile]] = ()
+    layers: Files = ()
 
     @property
     def is_plain(self) -> bool:

@@ -23,15 +23,12 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import check_stages_alike
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, mapped_numels, weights_of
+from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import ParamGroup, Shape
 from zckpt.torchfile import Digests, Tensor, TorchFile
 
 TIED = "tied_modules."
-
-Weights = dict[str, tuple[str, Tensor]]
-"""File and tensor by parameter name."""
 
 Copy = tuple[int, str, str, Tensor]
 """Model-parallel rank, parameter name, file and tensor."""
@@ -111,9 +108,7 @@ def are_stages(models: Sequence[ModelShard], tp: int) -> bool:
     return apart and all(names[number] == names[number // tp * tp] for number in range(len(names)))
 
 
-def stage_weights(
-    files: Sequence[tuple[Shard, TorchFile]], models: Sequence[ModelShard], tp: int
-) -> tuple[dict[int, Weights], list[Copy]]:
+def stage_weights(files: Files, models: Sequence[ModelShard], tp: int) -> tuple[dict[int, Weights], list[Copy]]:
     """Return the weights of each model-parallel rank, under the names that its groups have for them, and their copies.
 
     A tied layer that no function wraps has a file for each of its uses: of these the first is read.
@@ -168,7 +163,7 @@ def stage_weights(
 def with_shapes(
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
-    layers: Sequence[tuple[Shard, TorchFile]],
+    layers: Files,
     tp: int,
 ) -> list[ModelShard]:
     """Return the model files, each with the shapes by group where it has none, and the optimizer's files have names.

@@ -17,12 +17,11 @@ from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.experts import expert_number, is_expert
 from zckpt.formats.deepspeed.groups import complete_aliases, tied_names
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Weights
 from zckpt.formats.deepspeed.values import (
     copies_of,
     group_values,
     hyperparameter,
-    keys_apart,
     own_hyperparameters,
     own_keys,
     rank_values,
@@ -31,9 +30,6 @@ from zckpt.formats.deepspeed.values import (
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Parameter, ParamGroup, Shape, Slot
 from zckpt.torchfile import Tensor
-
-Weights = Mapping[str, tuple[str, Tensor]]
-"""File and tensor of weights that lie outside of the model file: of experts, of pipeline layers."""
 
 
 class Rank:
@@ -62,7 +58,7 @@ class Rank:
     ) -> None:
         self.state, self.models, self.members, self.weights, self.firsts = state, models, members, weights, firsts
         self.model, self.auto = models[0], auto_experts(models[0])
-        self.own = own_keys(members) | keys_apart(firsts) if members else set()
+        self.own = own_keys(members, firsts) if members else set()
         self.trained: dict[str, tuple[Shape, dict[str, Slot], int]] = {}
 
     def state_of(self, shared: Mapping[str, str], spread: Spread) -> RankState:
@@ -195,7 +191,7 @@ class Rank:
         members, hyperparameters = self.members, {}
         if index < len(members[0].groups):
             firsts = [one for one in self.firsts if index < len(one.groups)]
-            apart = own_hyperparameters(members, index) | own_hyperparameters(firsts, index)
+            apart = own_hyperparameters([*members, *firsts], index)
             kept = {k: v for k, v in members[0].groups[index].items() if k != "params" and k not in apart}
             hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
             self.state.per_rank += group_values(members, index, min(partitions, default=index), apart)

@@ -14,7 +14,7 @@ Data-parallel ranks are held against each other in `ranks`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -200,23 +200,22 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
     seen: set[int] = set()
     for what, facts in _common_facts(members).items():
         usual, odd = _odd_ones(facts, steps)
-        ranks = [members[i].rank for i in odd if members[i].rank not in seen]
-        if not ranks:
+        found = {members[i].rank: i for i in reversed(odd) if members[i].rank not in seen}
+        if not found:
             continue
-        first = next(i for i in odd if members[i].rank == ranks[0])
-        seen.update(ranks)
-        expected, found = _shown(usual, facts[first] or "")
-        tie = facts.count(usual) == facts.count(facts[first]) and usual not in steps
-        if tie:  # nobody can tell which are right
-            ranks = [m.rank for m, fact in zip(members, facts, strict=True) if fact is not None]
+        seen.update(found)
+        ranks, first = sorted(found), found[min(found)]
+        told, other = _shown(usual, facts[first] or "")
         their = "differ" if what == PARAM_GROUPS else "differs"
+        said = f"rank {listed_ranks(ranks)} is from another step or run: its {what} {their}"
+        if facts.count(usual) == facts.count(facts[first]) and usual not in steps:  # nobody can tell which are right
+            ranks = [m.rank for m, fact in zip(members, facts, strict=True) if fact is not None]
+            said = f"ranks {listed_ranks(ranks)} are from different steps or runs: their {what} {their}"
         yield ShardError(
-            f"ranks {listed_ranks(ranks)} are from different steps or runs: their {what} {their}"
-            if tie
-            else f"rank {listed_ranks(ranks)} is from another step or run: its {what} {their}",
+            said,
             path=members[first].path,
-            expected=expected,
-            found=found,
+            expected=told,
+            found=other,
             advice="replace it by the file of this step",
             code=_CODES.get(what, STEPS_DIFFER if what.startswith("step of") else VALUES_DIFFER),
             ranks=ranks,
@@ -252,18 +251,12 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
     if len(set(facts[count])) > 1:
         return facts
     for index in range(len(members[0].masters)):
-        keys = dict.fromkeys(key for m in members for key in m.scalars[index] if key in FOLLOWS_FROM_STEPS)
-        for key in keys:  # other values may be each rank's own
-            facts[f"{key} of group {index}"] = [
-                None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
-            ]
-    own = [own_hyperparameters(members, index) for index in range(len(members[0].groups))]
-    shared = [
-        [{k: v for k, v in group.items() if k not in keys} for group, keys in zip(m.groups, own, strict=True)]
-        if len(m.groups) == len(own)
-        else m.groups
-        for m in members
-    ]
+        states = [member.scalars[index] for member in members]
+        for key in dict.fromkeys(key for state in states for key in state if key in FOLLOWS_FROM_STEPS):
+            facts[f"{key} of group {index}"] = [_number(state[key]) if key in state else None for state in states]
+    own = dict(enumerate(own_hyperparameters(members, index) for index in range(len(members[0].groups))))
+    shared = [[{k: v for k, v in g.items() if k not in own.get(i, ())} for i, g in enumerate(m.groups)]
+              for m in members]  # fmt: skip
     facts[PARAM_GROUPS] = [repr(jsonables(groups)) if groups else None for groups in shared]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts
@@ -308,27 +301,26 @@ def survey(directory: TagDirectory) -> Survey:
 
 def check_slices_alike(states: Sequence[RankState]) -> None:
     """Raise ShardError where tensor-parallel ranks have other steps or other hyperparameters of a group."""
-    for other in states[1:]:
-        for index, (mine, its) in enumerate(zip(states[0].groups, other.groups, strict=False)):
-            _check_steps(mine, its, index, other.mp_rank)
+    rows = list(zip(*(state.groups for state in states), strict=False))
+    _check_steps(states, rows)
+    for index, (mine, *others) in enumerate(rows):
+        for state, its in zip(states[1:], others, strict=True):
             first, second = jsonables([mine.hyperparameters, its.hyperparameters])
             for key in dict.fromkeys([*first, *second]):
-                one, another = first.get(key), second.get(key)
-                if repr(one) == repr(another):
-                    continue
-                raise ShardError(
-                    f"mp_rank {other.mp_rank} is from another step or run: {key} of its param group {index} differs "
-                    f"from that of mp_rank {states[0].mp_rank}, which has slices of the same parameters",
-                    expected=repr(one),
-                    found=repr(another),
-                    advice="replace its files by those of this step",
-                    code=HYPERPARAMETERS_DIFFER,
-                )
-        for name, parameter in states[0].parameters.items():  # without ZeRO, each has its own
-            a, b = parameter.state, other.parameters[name].state if name in other.parameters else {}
-            for key in FOLLOWS_FROM_STEPS & a.keys() & b.keys() if a and b else ():
-                if (one := _number(a[key])) != (another := _number(b[key])):
-                    raise _other_step(f"{key} of {name}", other.mp_rank, one, another)
+                one, another = repr(first.get(key)), repr(second.get(key))
+                if one != another:
+                    raise ShardError(
+                        f"mp_rank {state.mp_rank} is from another step or run: {key} of its param group {index} "
+                        f"differs from that of mp_rank {states[0].mp_rank}, which has slices of the same parameters",
+                        expected=one,
+                        found=another,
+                        advice="replace its files by those of this step",
+                        code=HYPERPARAMETERS_DIFFER,
+                    )
+    for name, parameter in states[0].parameters.items():  # without ZeRO, each has its own
+        for other in states[1:] if parameter.state else ():
+            if name in other.parameters:
+                _check_same(parameter.state, other.parameters[name].state, name, other.mp_rank)
 
 
 def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
@@ -339,10 +331,7 @@ def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[Para
     rows : sequence of sequence of ParamGroup or None
         For each group of the training what each stage has of it.
     """
-    for index, row in enumerate(rows):
-        known = [(stage, group) for stage, group in zip(stages, row, strict=True) if group is not None]
-        for stage, group in known[1:]:
-            _check_steps(known[0][1], group, index, stage.mp_rank)
+    _check_steps(stages, rows)
     taken = [(stage, {_number(g.state["step"]) for g in stage.groups if "step" in g.state}) for stage in stages]
     taken = [(stage, steps) for stage, steps in taken if steps]
     for stage, steps in taken[1:]:
@@ -351,10 +340,17 @@ def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[Para
             raise _other_step("step of its param groups", stage.mp_rank, expected, found)
 
 
-def _check_steps(mine: ParamGroup, its: ParamGroup, index: int, mp_rank: int) -> None:
-    for key in sorted(FOLLOWS_FROM_STEPS & mine.state.keys() & its.state.keys()):
-        if (one := _number(mine.state[key])) != (another := _number(its.state[key])):
-            raise _other_step(f"{key} of its param group {index}", mp_rank, one, another)
+def _check_steps(states: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
+    for index, row in enumerate(rows):
+        known = [(state, group.state) for state, group in zip(states, row, strict=True) if group is not None]
+        for state, its in known[1:]:
+            _check_same(known[0][1], its, f"its param group {index}", state.mp_rank)
+
+
+def _check_same(mine: Mapping[str, object], its: Mapping[str, object], whose: str, mp_rank: int) -> None:
+    for key in sorted(FOLLOWS_FROM_STEPS & mine.keys() & its.keys()):
+        if (one := _number(mine[key])) != (another := _number(its[key])):
+            raise _other_step(f"{key} of {whose}", mp_rank, one, another)
 
 
 def _other_step(what: str, mp_rank: int, expected: str, found: str) -> ShardError:

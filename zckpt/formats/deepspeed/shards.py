@@ -24,6 +24,11 @@ from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars,
 from zckpt.state import MASTER, Scalar, Shape
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
+Files = Sequence[tuple[Shard, TorchFile]]
+
+Weights = dict[str, tuple[str, Tensor]]
+"""File and tensor of weights that lie outside of a model file, by name."""
+
 Shapes = dict[str, Shape]
 """Shapes by name, as `param_shapes` and its kin have them."""
 

@@ -21,9 +21,9 @@ from dataclasses import replace
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.expert_optimizers import attach_experts
-from zckpt.formats.deepspeed.experts import Files
 from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.pipeline import TIED, layer_of, tied_key, within
+from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.stage0 import Numbered, attach_optimizer, has_all_names
 from zckpt.formats.deepspeed.stages import MOST_LAYERS
 from zckpt.formats.deepspeed.tp_rules import Rules

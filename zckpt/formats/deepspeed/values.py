@@ -116,57 +116,49 @@ def quantised_keys(tensors: Mapping[str, Tensor]) -> frozenset[str]:
     return _QUANTISED & tensors.keys() if any(key in tensors for key in _SCALES) else frozenset()
 
 
-def own_keys(members: Sequence[OptimizerShard]) -> set[str]:
-    """Return the keys of what is no tensor, or one of no dimension, of which each rank has its own."""
-    found = set()
-    for index in range(len(members[0].masters)):
-        for key in dict.fromkeys(key for member in members for key in member.scalars[index]):
-            values = [member.scalars[index][key] for member in members if key in member.scalars[index]]
-            told = _plain(values[0])
-            told = told[0] if isinstance(told, (list, tuple)) and len(told) == 1 else told
-            # the size of a partition, or its shape: ranks alike, but not any ranks
-            is_size = type(told) is int and told > 1 and told in {member.masters[index].numel for member in members}
-            own = key in OF_ONE_RANK or not _is_common(values) or is_size
-            if key not in FOLLOWS_FROM_STEPS and own:
-                found.add(key)
-    return found
+def own_keys(members: Sequence[OptimizerShard], firsts: Sequence[OptimizerShard]) -> set[str]:
+    """Return the keys of what is no tensor, or one of no dimension, of which each rank has its own.
 
-
-def own_hyperparameters(members: Sequence[OptimizerShard], index: int) -> frozenset[str]:
-    """Return the keys of what a param group has otherwise on some rank: known ones, and those of tensors."""
-    group = members[0].groups[index]
-    return frozenset(key for key, value in group.items() if _is_each_own(key, value, index, members))
-
-
-def keys_apart(firsts: Sequence[OptimizerShard]) -> set[str]:
-    """Return the keys of single values that model-parallel ranks have otherwise, given of each the first file.
-
-    A stage of a pipeline may have fewer groups than the first.
+    Parameters
+    ----------
+    members, firsts : sequence of OptimizerShard
+        Of one model-parallel rank all files, and of each the first; a stage may have fewer groups than others.
     """
-    found = set()
-    for index in range(len(firsts[0].scalars)):
-        states = [one.scalars[index] for one in firsts if index < len(one.scalars)]
-        for key in dict.fromkeys(key for state in states for key in state if key not in FOLLOWS_FROM_STEPS):
-            if len({repr(_plain(state[key])) for state in states if key in state}) > 1:
-                found.add(key)
+    found: set[str] = set()
+    for files in (members, firsts):
+        for index in range(len(files[0].masters)):
+            states = [one.scalars[index] for one in files if index < len(one.scalars)]
+            # the size of a partition, or its shape: ranks alike, but not any ranks
+            sizes = {one.masters[index].numel for one in members if index < len(one.masters)} - {0, 1}
+            for key in {key for state in states for key in state} - FOLLOWS_FROM_STEPS - found:
+                held = [state[key] for state in states if key in state]
+                values = [_plain(value) for value in held]
+                told = values[0][0] if isinstance(values[0], (list, tuple)) and len(values[0]) == 1 else values[0]
+                if len({repr(value) for value in values}) > 1 or (files is members and (
+                    key in OF_ONE_RANK
+                    or any(map(_has_tensors, held))
+                    or (len(values) == 1 and _has_float(values[0]))  # which one rank alone does not show
+                    or (type(told) is int and told in sizes)
+                )):  # fmt: skip
+                    found.add(key)
     return found
 
 
-def _is_each_own(key: str, value: object, index: int, members: Sequence[OptimizerShard]) -> bool:
-    has_tensors = any(True for _ in walk_tensors(value))
-    if key not in OF_ONE_RANK_IN_GROUPS and not has_tensors:
-        return False
-    for member in members[1:]:
-        other = member.groups[index].get(key) if index < len(member.groups) else None
-        if other is value and not has_tensors:
-            continue
-        if type(other) is not type(value):
-            return True
-        if has_tensors and not is_same(FromFile.of(members[0].file, value), FromFile.of(member.file, other)):
-            return True
-        if not has_tensors and repr(_plain(other)) != repr(_plain(value)):
-            return True
-    return False
+def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozenset[str]:
+    """Return the keys of what a param group has otherwise on some rank: known ones, and those of tensors."""
+    first = files[0]
+    others = [(one, one.groups[index] if index < len(one.groups) else {}) for one in files[1:]]
+
+    def differs(key: str, value: object) -> bool:
+        if _has_tensors(value):
+            mine = FromFile.of(first.file, value)
+            return not all(key in its and is_same(mine, FromFile.of(one.file, its[key])) for one, its in others)
+        kept = type(value), repr(_plain(value))
+        return key in OF_ONE_RANK_IN_GROUPS and any(
+            (type(its.get(key)), repr(_plain(its.get(key)))) != kept for _, its in others if its.get(key) is not value
+        )
+
+    return frozenset(key for key, value in first.groups[index].items() if differs(key, value))
 
 
 def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: Collection[str]) -> Iterator[RankValue]:
@@ -188,17 +180,11 @@ def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: 
 
 def hyperparameter(member: OptimizerShard, value: object) -> object:
     """Return a value of a param group as it is kept: with its file, if it has tensors."""
-    return FromFile.of(member.file, value) if any(True for _ in walk_tensors(value)) else value
+    return FromFile.of(member.file, value) if _has_tensors(value) else value
 
 
-def _is_common(values: Sequence[object]) -> bool:
-    """Tell whether a value is one for all ranks; of a computed number, one rank alone does not show it."""
-    first = values[0]
-    if any(True for value in values for _ in walk_tensors(value)):
-        return False
-    if len({repr(_plain(value)) for value in values}) > 1:
-        return False
-    return len(values) > 1 or not _has_float(_plain(first))
+def _has_tensors(value: object) -> bool:
+    return any(True for _ in walk_tensors(value))
 
 
 def _has_float(value: object) -> bool:
@@ -229,16 +215,12 @@ def rank_values(
         For each partition the keys of tensors that are read as slots.
     """
     for member in members:
-        mp_rank = member.mp_rank
-        for partition, group in partitions.items():
-            for key, value in member.scalars[partition].items():
-                if key in own:
-                    single = value is None or isinstance(value, (bool, int, float, str, Scalar))
-                    kept = value if single else FromFile.of(member.file, value)
-                    yield RankValue(key, group, partition, member.rank, mp_rank, kept)
-            for key, tensor in member.tensors[partition].items():
-                if key not in cut[partition]:
-                    yield RankValue(key, group, partition, member.rank, mp_rank, FromFile.of(member.file, tensor))
+        for part, group in partitions.items():
+            values = [(key, value) for key, value in member.scalars[part].items() if key in own]
+            tensors = [(key, tensor) for key, tensor in member.tensors[part].items() if key not in cut[part]]
+            for key, value in [*values, *tensors]:
+                kept = value if isinstance(value, (*_PLAIN, Scalar)) else FromFile.of(member.file, value)
+                yield RankValue(key, group, part, member.rank, member.mp_rank, kept)
 
 
 def copies_of(
@@ -265,10 +247,13 @@ def weight_in(tensor: Tensor, path: str) -> dict[str, Slot]:
 Slots = dict[str, dict[str, Slot]]
 """Slots by parameter name, then by slot name."""
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_PLAIN = (type(None), bool, int, float, str)
 
 COMPARED_NBYTES = 1 << 20
 """Bytes of tensors of one key that are compared: random states are a few kilobytes."""
+
+Rules = dict[str, tuple[Rule, ...]]
+"""By file."""
 
 Content = tuple[TorchFile, Mapping[str, object]]
 """A file, and its keys."""
@@ -276,7 +261,7 @@ Content = tuple[TorchFile, Mapping[str, object]]
 
 def keep_others(
     first: Content, others: Sequence[Content], keys: Sequence[str], where: Sequence[str] = ()
-) -> tuple[dict[str, object], dict[str, tuple[Rule, ...]]]:
+) -> tuple[dict[str, object], Rules]:
     """Return what other ranks' files hold otherwise than the first, and rules for what they hold as it does.
 
     Parameters
@@ -287,7 +272,7 @@ def keep_others(
         Where in the file's tree the mapping is.
     """
     metadata: dict[str, object] = {}
-    rules: dict[str, tuple[Rule, ...]] = {}
+    rules: Rules = {}
     said: dict[tuple[str, ...], tuple[Rule, ...]] = {}
     same: dict[tuple[str, int], bool] = {}  # files that are alike share a tree, but not what tensors hold
     for file, content in others:
@@ -298,7 +283,7 @@ def keep_others(
             if found is None:
                 own = FromFile.of(file, node)
                 found = first[1].get(key) is not None and is_same(FromFile.of(first[0], first[1][key]), own)
-                if not any(True for _ in walk_tensors(node)):
+                if not _has_tensors(node):
                     same[key, id(node)] = found
             if found:
                 copies.append(key)
@@ -311,15 +296,13 @@ def keep_others(
     return metadata, rules
 
 
-def copies_of_optimizers(
-    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
-) -> dict[str, tuple[Rule, ...]]:
+def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> Rules:
     """Return rules for the optimizer that a model file of stage 0 holds besides that of BF16_Optimizer's own files.
 
     It is the one of the first data-parallel rank; what is not, is not accounted for.
     """
     firsts = {shard.mp_rank: shard for shard in optimizers if shard.rank == 0}
-    rules: dict[str, tuple[Rule, ...]] = {}
+    rules: Rules = {}
     for model in models:
         held, first = model.optimizer, firsts.get(model.mp_rank)
         if held is not None and first is not None:
@@ -332,7 +315,7 @@ def copies_of_optimizers(
 
 def is_same(one: FromFile, other: FromFile) -> bool:
     """Tell whether what two files hold would be written alike, as far as `COMPARED_NBYTES`."""
-    if one.node is other.node and not any(True for _ in walk_tensors(one.node)):
+    if one.node is other.node and not _has_tensors(one.node):
         return True  # files that are alike share a tree
     if type(one.node) in _PLAIN and type(other.node) in _PLAIN and one.node == one.node:  # no NaN
         return type(one.node) is type(other.node) and repr(one.node) == repr(other.node)
