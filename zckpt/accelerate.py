@@ -47,7 +47,7 @@ except ModuleNotFoundError as error:
 
 from zckpt.deepspeed import any_world_size, durable_saves
 from zckpt.formats.native.files import OWNED
-from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.durable import remove_leftovers
 from zckpt.training.loading import Restored, load
 from zckpt.training.saving import Saving, save
 

@@ -48,7 +48,7 @@ from zckpt.formats.deepspeed.other_files import TRAINER_STATE, is_trainers
 from zckpt.operations.reshard import reshard
 from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology
-from zckpt.storage.durable import written_files
+from zckpt.storage.durable import written
 from zckpt.storage.files import read_whole
 from zckpt.training.checkpointer import Checkpointer
 
@@ -189,6 +189,6 @@ def _copy(source: Path, topology: Topology, processes: int) -> Path:
     except OSError as error:
         raise TargetError("cannot be written", path=folder, found=error.strerror) from error
     reshard(source, target, world_size=processes // topology.tp, overwrite=True)
-    with written_files([made_of], overwrite=True) as [file]:
+    with written([made_of], overwrite=True) as [file]:
         file.write_text(identity)
     return target

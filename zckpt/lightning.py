@@ -30,7 +30,7 @@ require_torch("zckpt.lightning")
 from zckpt.deepspeed import any_world_size, durable_saves
 from zckpt.formats.native.files import OWNED
 from zckpt.operations.places import place_of
-from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.durable import remove_leftovers
 from zckpt.training.loading import load
 from zckpt.training.saving import Saving, save
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from zckpt.dcp import Reader, Writer
 from zckpt.formats.native.files import OWNED, is_native
 from zckpt.operations.places import place_of
-from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.durable import remove_leftovers
 
 __all__ = ["CheckpointManager"]
 

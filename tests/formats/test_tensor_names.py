@@ -20,7 +20,7 @@ from zckpt.errors import TargetError, UnsupportedError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors.layout import Entry, lay_out, lay_out_directory
 from zckpt.state import Slot
-from zckpt.storage.durable import written_files
+from zckpt.storage.durable import written
 
 SURROGATE = "a\ud800b"
 
@@ -115,6 +115,6 @@ def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path: Path
     with pytest.raises(TargetError, match="two names for one"):
         write(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
     (tmp_path / "A" / "x").unlink()
-    with pytest.raises(TargetError), written_files([tmp_path / "A" / "x", tmp_path / "B" / "x"], overwrite=False):
+    with pytest.raises(TargetError), written([tmp_path / "A" / "x", tmp_path / "B" / "x"], overwrite=False):
         pass
     assert list((tmp_path / "A").iterdir()) == []

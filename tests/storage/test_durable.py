@@ -21,7 +21,7 @@ from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
 from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
-from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, partial_name
 
 NBYTES = 3 * BATCH_NBYTES
@@ -342,7 +342,7 @@ def test_longer_file_of_a_killed_run_does_not_show_through(tmp_path):
 
 def test_what_a_killed_run_left_is_emptied_before_it_is_used(tmp_path):
     partial_name(tmp_path / "t").write_bytes(OLD)
-    with written_files([tmp_path / "t"], overwrite=False) as (partial,):
+    with written([tmp_path / "t"], overwrite=False) as [partial]:
         assert partial.read_bytes() == b""
 
 
@@ -516,32 +516,32 @@ def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(dire
 
 @contextmanager
 def written_any(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    with written_directory(target, overwrite=overwrite, owned=ANYTHING) as partial:
+    with written([target], overwrite=overwrite, owned=ANYTHING) as [partial]:
         yield partial
 
 
 @contextmanager
 def written_one(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    with written_files([target], overwrite=overwrite) as (partial,):
+    with written([target], overwrite=overwrite) as [partial]:
         yield partial
 
 
 RACER = """
     import sys
     from pathlib import Path
-    from zckpt.storage.durable import written_directory, written_files
+    from zckpt.storage.durable import written
     from zckpt.errors import TargetError
     from zckpt.storage.ownership import Owned
 
     own, rounds, here = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     for _ in range(rounds):
         try:
-            with written_files([here / "t"], overwrite=True) as (partial,):
+            with written([here / "t"], overwrite=True) as [partial]:
                 partial.write_text(own * 1000)
         except TargetError:
             pass
         try:
-            with written_directory(here / "d", overwrite=True, owned=Owned("file".__eq__)) as partial:
+            with written([here / "d"], overwrite=True, owned=Owned("file".__eq__)) as [partial]:
                 (partial / "file").write_text(own * 1000)
         except TargetError:
             pass
@@ -576,7 +576,7 @@ def test_runs_that_race_for_a_target_never_leave_it_empty_or_mixed(tmp_path):
 
 def test_files_appear_only_when_all_of_them_are_written(tmp_path):
     targets = [tmp_path / "optimizer", tmp_path / "model"]
-    with written_files(targets, overwrite=False) as partials:
+    with written(targets, overwrite=False) as partials:
         for partial in partials:
             partial.write_bytes(OLD)
         assert listing(tmp_path) == [".model.zckpt-partial", ".optimizer.zckpt-partial"]
@@ -585,7 +585,7 @@ def test_files_appear_only_when_all_of_them_are_written(tmp_path):
 
 def test_last_file_is_not_there_where_an_earlier_one_could_not_be_renamed(tmp_path):
     (tmp_path / "optimizer").mkdir()
-    with pytest.raises(OSError), written_files([tmp_path / "optimizer", tmp_path / "model"], overwrite=True):  # noqa: PT011
+    with pytest.raises(OSError), written([tmp_path / "optimizer", tmp_path / "model"], overwrite=True):  # noqa: PT011
         pass
     assert listing(tmp_path) == ["optimizer"]
 
@@ -602,7 +602,7 @@ def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
 def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode: int, tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(OLD)
     (tmp_path / "t").chmod(mode)
-    with written_files([tmp_path / "t"], overwrite=True) as (partial,):
+    with written([tmp_path / "t"], overwrite=True) as [partial]:
         assert partial.stat().st_mode & 0o777 == mode | 0o600
         partial.write_bytes(b"new")
     assert (tmp_path / "t").stat().st_mode & 0o777 == mode
@@ -610,7 +610,7 @@ def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode: 
     (tmp_path / "d").mkdir(0o750)
     (tmp_path / "d" / "kept").write_bytes(OLD)
     (tmp_path / "d" / "kept").chmod(mode)
-    with written_directory(tmp_path / "d", overwrite=True, owned=ANYTHING) as partial:
+    with written([tmp_path / "d"], overwrite=True, owned=ANYTHING) as [partial]:
         assert partial.stat().st_mode & 0o777 == 0o750
         (partial / "kept").write_bytes(b"new")
     assert (tmp_path / "d").stat().st_mode & 0o777 == 0o750

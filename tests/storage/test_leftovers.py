@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zckpt.storage import ownership
-from zckpt.storage.leftovers import QUIET_S, remove_leftovers
+from zckpt.storage.durable import QUIET_S, remove_leftovers
 from zckpt.storage.ownership import Owned, claimed
 
 OWNED = Owned(lambda name: name.endswith(".own"), lambda _: False)

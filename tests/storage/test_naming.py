@@ -19,7 +19,7 @@ from zckpt.errors import SourceError, TargetError, TargetExistsError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.operations.target import write_target
-from zckpt.storage.durable import interrupted, recover, written_directory, written_files
+from zckpt.storage.durable import interrupted, recover, written
 from zckpt.storage.ownership import Owned
 
 FILES = ("file", "below/file")
@@ -107,7 +107,7 @@ def nothing(here: Path) -> None:
 
 
 def write_directory(here: Path, *, content: str = "new") -> None:
-    with written_directory(here / "t", overwrite=True, owned=OURS) as partial:
+    with written([here / "t"], overwrite=True, owned=OURS) as [partial]:
         (partial / "below").mkdir()
         for name in FILES:
             (partial / name).write_text(content)
@@ -149,7 +149,7 @@ def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path: 
         was = content_of(here / "t")
         recover(here / "t", OURS)
         assert content_of(here / "t") == (was or "old")
-        with pytest.raises(TargetExistsError), written_directory(here / "t", overwrite=False, owned=OURS):
+        with pytest.raises(TargetExistsError), written([here / "t"], overwrite=False, owned=OURS):
             pass
         write_directory(here, content="newer")
         assert [path.name for path in here.iterdir()] == ["t"]
@@ -171,7 +171,7 @@ def old_pair(here: Path) -> None:
 
 
 def write_pair(here: Path, *, content: str = "new") -> None:
-    with written_files([here / name for name in PAIR], overwrite=True) as partials:
+    with written([here / name for name in PAIR], overwrite=True) as partials:
         for partial in partials:
             partial.write_text(content)
 
@@ -191,7 +191,7 @@ def test_no_new_file_is_ever_beside_an_old_one(without_exchange: bool, tmp_path:
     for here, pair in zip(left, found, strict=True):
         if None in pair:
             assert "killed while it was naming" in (interrupted(here / "m") or "")
-        with pytest.raises(TargetExistsError), written_files([here / "m"], overwrite=False):
+        with pytest.raises(TargetExistsError), written([here / "m"], overwrite=False):
             pass
         settled = pair_of(here)
         assert settled in {("old", "old"), ("new", "new")}
@@ -208,7 +208,7 @@ def test_of_a_new_pair_the_target_appears_last(tmp_path: Path) -> None:
     for here in left:
         was = pair_of(here)
         try:
-            with written_files([here / name for name in PAIR], overwrite=False) as partials:
+            with written([here / name for name in PAIR], overwrite=False) as partials:
                 for partial in partials:
                     partial.write_text("newer")
         except TargetExistsError:
@@ -248,7 +248,7 @@ def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_o
         with pytest.raises(TargetError, match=r"could not be named: .*it is kept"):
             write_pair(tmp_path)
     assert pair_of(tmp_path) == (None, "old")
-    with pytest.raises(TargetExistsError), written_files([tmp_path / "m"], overwrite=False):
+    with pytest.raises(TargetExistsError), written([tmp_path / "m"], overwrite=False):
         pass
     assert pair_of(tmp_path) == ("new", "new")
 
@@ -272,7 +272,7 @@ def test_a_list_that_is_torn_or_somebody_elses_names_nothing(listed: bytes, tmp_
         (here / name).write_bytes(b"new")
     (tmp_path / "x").write_text("precious")
     (here / ".m.zckpt-naming").write_bytes(listed)
-    with pytest.raises(TargetExistsError), written_files([here / "m"], overwrite=False):
+    with pytest.raises(TargetExistsError), written([here / "m"], overwrite=False):
         pass
     assert pair_of(here) == ("old", "old")
     assert (tmp_path / "x").read_text() == "precious"
@@ -283,7 +283,7 @@ def test_files_of_several_directories_are_not_named_together(tmp_path: Path) -> 
     (tmp_path / "d").mkdir()
     with (
         pytest.raises(TargetError, match="several directories"),
-        written_files([tmp_path / "d" / "a", tmp_path / "b"], overwrite=False),
+        written([tmp_path / "d" / "a", tmp_path / "b"], overwrite=False),
     ):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["d"]

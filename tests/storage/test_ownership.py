@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from zckpt.errors import TargetError, TargetExistsError
-from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
 
 OURS = Owned(lambda name: name in ("a.bin", "zero/b.bin"))
@@ -55,10 +55,10 @@ def test_what_is_no_file_and_no_directory_stays(overwrite: bool, directory: bool
 
 def write(path: Path, *, directory: bool, overwrite: bool) -> None:
     if directory:
-        with written_directory(path, overwrite=overwrite, owned=OURS) as partial:
+        with written([path], overwrite=overwrite, owned=OURS) as [partial]:
             (partial / "a.bin").write_text("new")
     else:
-        with written_files([path], overwrite=overwrite) as [partial]:
+        with written([path], overwrite=overwrite) as [partial]:
             partial.write_text("new")
 
 
@@ -111,8 +111,8 @@ def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path: Path) -> None:
 
 def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path: Path) -> None:
     write(tmp_path / "t", directory=True, overwrite=False)
-    made = written_directory(tmp_path / "t", overwrite=True, owned=OURS)
-    (made.__enter__() / "a.bin").write_text("newer")
+    made = written([tmp_path / "t"], overwrite=True, owned=OURS)
+    (made.__enter__()[0] / "a.bin").write_text("newer")
     (tmp_path / "t" / "thesis.tex").write_text("precious")
     with pytest.raises(TargetExistsError, match=r"thesis\.tex"):
         made.__exit__(None, None, None)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from zckpt.errors import TargetError
-from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, partial_name
 
 ANYTHING = Owned(lambda _: True)
@@ -20,10 +20,10 @@ ANYTHING = Owned(lambda _: True)
 
 def write(path: Path, *, directory: bool) -> None:
     if directory:
-        with written_directory(path, overwrite=False, owned=ANYTHING) as partial:
+        with written([path], overwrite=False, owned=ANYTHING) as [partial]:
             (partial / "new").write_text("new")
     else:
-        with written_files([path], overwrite=False) as [partial]:
+        with written([path], overwrite=False) as [partial]:
             partial.write_text("new")
 
 
@@ -83,7 +83,7 @@ def test_a_file_system_without_locks_is_written_to(
     monkeypatch.setattr(fcntl, "flock", without_locks)
     write(tmp_path / "t", directory=directory)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
-    first = written_directory(tmp_path / "u", overwrite=False, owned=ANYTHING)
+    first = written([tmp_path / "u"], overwrite=False, owned=ANYTHING)
     first.__enter__()
     write(tmp_path / "u", directory=True)
     with pytest.raises(TargetError, match="is gone, or something else has its name"):
@@ -97,9 +97,9 @@ def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory: 
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("precious")
     made: Any = (
-        written_directory(tmp_path / "t", overwrite=False, owned=ANYTHING)
+        written([tmp_path / "t"], overwrite=False, owned=ANYTHING)
         if directory
-        else written_files([tmp_path / "t"], overwrite=False)
+        else written([tmp_path / "t"], overwrite=False)
     )
     made.__enter__()
     partial = partial_name(tmp_path / "t")

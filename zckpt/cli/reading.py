@@ -81,9 +81,9 @@ def _check_file(file: Path | None, *, overwrite: bool) -> None:
 
 def _write_file(file: Path, content: str | bytes, *, overwrite: bool) -> None:
     """Write a page or a picture, whole or not at all."""
-    from zckpt.storage.durable import written_files
+    from zckpt.storage.durable import written
 
-    with written_files([file], overwrite=overwrite) as (partial,):
+    with written([file], overwrite=overwrite) as [partial]:
         try:
             partial.write_bytes(content.encode() if isinstance(content, str) else content)
         except OSError as error:

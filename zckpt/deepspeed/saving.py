@@ -29,8 +29,7 @@ from zckpt.formats.native.files import OWNED as OWNED_NATIVE
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
-from zckpt.storage.durable import written_files
-from zckpt.storage.leftovers import remove_leftovers
+from zckpt.storage.durable import remove_leftovers, written
 from zckpt.storage.ownership import Owned
 from zckpt.training.pieces import Staging
 from zckpt.training.saving import BACKGROUND, SAVE
@@ -283,6 +282,6 @@ def _write_others(directory: Path, others: dict[str, tuple[bytes, int]]) -> None
         path = directory / name
         if path.is_file() and path.read_bytes() == data:
             continue
-        with written_files([path], overwrite=True) as [partial]:
+        with written([path], overwrite=True) as [partial]:
             partial.write_bytes(data)
             partial.chmod(mode)

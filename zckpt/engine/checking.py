@@ -132,7 +132,8 @@ class Checks:
         self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
         self._done: set[Sum] = set()
-        self._wrong: list[tuple[Sum, int]] = []
+        self.wrong: list[tuple[Sum, int]] = []
+        """Records that are damaged, and their CRC-32."""
         self._overflowed: list[Overflowed] = []
         self.allows_overflow = False
         self.watched = frozenset(self._sums)
@@ -180,6 +181,11 @@ class Checks:
             first += 1
         return sorted(at for at in found if start < at < end)
 
+    @property
+    def count(self) -> int:
+        """Records that are done with."""
+        return len(self._done)
+
     def add(self, seen: Iterable[Seen]) -> None:
         """Note what was seen. A record is done with as soon as that tiles it."""
         for each in seen:
@@ -217,7 +223,7 @@ class Checks:
         self._seen.pop(one, None)
         self._nbytes.pop(one, None)
         if found != one.crc32:
-            self._wrong.append((one, found))
+            self.wrong.append((one, found))
 
     def hand_over(self) -> list[tuple[Sum, list[Seen]]]:
         """Return what was seen of records that are not done with, for who puts it together with what others saw."""
@@ -266,10 +272,10 @@ class Checks:
 
     def refuse(self) -> None:
         """Raise DamagedFileError if a record that is done with is damaged."""
-        if not self._wrong:
+        if not self.wrong:
             return
-        first, found = min(self._wrong, key=lambda one: _place(one[0]))
-        others = f" and {len(self._wrong) - 1} more" if len(self._wrong) > 1 else ""
+        first, found = min(self.wrong, key=lambda one: _place(one[0]))
+        others = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
         raise DamagedFileError(
             f"{first.name}{others}: not as it was written",
             path=first.path,

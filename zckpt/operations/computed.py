@@ -14,9 +14,8 @@ from zckpt.engine.scan import SlotSet
 from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.consolidate import OWNED, Chosen, lay_out
-from zckpt.operations.partial import Proof
 from zckpt.operations.proof import check_arrived, check_same
-from zckpt.operations.target import How, Written, write_from
+from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.state import WEIGHT, Checkpoint, Slot, Span
 from zckpt.state.names import like_model
 

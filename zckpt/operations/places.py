@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from zckpt.errors import ZckptError, shown, stands_for_urls
 from zckpt.state import Checkpoint
@@ -19,7 +18,6 @@ from zckpt.storage.remote import is_url
 if TYPE_CHECKING:
     from zckpt.storage.remote.mount import Mount
 
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 SOURCES = frozenset({
@@ -27,16 +25,6 @@ SOURCES = frozenset({
     "against", "tp_rules", "tp_rules_b",
 })  # fmt: skip
 """Parameters of verbs that say where something is."""
-
-
-def takes_urls(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Let a verb take URLs wherever it takes paths of what it reads."""
-
-    @wraps(function)
-    def verb(*arguments: Given.args, **named: Given.kwargs) -> Result:
-        return called(function, function, arguments, named)
-
-    return verb
 
 
 def called(

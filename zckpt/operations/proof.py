@@ -14,8 +14,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.operations.partial import Proof
-from zckpt.operations.target import How
+from zckpt.operations.target import How, Proof
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize

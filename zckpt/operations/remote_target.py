@@ -16,19 +16,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.engine import Reporter
-from zckpt.engine.checking import Checked, Checks
+from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError
-from zckpt.operations.partial import Proof
 from zckpt.operations.shared_target import StoredTarget, finished, shared_at
-from zckpt.storage.journal import Journal, purpose_of
+from zckpt.storage.journal import Journal, Purpose, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
-from zckpt.storage.purpose import Purpose
 from zckpt.storage.remote.mount import check_sources, mount_of
-from zckpt.storage.remote.uploads import Sent, Uploads
+from zckpt.storage.remote.uploads import Sent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from zckpt.operations.target import Copied, Proof
+    from zckpt.storage.remote.schemes import Uploads
 
 SMALL_NBYTES = 1 << 28
 """A file of metadata is sent as a whole, and last, if it is at most this."""
@@ -39,12 +43,9 @@ def write_remote(
     path: Path,
     owned: Owned | None,
     overwrite: bool,
-    memory: int,
-    reporter: Reporter | None,
-    checks: Checks | None,
     proof: Proof | None,
     journal: Journal | None,
-    direct: bool,
+    **how: Unpack[Copied],
 ) -> Checked:
     """Write the files of a plan into a store; parameters and errors are those of `write_target`.
 
@@ -57,7 +58,7 @@ def write_remote(
 
     shared = shared_at(path)
     if isinstance(shared, StoredTarget):
-        return shared.write(plan, path, memory=memory, reporter=reporter, checks=checks, direct=direct)
+        return shared.write(plan, path, **how)
     mount = mount_of(path)
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
@@ -84,7 +85,7 @@ def write_remote(
             sinks = {name: uploads.sink(name) for name in large}
             some = _only(plan, [name in sinks for name in names])
             kept = [sinks[name] for name in names if name in sinks]
-            checked = upload(some, kept, memory=memory, reporter=reporter, checks=checks, direct=direct)
+            checked = upload(some, kept, **how)
         check_sources()
         if journal is not None:
             journal.check_sources()

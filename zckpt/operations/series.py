@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from zckpt.compare.logical import named
 from zckpt.compare.slots import Tolerance, measure, pair
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import SilentReporter
 from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
-from zckpt.operations.places import takes_urls
+from zckpt.operations.options import Copying, Place, shares
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +64,15 @@ class Series:
         }
 
 
-@takes_urls
+@shares(Copying)
 def series(
     sources: Sequence[Source],
     *,
     slots: Sequence[str] = (),
     parameters: Sequence[str] = (),
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    executor: Executor | str | None = None,
-    direct: bool = False,
     names: Sequence[str] | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
+    tp_rules: Place | None = None,
+    **shared: Unpack[Copying],
 ) -> Series:
     """Measure how each slot moved over several checkpoints of one run, in the order given.
 
@@ -83,15 +82,9 @@ def series(
         At least two.
     slots, parameters : sequence of str
         As for `diff`.
-    memory : int, bytes
-    reporter : Reporter, optional
-        Counts bytes of the checkpoints that are compared with the one before.
-    executor
-        As for `consolidate`: who reads.
-    direct : bool
-        Read past the page cache, where the file systems can: what is larger than memory, and read once.
     names, tp_rules
         As for `open`, of each path. What else a checkpoint needs, `open` takes.
+    **shared
 
     Raises
     ------
@@ -102,7 +95,7 @@ def series(
     """
     if len(sources) < 2:
         raise UsageError("a series is of two checkpoints or more", found=f"{len(sources)} given")
-    check_executor(executor)
+    check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
     held = [
@@ -119,13 +112,15 @@ def series(
     if not keys:
         raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
     found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
-    progress = reporter or SilentReporter()
+    progress = shared["reporter"] or SilentReporter()
     progress.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
-    with using(executor):
+    with using(shared["executor"]):
         for index, (before, after) in enumerate(pairwise(held), 1):
             both = [key for key in after if key in before and before[key].shape == after[key].shape]
             sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in both]
-            for key, one in zip(both, measure(sets, Tolerance(), memory=memory, direct=direct), strict=True):
+            for key, one in zip(
+                both, measure(sets, Tolerance(), memory=shared["memory"], direct=shared["direct"]), strict=True
+            ):
                 found[key].norm[index - 1 : index + 1] = [one.norm_a, one.norm_b]
                 found[key].change[index] = one.rel_l2 if one.squares_a or one.squares else 0.0
             progress.advance(sum(slot.nbytes for slot in after.values()))

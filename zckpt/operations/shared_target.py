@@ -16,18 +16,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.engine import Reporter
 from zckpt.errors import TargetError, ZckptError
-from zckpt.storage.durable import written_directory
+from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target, partial_name
 from zckpt.storage.room import write_errors
 from zckpt.storage.stand_ins import InMemory
 
 if TYPE_CHECKING:
-    from zckpt.engine.checking import Checked, Checks
+    from typing_extensions import Unpack
+
+    from zckpt.engine.checking import Checked
     from zckpt.engine.plan import Plan
+    from zckpt.operations.target import Copied
     from zckpt.storage.remote.mount import Mount
-    from zckpt.storage.remote.uploads import Sent, Uploads
+    from zckpt.storage.remote.schemes import Uploads
+    from zckpt.storage.remote.uploads import Sent
 
 SHARED: dict[Path, SharedTarget] = {}
 """By their directories, those in stores, and those that this process writes with others that it knows."""
@@ -54,7 +57,7 @@ class SharedTarget:
     """What one process writes of a directory on a file system that all share."""
 
     _note: bytes | None = None
-    _made: AbstractContextManager[Path] | None = None
+    _made: AbstractContextManager[list[Path]] | None = None
 
     def __init__(self, target: Path) -> None:
         self._target = target
@@ -70,8 +73,8 @@ class SharedTarget:
         """
         with write_errors(self._target):
             self._target.parent.mkdir(parents=True, exist_ok=True)
-            made = written_directory(self._target, overwrite=overwrite, owned=owned)
-            self.path, self._made = made.__enter__(), made
+            made = written([self._target], overwrite=overwrite, owned=owned)
+            [self.path], self._made = made.__enter__(), made
             if note is not None:
                 (self.path / _NOTE).write_bytes(note)
         self._note = note
@@ -176,16 +179,7 @@ class StoredTarget(SharedTarget):
     def _read_note(self) -> bytes | None:
         return self._uploads.noted()
 
-    def write(
-        self,
-        plan: Plan,
-        path: Path,
-        *,
-        memory: int,
-        reporter: Reporter | None = None,
-        checks: Checks | None = None,
-        direct: bool = False,
-    ) -> Checked:
+    def write(self, plan: Plan, path: Path, **how: Unpack[Copied]) -> Checked:
         """Send a file; one that comes last waits in memory."""
         from zckpt.engine.checking import Checked
         from zckpt.engine.upload import upload, whole
@@ -195,8 +189,7 @@ class StoredTarget(SharedTarget):
             (one,) = plan.files
             self.in_memory[name] = whole(one)
             return Checked()
-        sinks = [self._uploads.sink(name)]
-        return upload(plan, sinks, memory=memory, reporter=reporter, checks=checks, direct=direct)
+        return upload(plan, [self._uploads.sink(name)], **how)
 
     def sent(self) -> Sent:
         """Return what this process has sent, for the first."""

@@ -15,9 +15,8 @@ from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Reading, ReadWritten, only, shares
-from zckpt.operations.partial import Proof
 from zckpt.operations.proof import check_arrived, same_parameter
-from zckpt.operations.target import How, Written, write_from
+from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 if TYPE_CHECKING:

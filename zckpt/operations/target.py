@@ -14,11 +14,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
@@ -29,16 +30,46 @@ from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
-from zckpt.operations.foresight import Foresight, foresee
+from zckpt.operations.foresight import Foresight, check_fits, foresee
 from zckpt.operations.options import DECIDING, Place, Renamed, options_of
-from zckpt.operations.partial import Proof, names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
-from zckpt.storage.journal import Journal
-from zckpt.storage.ownership import Owned, check_replaceable
-from zckpt.storage.purpose import Purpose
+from zckpt.storage.durable import written
+from zckpt.storage.journal import Journal, Purpose, check_remains, settle
+from zckpt.storage.ownership import Owned, check_replaceable, check_target
+from zckpt.storage.room import write_errors
 from zckpt.storage.stand_ins import is_remote, place
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Copied(TypedDict, total=False):
+    """How elements are copied; see `engine.write.write`."""
+
+    memory: int
+    reporter: Reporter | None
+    checks: Checks | None
+    direct: bool
+
+
+class Proof:
+    """What is done with a target before it gets its name, and what it leaves: `verified` bytes that were compared."""
+
+    verified = 0
+
+    @property
+    def companions(self) -> Sequence[Path]:
+        """Files that it writes next to a target that is one."""
+        return ()
+
+    def of(self, written: Path, companions: Sequence[Path], files: Sequence[Path]) -> None:
+        """Look at a target, and the files of its plan in their order, by their temporary names; write the companions.
+
+        What it raises leaves no target.
+        """
+        raise NotImplementedError
 
 
 def write_target(
@@ -47,12 +78,9 @@ def write_target(
     *,
     owned: Owned | None = None,
     overwrite: bool = False,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-    checks: Checks | None = None,
     proof: Proof | None = None,
     journal: Journal | None = None,
-    direct: bool = False,
+    **how: Unpack[Copied],
 ) -> Checked:
     """Write the files of a plan; the target appears whole or not at all.
 
@@ -67,17 +95,12 @@ def write_target(
         The target is a directory, and this tells which directories it may replace. None: it is a file.
     overwrite : bool
         Replace what may be replaced.
-    memory : int, bytes
-        Upper bound of what copy buffers take together.
-    reporter : Reporter, optional
-    checks : Checks, optional
-        Hold what is copied against the checksums of the sources, before the target gets its name.
     proof : Proof, optional
         What is done with the target before it gets its name.
     journal : Journal, optional
         Record what is done, so that another run can go on with it, and go on with what is there.
-    direct : bool
-        Read and write long ranges past the page cache.
+    **how
+        As for `engine.write.write`: `memory`, `reporter`, `checks` and `direct`.
 
     Returns
     -------
@@ -96,18 +119,43 @@ def write_target(
     if is_remote(path):
         from zckpt.operations.remote_target import write_remote
 
-        return write_remote(plan, path, owned, overwrite, memory, reporter, checks, proof, journal, direct)
-    more = proof.companions if proof is not None else ()
-    with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
-        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal, direct=direct)
-        if journal is not None:
-            journal.check_sources()
-        check_unchanged()
-        if proof is not None:
-            if isinstance(plan.files, list):
-                plan.files.clear()
-            proof.of(whole, companions, names)
+        return write_remote(plan, path, owned, overwrite, proof, journal, **how)
+    more, is_file = proof.companions if proof is not None else (), owned is None
+    names = names_in(plan.names, path, owned)
+    targets = [*more, *sorted(names, key=lambda name: name == path)] if is_file else [path]
+    with nullcontext() if journal is None else journal.telling(), write_errors(path):
+        settle(path)
+        for one in targets:
+            check_target(one, overwrite=overwrite, owned=owned)
+        check_fits(plan, targets if is_file else names, path, is_file=is_file)
+        with written(targets, overwrite=overwrite, owned=owned, journal=journal) as partials:
+            temporary = dict(zip(targets, partials, strict=True))
+            if is_file:
+                for name in more:
+                    os.truncate(temporary[name], 0)  # of a run that is gone on with: `proof` writes it again
+                names = [temporary[name] for name in names]
+            else:
+                names = names_in(plan.names, temporary[path], owned)
+                if journal is not None and journal.resumes:
+                    check_remains(temporary[path], frozenset(names))
+                for folder in {name.parent for name in names}:
+                    folder.mkdir(parents=True, exist_ok=True)
+            checked = write(plan, names, journal=journal, **how)
+            if journal is not None:
+                journal.check_sources()
+            check_unchanged()
+            if proof is not None:
+                if isinstance(plan.files, list):
+                    plan.files.clear()
+                proof.of(temporary[path], [temporary[name] for name in more], names)
     return checked
+
+
+def names_in(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
+    """Return where files go: into a directory, or the only one to the target and several into its directory."""
+    if owned is not None:
+        return [target / name for name in files]
+    return [target] if len(files) == 1 else [target.parent / name for name in files]
 
 
 # --- from a checkpoint

@@ -22,10 +22,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import exchange, rename_new, sync, sync_all
@@ -37,6 +38,7 @@ from zckpt.storage.ownership import (
     check_unfinished,
     claimed,
     held,
+    is_abandoned,
     is_named,
     partial_name,
 )
@@ -44,21 +46,29 @@ from zckpt.storage.ownership import (
 LIST_NBYTES = 1 << 16
 """Of a list of files; a longer one is none."""
 
+QUIET_S = 3600.0
+"""Longer than a save writes nothing, and than clocks of nodes and of a server of files differ."""
+
 
 @contextmanager
-def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal | None = None) -> Iterator[list[Path]]:
-    """Yield temporary names for files of one directory; on success sync them and give them their names.
+def written(
+    targets: Sequence[Path], *, overwrite: bool, owned: Owned | None = None, journal: Journal | None = None
+) -> Iterator[list[Path]]:
+    """Yield temporary names for targets; on success sync them and give them their names.
 
-    On any failure, interrupts included, the temporary files are removed, but for those of which the journal keeps what
-    was done, and no target has changed. Only where the disk fails while several files are being named, `interrupted`
-    tells so, and the next run names the rest.
+    On any failure, interrupts included, what has a temporary name is removed, but for that of which the journal keeps
+    what was done, and no target has changed. Only where the disk fails while several files are being named,
+    `interrupted` tells so, and the next run names the rest.
 
     Parameters
     ----------
     targets : sequence of Path
-        The last one is the target itself; where none of them is there, it appears last.
+        Files of one directory: the last one is the target itself; where none of them is there, it appears last. Or a
+        directory, whose temporary one is empty but for what the journal has.
     overwrite : bool
-        Replace regular files.
+        Replace regular files, or a directory that `owned` tells.
+    owned : Owned, optional
+        A directory is written, and this is what may be replaced; None: files are.
     journal : Journal, optional
         What is done is recorded, and may be gone on with.
 
@@ -68,53 +78,28 @@ def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal 
         One cannot be written; another run is writing it, or has written it meanwhile, or was killed and is to be gone
         on with.
     """
-    for target in targets:  # of a killed run that was naming them together
+    partials, held, last = [partial_name(target) for target in targets], list[tuple[int, Path]](), targets[-1]
+    for target in targets if owned is None else ():  # of a killed run that was naming them together
         if os.path.lexists(_naming_name(target)):
             with _list_of(target):
                 _naming_name(target).unlink()
-    with _written(targets, overwrite=overwrite, owned=None, journal=journal) as partials:
-        yield partials
-
-
-@contextmanager
-def written_directory(target: Path, *, overwrite: bool, owned: Owned, journal: Journal | None = None) -> Iterator[Path]:
-    """Yield a temporary directory, which is empty but for what the journal has; on success sync and name it.
-
-    `overwrite`: replace a directory that `owned` tells; `owned`: which directories may be replaced. Raises TargetError:
-    as for `written_files`.
-    """
-    with _written([target], overwrite=overwrite, owned=owned, journal=journal) as partials:
-        yield partials[0]
-
-
-@contextmanager
-def _written(
-    targets: Sequence[Path], *, overwrite: bool, owned: Owned | None, journal: Journal | None
-) -> Iterator[list[Path]]:
-    partials, held, last = [partial_name(target) for target in targets], list[tuple[int, Path]](), targets[-1]
-    left = None if journal is None else journal.left
     with ExitStack() as stack:
         try:
             for target, partial in zip(targets, partials, strict=True):
                 known = None if os.path.lexists(journal_name(target)) else owned
+                left = None if journal is None else journal.left
                 claim = claimed(partial, directory=owned is not None, left=left, owned=known)
                 held.append((stack.enter_context(claim), partial))
                 if owned is not None:
                     _settle_directory(target, owned)
                 check_target(target, overwrite=overwrite, owned=owned)
                 _keep_mode(partial, target, besides=0o600 if owned is None else 0o700)
-            _begin(last, journal)
-            yield partials
-            _check_kept(held)
-            below = [[partial] if owned is None else [*partial.rglob("*"), partial] for partial in partials]
-            _sync_all([path for some in below for path in some], journal)
-            for target, partial, some in zip(targets, partials, below, strict=True):
-                for path in some:
-                    _keep_mode(path, target / path.relative_to(partial))
-            if owned is None:
-                _name_files(partials, targets, overwrite=overwrite)
+            if journal is None:
+                forget(last)  # the journal of a run whose remains this one has removed
             else:
-                _name_directory(partials[0], last, overwrite=overwrite, owned=owned)
+                journal.begin()
+            yield partials
+            _sync_and_name(held, targets, overwrite=overwrite, owned=owned, journal=journal)
         except BaseException as error:
             if owned is None and interrupted(last):
                 forget(last)  # all is written
@@ -122,17 +107,38 @@ def _written(
                 for partial in (partial for descriptor, partial in held if is_named(descriptor, partial)):
                     _remove(partial)  # and not what it has taken the place of
             raise
-        for parent in {target.parent for target in targets if owned is None}:
-            sync(parent)
+        if owned is None:
+            sync(last.parent)
         if journal is not None:
             journal.end()
 
 
-def _check_kept(held: Sequence[tuple[int, Path]]) -> None:
-    """Raise TargetError unless each temporary name still stands for what was written."""
+def _sync_and_name(
+    held: Sequence[tuple[int, Path]],
+    targets: Sequence[Path],
+    *,
+    overwrite: bool,
+    owned: Owned | None,
+    journal: Journal | None,
+) -> None:
+    partials = [partial for _, partial in held]
     for descriptor, partial in held:
         if not is_named(descriptor, partial):
             raise TargetError("is gone, or something else has its name", path=partial, advice="write it again")
+    below = [[partial] if owned is None else [*partial.rglob("*"), partial] for partial in partials]
+    try:
+        sync_all([path for some in below for path in some])
+    except OSError:
+        if journal is not None:  # a system says once that a disk has failed, and not of which bytes
+            journal.distrust()
+        raise
+    for target, partial, some in zip(targets, partials, below, strict=True):
+        for path in some:
+            _keep_mode(path, target / path.relative_to(partial))
+    if owned is None:
+        _name_files(partials, targets, overwrite=overwrite)
+    else:
+        _name_directory(partials[0], targets[0], overwrite=overwrite, owned=owned)
 
 
 def _keep_mode(partial: Path, target: Path, *, besides: int = 0) -> None:
@@ -144,24 +150,6 @@ def _keep_mode(partial: Path, target: Path, *, besides: int = 0) -> None:
         mode = target.lstat().st_mode
         if not stat.S_ISLNK(mode):
             partial.chmod(mode & 0o777 | besides)
-
-
-def _begin(target: Path, journal: Journal | None) -> None:
-    """Let a journal begin; without one, forget that of a run whose remains this one has removed."""
-    if journal is None:
-        forget(target)
-    else:
-        journal.begin()
-
-
-def _sync_all(paths: Sequence[Path], journal: Journal | None) -> None:
-    """Sync; what a disk has failed to take is not gone on with, for a system says so once, and not of which bytes."""
-    try:
-        sync_all(paths)
-    except OSError:
-        if journal is not None:
-            journal.distrust()
-        raise
 
 
 def recover(target: Path, owned: Owned) -> None:
@@ -178,8 +166,33 @@ def recover(target: Path, owned: Owned) -> None:
         _remove(partial)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+def remove_leftovers(directory: Path, owned: Owned) -> None:
+    """Remove what killed runs have left of directories, of whatever names; what cannot be removed stays.
+
+    `recover` puts right what was left of one target, when that is written again. Where each save has a name of its own,
+    as steps have, that may be never, and what is left be as large as any checkpoint. Removed is a `.NAME.zckpt-partial`
+    of this user's that no run holds, in which everything is the format's, and of which no journal says that it can be
+    gone on with. Where a file system has no locks, nobody can tell a run that is alive: then nothing is removed. NFS
+    and Lustre have locks of files that all nodes see, and of directories such that one node sees: what somebody wrote
+    into within `QUIET_S` stays, too.
+
+    `directory`: in which they were to be; it need not exist; `owned`: what tells a finished one; of one that is not,
+    names do.
+    """
+    with suppress(OSError, TargetError):
+        for left in list(directory.iterdir()):
+            name = left.name.removeprefix(".").removesuffix(".zckpt-partial")
+            target = left.with_name(name) if name else left
+            if partial_name(target) != left or os.path.lexists(journal_name(target)):
+                continue
+            with suppress(OSError, TargetError):
+                every = [left, *left.rglob("*")] if left.is_dir() and not left.is_symlink() else [left]
+                if max(path.lstat().st_mtime for path in every) < time.time() - QUIET_S and is_abandoned(left):
+                    check_unfinished(left, owned)
+                    recover(target, owned)
+
+
+class _Waiting(NamedTuple):
     """A file that is to be named, and what tells it from any other that has its temporary name."""
 
     name: str
@@ -304,7 +317,7 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
     waiting = [_Waiting(t.name, one.st_size, one.st_ino) for t, one in zip(targets, found, strict=True)]
     with _list_of(last) as listed:
         try:
-            os.write(listed, json.dumps([[one.name, one.nbytes, one.inode] for one in waiting]).encode())
+            os.write(listed, json.dumps(waiting).encode())
             os.fsync(listed)
             sync(last.parent)
         except BaseException:
@@ -329,8 +342,7 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
 def _go_on(listed: int, directory: Path) -> None:
     """Name the files of a list that a killed run left; one that was not written to its end says nothing."""
     try:
-        every = json.loads(os.pread(listed, LIST_NBYTES, 0))
-        waiting = [_Waiting(name, nbytes, inode) for name, nbytes, inode in every]
+        waiting = [_Waiting(*one) for one in json.loads(os.pread(listed, LIST_NBYTES, 0))]
     except (ValueError, TypeError):
         return
     if waiting and all(type(one.name) is str and Path(one.name).name == one.name for one in waiting):

@@ -12,19 +12,22 @@ on it. A line that is not whole is none. The journal belongs to the run that hol
 
 from __future__ import annotations
 
+import json
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
 
-from zckpt.errors import SourceError, TargetError
+from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, shown
+from zckpt.storage import distant
 from zckpt.storage.crc32 import content_of, line_of
 from zckpt.storage.ownership import claimed, kind_of, partial_name
-from zckpt.storage.purpose import Purpose, identity
-from zckpt.storage.room import Room
+from zckpt.storage.room import NOTHING_LEFT, Room
+from zckpt.version import __version__
 
 LEAST_NBYTES = 1 << 24
 """Of tensors: less is written again sooner than anybody has decided how to go on."""
@@ -34,6 +37,117 @@ BLOCK_NBYTES = 512
 
 Range = tuple[int, int, int | None]
 """Offset, bytes and CRC-32 of a range of a file; None: nobody summed it."""
+
+SAID_CHARACTERS = 60
+"""Of an option's value; of a longer one, a digest says that it is another."""
+
+Identity = tuple["int | str", ...]
+"""Of a source file: bytes, nanoseconds of its last change, inode; or what its store says of it, an etag."""
+
+
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What a run is to write, and of what: one run can go on with the work of another that has the same.
+
+    Parameters
+    ----------
+    version : str
+        Of zckpt.
+    verb : str
+    options : dict of str to str
+        Those that are not the default, as they are shown.
+    files : str
+        A digest of the names and sizes of what is written.
+    nbytes : int, bytes
+        Of tensors that are written.
+    sources : dict of str to Identity
+        By absolute path, or URL.
+    beside : list of str
+        Names of files that are written into the target's directory, each of which has a temporary name.
+    """
+
+    version: str
+    verb: str
+    options: dict[str, str]
+    files: str
+    nbytes: int
+    sources: dict[str, Identity]
+    beside: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(
+        verb: str,
+        options: Mapping[str, object],
+        files: Iterable[str],
+        sizes: Iterable[int],
+        sources: Iterable[str],
+        beside: Iterable[str],
+    ) -> Purpose:
+        """Return what a run is about.
+
+        Parameters
+        ----------
+        verb : str
+        options : mapping of str to object
+            Those that decide what is written.
+        files : iterable of str
+        sizes : iterable of int, bytes
+            Of the tensors that are written, then any other number that would be another for other files.
+        sources : iterable of str
+            Paths of files that are read.
+        beside : iterable of str
+
+        Raises
+        ------
+        SourceError
+            One is gone.
+        """
+        nbytes, *others = sizes
+        digest = blake2b(json.dumps([list(files), nbytes, *others]).encode("utf-8", "surrogatepass"), digest_size=16)
+        said = {key: _said(value) for key, value in options.items() if value not in (None, False, "", (), [], {})}
+        identities = {shown(os.path.abspath(path)): identity(path) for path in sorted(sources)}  # noqa: PTH100  # links stay
+        return Purpose(__version__, verb, said, digest.hexdigest(), nbytes, identities, list(beside))
+
+    def other(self, begun: Purpose) -> str | None:
+        """Return in what a run that was begun is another than this one; None: in nothing."""
+        if begun.version != self.version:
+            return f"by zckpt {begun.version}, and this is {self.version}"
+        if begun.verb != self.verb:
+            return f"by `zckpt {begun.verb}`"
+        for key in sorted(begun.options.keys() | self.options.keys()):
+            was, now = (one.options.get(key, "not given") for one in (begun, self))
+            if was != now:
+                return f"with other options: {key} was {was} and is {now}"
+        return self._other_file(begun)
+
+    def _other_file(self, begun: Purpose) -> str | None:
+        for path in sorted(begun.sources.keys() | self.sources.keys()):
+            if path not in self.sources or path not in begun.sources:
+                return f"from other files: {path} {'is new' if path in self.sources else 'is not read now'}"
+            if self.sources[path] != begun.sources[path]:
+                return f"from a file that has changed since: {path}"
+        same = (begun.files, begun.nbytes) == (self.files, self.nbytes)
+        return None if same else "to other files, or files of other sizes"
+
+
+def identity(path: str) -> Identity:
+    """Return what tells a file from what it was, or from another under its name. Raises SourceError: it is gone."""
+    elsewhere = distant.found(path)
+    if elsewhere is not None:
+        return (elsewhere.identity,)
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except OSError as error:
+        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _said(value: object) -> str:
+    text = shown(str(value))
+    if len(text) <= SAID_CHARACTERS:
+        return text
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+    return f"{text[: SAID_CHARACTERS // 2]}... ({digest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +243,9 @@ class Journal:
         return self.resumes
 
     def _look(self) -> None:
-        try:
+        begun, found = None, dict[str, Work]()
+        with suppress(TargetError) if self.restart else nullcontext():
             begun, found = _read(self._name)
-        except TargetError:
-            if not self.restart:
-                raise
-            begun, found = None, {}
         self._beside = begun.beside if begun is not None else []
         if self.restart or begun is None or not found:
             return
@@ -177,19 +288,14 @@ class Journal:
             return
         with self._lock:
             if self._file is None:
-                self._file = self._opened()
+                flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+                self._file = os.open(self._name, flags | (0 if self.resumes else os.O_CREAT | os.O_EXCL), 0o666)
+                if self.resumes:
+                    _check_alone(os.fstat(self._file), self._name)
+                else:
+                    _append(self._file, asdict(self.purpose))
             _append(self._file, [key, work.written, work.read])
             self._nbytes += 0 if key in self.found else work.nbytes
-
-    def _opened(self) -> int:
-        flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-        if self.resumes:
-            file = os.open(self._name, flags)
-            _check_alone(os.fstat(file), self._name)
-            return file
-        file = os.open(self._name, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        _append(file, asdict(self.purpose))
-        return file
 
     def check_sources(self) -> None:
         """Raise SourceError if a source file is no longer what it was when the run began."""
@@ -228,10 +334,25 @@ class Journal:
             os.close(self._file)
             self._file = None
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Let errors that leave a run say what it has left."""
+        try:
+            yield
+        except (TargetError, SourceError, WorkerError) as error:
+            if self.kept:
+                advice = (error.advice or NOTHING_LEFT).replace(NOTHING_LEFT, self.said())
+                error.advice = advice if self.said() in advice else f"{advice}; {self.said()}"
+            raise
+        except KeyboardInterrupt as error:
+            if self.kept:
+                raise Interrupted.of(error, self.said()) from error
+            raise
+
     def said(self) -> str:
         """Return what a failed run has left, and what to do with it."""
         if not self.kept:
-            return "nothing was left behind"
+            return NOTHING_LEFT
         return (
             f"{self._nbytes} of {self.purpose.nbytes} bytes are written and kept in "
             f"{partial_name(self._target).name}: --resume goes on with them, --restart begins anew"

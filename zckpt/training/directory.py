@@ -31,7 +31,7 @@ from zckpt.optim.states.several import ALONE, Optimizers
 from zckpt.optim.tensors import ModelState
 from zckpt.optim.values import Values
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
-from zckpt.storage.durable import written_directory
+from zckpt.storage.durable import written
 from zckpt.training.live import Part
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
 from zckpt.training.pieces import Piece, RankState, divide, entries
@@ -138,7 +138,7 @@ def save_workers(
     part, storages = of_first(ModelState(), Optimizers(optimizer, {}).snapshot(), given, count, values)
     stored = [replace(one, data=bytes(one.data or b"")) for one in storages]  # which RPC can send
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
+    with written([path], overwrite=overwrite, owned=OWNED) as [partial]:
         identity = identity or new_identity()
         every: list[RankState] = optimizer.call_each(
             _save_worker,

@@ -30,9 +30,8 @@ from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import at_path
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
-from zckpt.storage.durable import recover, target_of_old
+from zckpt.storage.durable import recover, remove_leftovers, target_of_old
 from zckpt.storage.files import read_whole
-from zckpt.storage.leftovers import remove_leftovers
 from zckpt.storage.ownership import check_replaceable, check_unfinished
 
 RECORD = "checkpointer.json"

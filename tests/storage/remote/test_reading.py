@@ -24,7 +24,7 @@ from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, Proxy, endless, free_port, hub
 from zckpt.engine.workers import running_on
 from zckpt.errors import Interrupted
-from zckpt.storage.purpose import Purpose
+from zckpt.storage.journal import Purpose
 from zckpt.storage.remote import attempts, mount, web
 
 SOURCE = FIXTURES / "s2_bf16_dp4"

@@ -25,7 +25,7 @@ from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
 from zckpt.errors import TargetError
 from zckpt.storage.remote import attempts
-from zckpt.storage.remote.named_uploads import NamedUploads
+from zckpt.storage.remote.fsspec_stores import FsspecStore
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
 
@@ -408,20 +408,20 @@ def test_files_that_have_come_are_not_sent_again(
     save_file({f"w{n}": torch.randn(3 << 20) for n in range(4)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{place.url}/again", "--max-shard-size", "13MB")
     partial, journal = (place.directory / f".again.zckpt-{what}" for what in ("partial", "journal"))
-    write, sent, come = NamedUploads.send, [], threading.Event()
+    write, sent, come = FsspecStore.send, [], threading.Event()
 
-    def failing(uploads: NamedUploads, key: str, nbytes: int, parts: Any) -> str:
+    def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
         if nbytes > 1 << 20:
             sent.append(key.partition("zckpt-partial/")[2])
             if len(sent) == 3:
                 assert come.wait(60)  # one of those that other threads are sending
                 raise PermissionError("no more")
-        version = write(uploads, key, nbytes, parts)
+        version = write(store, key, nbytes, parts)
         if nbytes > 1 << 20:
             come.set()
         return version
 
-    monkeypatch.setattr(NamedUploads, "send", failing)
+    monkeypatch.setattr(FsspecStore, "send", failing)
     refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume goes on with them",))
     refused(4, *given, words=("did not come to its end", "in .again.zckpt-partial", "--resume"))
     recorded = {json.loads(line[9:])[0] for one in journal.glob("0*") for line in one.read_bytes().splitlines()}
@@ -440,25 +440,25 @@ def test_files_that_have_come_are_not_sent_again(
 def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what another run will know of: files in lines that have come, not those in lines that have not."""
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
-    monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1)
-    target, write = "memory://refusing/target", NamedUploads.send
+    monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1)
+    target, write = "memory://refusing/target", FsspecStore.send
     sent: dict[str, int] = {}
     recorded: dict[str, int] = {}
     refuses = True
 
-    def failing(uploads: NamedUploads, key: str, nbytes: int, parts: Any) -> str:
+    def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
         name = key.partition("zckpt-partial/")[2]
         if refuses and recorded and len(sent) > len(recorded):
             raise PermissionError(f"not {name or 'the record'}")
-        version = write(uploads, key, nbytes, parts)
+        version = write(store, key, nbytes, parts)
         if name:
             sent[name] = nbytes
         elif refuses:
             recorded.update(sent)
-            monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1 << 20)
+            monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1 << 20)
         return version
 
-    monkeypatch.setattr(NamedUploads, "send", failing)
+    monkeypatch.setattr(FsspecStore, "send", failing)
     with ThreadPoolExecutor(1) as pool, pytest.raises(TargetError) as refusal:
         zckpt.convert(SOURCE, target, to="universal", executor=pool)
     assert recorded
@@ -475,24 +475,24 @@ def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch: py
 
 def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
-    monkeypatch.setattr("zckpt.storage.remote.finished.RECORD_NBYTES", 1)
+    monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1)
     source, target = SOURCE, "memory://others/target"
-    write, sent, come = NamedUploads.send, [], threading.Event()
+    write, sent, come = FsspecStore.send, [], threading.Event()
 
-    def failing(uploads: NamedUploads, key: str, nbytes: int, parts: Any) -> str:
+    def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
         sent.append(key.partition("zckpt-partial/")[2])
         if sent[-1] and sent.count("") < len(sent) - 5:  # what is recorded comes
             assert come.wait(60)  # one of those that other threads are sending
             raise PermissionError("no more")
-        version = write(uploads, key, nbytes, parts)
+        version = write(store, key, nbytes, parts)
         if "zckpt-partial/zero/" in key:
             come.set()
         return version
 
-    monkeypatch.setattr(NamedUploads, "send", failing)
+    monkeypatch.setattr(FsspecStore, "send", failing)
     with pytest.raises(TargetError, match="--resume goes on with them"):
         zckpt.convert(source, target, to="universal")
-    monkeypatch.setattr(NamedUploads, "send", write)
+    monkeypatch.setattr(FsspecStore, "send", write)
     assert [key for key in store(target).client.find("others") if "partial/zero/" in key]
     zckpt.convert(source, target, to="dcp", resume=True)
     assert zckpt.open(target).format == "dcp"

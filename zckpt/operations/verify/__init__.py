@@ -4,10 +4,8 @@ findings.py    a finding, and the result as a document
 run.py         `verify`: opens, surveys what cannot be opened, and runs the checks
 structure.py   what metadata alone tell: coverage, element types, leftovers, steps
 weights.py     which weights are not their masters, rounded; from what was read to findings
-inventory.py   what lies where; pure
-blocks.py      the blocks in which it is read; pure
-elements.py    NaN, Inf, sign and equality of elements in memory
-deep.py        reads every byte of the files, once, in parallel
+inventory.py   what lies where, and the blocks in which it is read; pure
+deep.py        reads every byte of the files, once, in parallel: NaN, Inf, sign and equality of elements
 """
 
 from __future__ import annotations

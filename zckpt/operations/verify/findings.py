@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -28,7 +28,7 @@ from zckpt.errors import (
     UnsupportedError,
     WeightMismatchError,
 )
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, SourceFile
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -52,21 +52,22 @@ class Finding:
     message : str
         One line.
     file : str or None
-    ranks : tuple of int
-        Data-parallel ranks; of a file that only model-parallel ranks have, those.
     parameters : tuple of str
         In the model's order.
     expected, found, advice : str or None
+    ranks : tuple of int, or None
+        Data-parallel ranks; of a file that only model-parallel ranks have, those. None, until `in_order` says it: those
+        that wrote the file.
     """
 
     code: str
     message: str
     file: str | None = None
-    ranks: tuple[int, ...] = ()
     parameters: tuple[str, ...] = ()
     expected: str | None = None
     found: str | None = None
     advice: str | None = None
+    ranks: tuple[int, ...] | None = None
 
     @property
     def severity(self) -> str:
@@ -82,7 +83,7 @@ class Finding:
         """Return the finding as JSON-able data."""
         return {
             **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
-            "ranks": list(self.ranks),
+            "ranks": list(self.ranks or ()),
             "parameters": list(self.parameters),
             "expected": self.expected,
             "found": self.found,
@@ -174,11 +175,11 @@ def finding_of(error: SourceError) -> Finding:
         code,
         " ".join(error.message.split()),
         error.path,
-        error.ranks,
         error.parameters,
         expected,
         found,
         error.advice,
+        error.ranks,
     )
 
 
@@ -190,6 +191,9 @@ def findings_of(errors: Iterable[SourceError]) -> Iterator[Finding]:
         yield finding_of(error)
 
 
-def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings with errors first, each severity by code, and each once."""
-    return sorted(dict.fromkeys(findings), key=lambda one: (SEVERITIES.index(one.severity), one.code))
+def in_order(findings: Iterable[Finding], files: Iterable[SourceFile]) -> list[Finding]:
+    """Return findings with errors first, each severity by code, and each once, with the ranks of their files."""
+    numbers = {file.path: file.mp_rank if file.dp_rank is None else file.dp_rank for file in files}
+    ranks = {path: (number,) for path, number in numbers.items() if number is not None}
+    every = (replace(one, ranks=ranks.get(one.file or "", ())) if one.ranks is None else one for one in findings)
+    return sorted(dict.fromkeys(every), key=lambda one: (SEVERITIES.index(one.severity), one.code))

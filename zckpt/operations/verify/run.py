@@ -17,7 +17,7 @@ from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadCopied, Reading, how_read, only, shares
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
-from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
+from zckpt.operations.verify.structure import structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 from zckpt.storage.files import is_file
 
@@ -80,8 +80,7 @@ def verify(
             raise
         with using(executor if deep else None):
             return _unopened(Path(source), error, deep, how, shared["tag"], [Path(root) for root in shared["roots"]])
-    ranks = ranks_by_file(checkpoint)
-    findings = [*structure_findings(checkpoint, ranks), *findings_of(files_twice(checkpoint))]
+    findings = [*structure_findings(checkpoint), *findings_of(files_twice(checkpoint))]
     owners = [one for one in checkpoint.holders() if one.slots]
     slots = sum(len(one.slots) for one in owners)
     counts = {"files": len(checkpoint.files), "parameters": len(owners), "slots": slots, "elements": 0}
@@ -89,14 +88,16 @@ def verify(
     with using(executor if deep or expected is not None else None):
         if deep:
             owner = find_format(checkpoint.format)
-            findings += _deep(counts, checkpoint.files, owner, checkpoint, ranks, how)
+            findings += _deep(counts, checkpoint.files, owner, checkpoint, how)
         else:
-            findings += _sampled(counts, checkpoint, ranks)
+            findings += _sampled(counts, checkpoint)
         if expected is not None:
             text, changed = _against(checkpoint, expected, how)
             findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
-    return Verification(name, checkpoint.format, deep, in_order(findings), Checked(**counts), text, checkpoint)
+    return Verification(
+        name, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text, checkpoint
+    )
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any]) -> tuple[str | None, list[Finding]]:
@@ -113,7 +114,7 @@ def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any])
         code = ADDED if one.expected is None else GONE if one.found is None else CHANGED
         what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
         which = one.name if one.entry is None else f"{one.entry} of {one.name}"
-        findings.append(Finding(code, f"{which} {what}", None, (), (one.name,), one.expected, one.found))
+        findings.append(Finding(code, f"{which} {what}", None, (one.name,), one.expected, one.found))
     return found.text, findings
 
 
@@ -140,12 +141,11 @@ def _unopened(
     counts = {"files": len(surveyed.files) + len(surveyed.errors)}
     findings = [finding_of(one) for one in found]
     if deep:
-        ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
-        findings += _deep(counts, surveyed.files, surveyed.format, None, ranks, how)
-    return Verification(os.fspath(path), None, deep, in_order(findings), Checked(**counts))
+        findings += _deep(counts, surveyed.files, surveyed.format, None, how)
+    return Verification(os.fspath(path), None, deep, in_order(findings, surveyed.files), Checked(**counts))
 
 
-def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def _sampled(counts: dict[str, int], checkpoint: Checkpoint) -> Iterator[Finding]:
     """Hold a bounded sample of the masters against the weights."""
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return
@@ -159,7 +159,7 @@ def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> It
             counts["elements"] += one.numel
     except SourceError as error:
         yield finding_of(error)
-    yield from weight_findings(compared, ranks)
+    yield from weight_findings(compared)
 
 
 def _deep(
@@ -167,15 +167,14 @@ def _deep(
     files: Sequence[SourceFile],
     owner: Format | None,
     checkpoint: Checkpoint | None,
-    ranks: Ranks,
     how: dict[str, Any],
 ) -> Iterator[Finding]:
     """Read every byte once."""
     from zckpt.engine.checking import Sum
+    from zckpt.engine.workers import WRITERS, budget
     from zckpt.formats.survey import checksums
-    from zckpt.operations.verify.blocks import Work, blocks
-    from zckpt.operations.verify.deep import run, share_of
-    from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
+    from zckpt.operations.verify.deep import BLOCK_NBYTES, BUFFERS_OF_DIRECT, BUFFERS_PER_WORKER, run
+    from zckpt.operations.verify.inventory import Inventory, SumIndex, Work, blocks, take_inventory
     from zckpt.operations.verify.weights import damage_findings
     from zckpt.torchfile import AlikeRecords
 
@@ -195,7 +194,8 @@ def _deep(
     inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
     reporter, direct = how["reporter"] or SilentReporter(), how["direct"]
-    share = share_of(how["memory"], direct=direct)
+    buffers = BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct
+    share = budget(how["memory"], WRITERS, buffers=buffers, most=BLOCK_NBYTES)
     work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
     reporter.begin(total := sum(one.nbytes for one in work))
     try:
@@ -204,4 +204,4 @@ def _deep(
         reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}
     yield from map(finding_of, [*errors, *outcome.errors])
-    yield from damage_findings(outcome, inventory, sums, wrong, checkpoint, ranks)
+    yield from damage_findings(outcome, inventory, sums, wrong, checkpoint)

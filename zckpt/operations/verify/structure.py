@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,38 +27,25 @@ from zckpt.operations.verify.findings import Finding, finding_of, findings_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Slot, as_float, number_of
 from zckpt.state.inventory import Item
 
-Ranks = Mapping[str, tuple[int, ...]]
-"""Ranks that wrote each file."""
 
-
-def ranks_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return the rank in each file's name: data-parallel, or model-parallel where it has no other."""
-    found: dict[str, tuple[int, ...]] = {}
-    for file in checkpoint.files:
-        rank = file.mp_rank if file.dp_rank is None else file.dp_rank
-        if rank is not None:
-            found[file.path] = (rank,)
-    return found
-
-
-def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def structure_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what is wrong with the structure of a checkpoint."""
     adapter = find_format(checkpoint.format)
     if adapter is not None:  # of files that need not be read for that
         yield from findings_of(adapter.contradictions(checkpoint))
-    yield from _coverage(checkpoint, ranks)
-    yield from _uneven(checkpoint, ranks)
-    yield from _steps(checkpoint, ranks)
-    yield from _left_out(checkpoint, ranks)
+    yield from _coverage(checkpoint)
+    yield from _uneven(checkpoint)
+    yield from _steps(checkpoint)
+    yield from _left_out(checkpoint)
     for path, said in checkpoint.leftovers.items():
         name = Path(path).name
-        yield Finding(LEFTOVER, f"{name} is not part of the checkpoint", path, ranks.get(path, ()), found=said)
+        yield Finding(LEFTOVER, f"{name} is not part of the checkpoint", path, found=said)
     for warning in checkpoint.warnings:
         if warning not in checkpoint.leftovers.values():
             yield Finding(REMARK, warning)
 
 
-def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what nothing has read, by file."""
     root = Path(checkpoint.opened or checkpoint.source)
     by_file: dict[tuple[str, bool], list[Item]] = {}
@@ -75,12 +62,11 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
             STATE_LEFT_OUT if trained else LEFT_OUT,
             f"{what}{items[0].about}",
             path,
-            ranks.get(path, ()),
             found=f"{sum(item.nbytes for item in items)} bytes",
         )
 
 
-def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Look where every slot is, as for a copy of it: each element must be there once, in the slot's own type."""
     said = {
         SLOT_MISSING: "no {} for {}, of which it holds some elements",
@@ -103,7 +89,7 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     for (code, key, path), found in holes.items():
         names = tuple(dict.fromkeys(name for name, _ in found))
         what = said[code].format(key, listed(names))
-        yield Finding(code, what, path, ranks.get(path or "", ()), names, None, found[0][1])
+        yield Finding(code, what, path, names, None, found[0][1])
 
 
 def _other_dtype(slot: Slot) -> tuple[str, str] | None:
@@ -127,7 +113,7 @@ def _without(parameter: Parameter, slot: Slot) -> str | None:
     return next((span.path for span in master.spans if span.extent.numel and span.path not in present), None)
 
 
-def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def _uneven(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield parameters that have only some of the slots that most others of their group have.
 
     One that has none at all was never stepped. One that has other slots as well is of an optimizer that keeps different
@@ -156,10 +142,10 @@ def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     for key, found in lacking.items():
         names, path = tuple(name for name, _ in found), found[0][1]
         what = f"no {key} for {listed(names)}, which others of the param group have"
-        yield Finding(SLOT_MISSING, what, path, ranks.get(path or "", ()), names)
+        yield Finding(SLOT_MISSING, what, path, names)
 
 
-def _steps(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Hold the steps of parameters and groups against each other; that ranks agree, a reader has seen to."""
     steps: dict[str, float] = {}
     for index, group in enumerate(checkpoint.param_groups):
@@ -187,7 +173,6 @@ def _steps(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
         STEPS_DIFFER if whole else GROUP_STEPS_DIFFER,
         f"{listed(odd)}: {'the rank has' if whole else 'they have'} taken another number of steps than the rest",
         path if whole else None,
-        ranks.get(path or "", ()) if whole else (),
         tuple(odd),
         f"{usual:g}",
         ", ".join(f"{step:g}" for step in sorted({steps[name] for name in odd})[:4]),

@@ -22,12 +22,10 @@ from zckpt.codes import (
 from zckpt.compare.weights import Comparison
 from zckpt.engine.checking import Sum
 from zckpt.errors import listed
-from zckpt.operations.verify.deep import Outcome
-from zckpt.operations.verify.elements import Tally
+from zckpt.operations.verify.deep import Outcome, Tally
 from zckpt.operations.verify.findings import Finding
 from zckpt.operations.verify.inventory import BUFFER, NO_SUM, Inventory
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
-from zckpt.operations.verify.structure import Ranks
 from zckpt.state import Checkpoint, Slot, Span, Spans
 
 MOST = 0.75
@@ -37,7 +35,7 @@ FEWEST = 3
 """Compared parameters of a file below which nothing is concluded from how many differ."""
 
 
-def weight_findings(compared: Iterable[Comparison], ranks: Ranks) -> Iterator[Finding]:
+def weight_findings(compared: Iterable[Comparison]) -> Iterator[Finding]:
     """Yield a finding for each file in which masters do not round to their weights."""
     by_file: dict[str, dict[str, list[Comparison]]] = {}
     for one in compared:
@@ -59,16 +57,17 @@ def weight_findings(compared: Iterable[Comparison], ranks: Ranks) -> Iterator[Fi
             f"the weights of this file are not the masters of the optimizer's {len(foreign)} files, rounded: "
             f"{len(names)} parameters differ",
             first.weight_path,
-            parameters=tuple(names),
-            expected="a model and an optimizer of one step",
-            found=first.detail,
+            tuple(names),
+            "a model and an optimizer of one step",
+            first.detail,
+            ranks=(),
         )
         return
     for path, its in wrong.items():
         found = [one for some in its.values() for one in some]
         if not found:
             continue
-        first, where = found[0], (path, ranks.get(path, ()), tuple(its))
+        first, where = found[0], (path, tuple(its))
         if path in foreign:
             what = f"masters of {len(its)} of {len(by_file[path])} parameters do not round to their weights"
             yield Finding(OTHER_RUN, what, *where, "a file of this step and run", first.detail)
@@ -85,7 +84,6 @@ def damage_findings(
     sums: Sequence[Sum],
     wrong: Mapping[int, int],
     checkpoint: Checkpoint | None,
-    ranks: Ranks,
 ) -> Iterator[Finding]:
     """Yield findings about checksums, elements, weights and copies.
 
@@ -102,9 +100,9 @@ def damage_findings(
             suspects.setdefault(checksum, set()).add(name)
         if not damaged:
             compared.append(Comparison(name, path, weight_path, unequal.numel, unequal.count, unequal.detail))
-    yield from _damaged(sums, wrong, suspects, checkpoint, ranks)
-    yield from _elements(outcome, inventory, sums, wrong, ranks)
-    yield from weight_findings(compared, ranks)
+    yield from _damaged(sums, wrong, suspects, checkpoint)
+    yield from _elements(outcome, inventory, sums, wrong)
+    yield from weight_findings(compared)
     yield from _copies(outcome, inventory, [sums[number] for number in wrong])
 
 
@@ -113,7 +111,6 @@ def _damaged(
     wrong: Mapping[int, int],
     suspects: Mapping[int, set[str]],
     checkpoint: Checkpoint | None,
-    ranks: Ranks,
 ) -> Iterator[Finding]:
     """Yield a finding for each damaged record, with the parameters and buffers that have elements in it."""
     paths = {sums[number].path for number in wrong}
@@ -134,7 +131,6 @@ def _damaged(
             CHECKSUM,
             f"{one.name} is damaged{what}",
             one.path,
-            ranks.get(one.path, ()),
             tuple(names),
             f"CRC-32 {one.crc32:08x}",
             f"{crc:08x}",
@@ -152,7 +148,7 @@ def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
 
 
 def _elements(
-    outcome: Outcome, inventory: Inventory, sums: Sequence[Sum], wrong: Mapping[int, int], ranks: Ranks
+    outcome: Outcome, inventory: Inventory, sums: Sequence[Sum], wrong: Mapping[int, int]
 ) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
     groups: dict[tuple[str, str, str | None], list[tuple[str, Tally]]] = {}  # by code, slot and file
@@ -191,7 +187,7 @@ def _elements(
             said = f"{total}, first at {'byte' if code == PADDING else 'element'} {tallies[0].first}"
         expected = "zeros" if code == PADDING else "none"
         what = _message(code, slot, names, tallies, total)
-        yield Finding(code, what, path, ranks.get(path or "", ()), names, expected, said)
+        yield Finding(code, what, path, names, expected, said)
 
 
 def _count(code: str, tally: Tally) -> int:
@@ -225,8 +221,8 @@ def _copies(outcome: Outcome, inventory: Inventory, damaged: Sequence[Sum]) -> I
             codes[one.kind],
             f"{one.slot.name} of {one.name}{of}: {unequal.count} of {one.slot.numel} elements differ",
             path,
-            () if one.rank is None else (one.rank,),
             names,
             "equal bytes" if one.slot.dtype == one.original.dtype else f"its {one.original.name} as {one.slot.dtype}",
             f"first at element {unequal.first}",
+            ranks=() if one.rank is None else (one.rank,),
         )

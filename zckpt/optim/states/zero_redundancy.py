@@ -31,7 +31,7 @@ from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.storage.durable import written_directory
+from zckpt.storage.durable import written
 from zckpt.version import __version__
 
 
@@ -144,7 +144,7 @@ class WorkersState(OptimizerState):
     def write(self, target: Target) -> None:
         """Let each worker write its files of a directory; the caller calls it."""
         names = self.names()
-        with written_directory(check_file_system(target.path), overwrite=target.overwrite, owned=OWNED) as partial:
+        with written([check_file_system(target.path)], overwrite=target.overwrite, owned=OWNED) as [partial]:
             arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
             numbers = self.optimizer.call_each(_save_worker, arguments)
             first = [sum(len(group) for group in names[:index]) for index in range(len(names))]

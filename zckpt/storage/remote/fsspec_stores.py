@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from zckpt.storage.remote.addresses import Address
-from zckpt.storage.remote.attempts import attempt
+from zckpt.storage.remote.attempts import ShortBodyError, attempt
 from zckpt.storage.remote.stores import Entries, Listed, Store
+
+Result = TypeVar("Result")
 
 _THREADED = frozenset({"memory", "hf", "file", "webdav", "webdavs", "dav", "davs"})
 """Schemes whose libraries do not mind threads, besides those that have an event loop."""
@@ -81,54 +83,57 @@ class FsspecStore(Store):
         with self.turn() as fs, suppress(FileNotFoundError):
             fs.rm_file(key)
 
-    def remove_folder(self, key: str) -> None:
-        """Remove what is below a directory, and it; or a file."""
+    def _read(self, key: str) -> bytes | None:
+        with self.turn() as fs:
+            found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
+            return found
 
-        def once() -> None:
-            with self.turn() as fs:
-                if fs.exists(key):
-                    fs.rm(key, recursive=True)
-
-        attempt(once, self.address.shown, writing=True)
+    def _put(self, key: str, data: bytes) -> None:
+        self.send(key, len(data), [bytearray(data)])
 
     # --- for what is written
+
+    def _asked(self, function: Callable[[Any], Result]) -> Result:
+        """Return what the file system answers; `attempt`ed."""
+
+        def once() -> Result:
+            with self.turn() as fs:
+                return function(fs)
+
+        return attempt(once, self.address.shown, writing=True)
+
+    def remove_folder(self, key: str) -> None:
+        """Remove what is below a directory, and it; or a file."""
+        self._asked(lambda fs: fs.exists(key) and fs.rm(key, recursive=True))
+
+    def below(self, key: str) -> list[str]:
+        """Return the files below a directory."""
+        return self._asked(lambda fs: fs.find(key) if fs.exists(key) else [])
 
     def described(self, key: str) -> Listed | None:
         """Return what the store says of one file; None: it is not there."""
 
-        def once() -> Mapping[str, Any] | None:
-            with self.turn() as fs, suppress(FileNotFoundError):
+        def info(fs: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+            with suppress(FileNotFoundError):
                 found: Mapping[str, Any] = fs.info(key)
                 return found
             return None
 
-        info = attempt(once, self.address.shown, writing=True)
-        return None if info is None else self._listed(key, info, key)
+        found = self._asked(info)
+        return None if found is None else self._listed(key, found, key)
 
-    def below(self, key: str) -> list[str]:
-        """Return the files below a directory."""
+    def send(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> str:
+        """Write a file from its beginning to its end, and the directories that it is in. Not `attempt`ed.
 
-        def once() -> list[str]:
-            with self.turn() as fs:
-                found: list[str] = fs.find(key) if fs.exists(key) else []
-                return found
-
-        return attempt(once, self.address.shown, writing=True)
-
-    def read(self, key: str) -> bytes | None:
-        """Return a small file; None: it is not there."""
-
-        def once() -> bytes | None:
-            with self.turn() as fs:
-                found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
-                return found
-
-        return attempt(once, self.address.shown, writing=True)
-
-    def write(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> None:
-        """Write a file from its beginning to its end, and the directories that it is in. Not `attempt`ed."""
+        Returns which version the store says that it is.
+        """
         self.make_folder_of(key)
         self._write(key, nbytes, parts)
+        there = self.described(key)
+        size = None if there is None else there.nbytes
+        if there is None or size != nbytes:
+            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
+        return there.version
 
     def make_folder_of(self, key: str) -> None:
         """Make the directory that a file is to be in. Not `attempt`ed."""

@@ -16,14 +16,17 @@ import shutil
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError, UsageError, show_as_urls
 from zckpt.storage.remote.addresses import Address, address_of
 from zckpt.storage.remote.cache import RemoteFile
 from zckpt.storage.remote.schemes import store_of, uploads_of
 from zckpt.storage.remote.stores import Listed, Store, changed
-from zckpt.storage.remote.uploads import Uploads
 from zckpt.storage.stand_ins import FILES, MARK, Distant, forget_all, new_base, stand_in
+
+if TYPE_CHECKING:
+    from zckpt.storage.remote.schemes import Uploads
 
 _NUMBERS = itertools.count()
 

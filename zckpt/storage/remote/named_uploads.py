@@ -1,27 +1,50 @@
 """Files on their way into a store under temporary names, which are renamed: all stores but S3.
 
-What a run that was killed has left is gone on with file by file: one that has come whole (`finished`) is made again and
-not sent, if its bytes are the same. When all have come, a note among them lists them, so that a run that was killed
-while it named them need not make any of them again.
+    .NAME.zckpt-partial/            the files
+    .NAME.zckpt-journal/00000001    lines, each of a file: that it has come, or that it is about to be sent again
+    .NAME.zckpt-journal/note        that all have come
+
+What a run that was killed has left is gone on with file by file: one that has come whole is made again and not sent, if
+its bytes are the same. When all have come, the note lists them, so that a run that was killed while it named them need
+not make any of them again.
+
+A file is told by a digest of its bytes as they were sent, and by what the store has said of it when it had come: of how
+many bytes it is, of which version. Where either is another, it has not come. Lines have a CRC-32; one that is not whole
+is none. They are written as soon as they are of `RECORD_NBYTES` of files: of small files, that much may be sent twice.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
+from typing import NamedTuple
 
 from zckpt.errors import TargetError
-from zckpt.storage.remote.attempts import ShortBodyError, attempt
-from zckpt.storage.remote.finished import Finished, Record, new_digest
+from zckpt.storage.crc32 import content_of, line_of
+from zckpt.storage.remote.attempts import attempt
 from zckpt.storage.remote.fsspec_stores import FsspecStore
-from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
+from zckpt.storage.remote.uploads import Sent, UploadsBase
+
+RECORD_NBYTES = 4 << 20
 
 READ_NBYTES = 8 << 20
 """Of a file that is read back, at once."""
 
+_new_digest = partial(blake2b, digest_size=16)
 
-class NamedUploads(Uploads):
+
+class Finished(NamedTuple):
+    """A file that has come whole."""
+
+    nbytes: int
+    digest: str
+    version: str
+
+
+class NamedUploads(UploadsBase):
     """Files under temporary names, which are renamed."""
 
     store: FsspecStore
@@ -30,73 +53,80 @@ class NamedUploads(Uploads):
         super().__init__(store, key, is_directory=is_directory)
         self.kept_in = self.partial.rpartition("/")[2]
         self.journal = self.partial.removesuffix("partial") + "journal"
+        self.kept_note = f"{self.journal}/note"
+        self.keeps = self._resumes = False
         self._named: list[str] = []
         self.files_sent: dict[str, Finished | None] = {}
-        self._record = Record(self._write_record)
-        self._keeps = self._resumes = False
+        self.recorded: dict[str, Finished] = {}
+        """Files that have come, whichever run has sent them."""
+        self._lock = threading.Lock()  # of the record
+        self._lines: list[bytes] = []
+        self._nbytes = self._number = 0
+        self._unwritten: set[str] = set()
 
     def begin(self, *, resume: bool = False, keep: bool = False) -> None:
         """Remove what has the temporary name, or go on with those of its files that have come."""
-        self._keeps, self._resumes = keep, resume
+        self.keeps, self._resumes = keep, resume
         if resume:
             self._read_record()
         else:
             self.store.remove_folder(self.partial)
             self.store.remove_folder(self.journal)
-            self._record = Record(self._write_record)
+            self.recorded, self._number, self._named = {}, 0, []
 
     def left(self) -> int:
-        """Return how many bytes have come in whole files."""
-        if self._keeps:
-            with suppress(TargetError):  # of the same store, as a rule, whose first error is what there is to say
-                self._record.flush()
-        else:
+        """Return how many bytes have come in whole files of which the record tells."""
+        if not self.keeps:
             self._read_record()
-        return self._record.written_nbytes
+        with self._lock:
+            with suppress(TargetError):  # of the same store, as a rule, whose first error is what there is to say
+                self._flush()
+            return sum(one.nbytes for name, one in self.recorded.items() if name not in self._unwritten)
 
-    def _write_record(self, number: int, data: bytes) -> None:
-        self._write(f"{self.journal}/{number:08d}", data)
+    def record(self, name: str, one: Finished | None) -> None:
+        """Note that a file has come; None, before anything of it is sent: that it is about to be another."""
+        with self._lock:
+            if one is None:
+                del self.recorded[name]
+            else:
+                self.recorded[name] = one
+                self._unwritten.add(name)
+            self._lines.append(line_of([name, *(one or ())]))
+            self._nbytes += RECORD_NBYTES if one is None else one.nbytes
+            if self._nbytes >= RECORD_NBYTES:
+                self._flush()
+
+    def _flush(self) -> None:
+        if self._lines:
+            self.store.put(f"{self.journal}/{self._number + 1:08d}", b"".join(self._lines))
+            self._number += 1
+            self._nbytes = 0
+            self._lines.clear()
+            self._unwritten.clear()
 
     def _read_record(self) -> None:
         """Read what is recorded of files that are there as they came."""
-        self._record = Record(self._write_record)
+        found: dict[str, Finished] = {}
         for key in sorted(self.store.below(self.journal)):
             with suppress(ValueError):  # of a name that is none of the record's
-                number = int(key.rpartition("/")[2])
-                self._record.read(number, self.store.read(key) or b"")
-        for name, one in list(self._record.files.items()):
-            if not self._is_there(name, one):
-                del self._record.files[name]
+                self._number = int(key.rpartition("/")[2])
+                for content in map(content_of, (self.store.read(key) or b"").splitlines()):
+                    if content is not None:
+                        name, *about = content
+                        found.pop(name, None)
+                        found |= {name: Finished(*about)} if about else {}
+        self.recorded = {name: one for name, one in found.items() if self._is_there(name, one)}
 
     def _is_there(self, name: str, one: Finished) -> bool:
         found = self.store.described(self.temporary(name))
         return found is not None and (found.nbytes, found.version) == (one.nbytes, one.version)
-
-    def _write(self, key: str, data: bytes, shown: str | None = None) -> None:
-        send = partial(self.send, key, len(data), [bytearray(data)])
-        attempt(send, shown or self.store.address.shown, writing=True)
-
-    def send(self, key: str, nbytes: int, parts: Iterable[bytearray]) -> str:
-        """Write a file; return which version the store says that it is. Not `attempt`ed."""
-        self.store.write(key, nbytes, parts)
-        there = self.store.described(key)
-        size = None if there is None else there.nbytes
-        if there is None or size != nbytes:
-            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
-        return there.version
 
     def sent(self) -> Sent:
         """Return what is known of files that have come."""
         return {name: None if one is None else list(one) for name, one in self.files_sent.items()}
 
     def adopt(self, sent: Sent) -> None:
-        """Take over what has temporary names, or a name.
-
-        Raises
-        ------
-        TargetError
-            Something is not as it came.
-        """
+        """Take over what has temporary names, or a name. Raises TargetError: something is not as it came."""
         for name, about in sent.items():
             if about is not None and self.at(name) not in self._named and not self._is_there(name, Finished(*about)):
                 raise TargetError("is not as it was sent", path=f"{self.store.address.shown} ({name})",
@@ -108,7 +138,7 @@ class NamedUploads(Uploads):
         for name, about in sent.items():
             if about is None or self.store.described(self.temporary(name)) is not None:
                 continue
-            there, (nbytes, digest, _), read = self.store.described(self.at(name)), about, new_digest()
+            there, (nbytes, digest, _), read = self.store.described(self.at(name)), about, _new_digest()
             if there is not None and there.nbytes == nbytes:
                 for at in range(0, nbytes, READ_NBYTES):
                     some = min(READ_NBYTES, nbytes - at)
@@ -117,22 +147,6 @@ class NamedUploads(Uploads):
                     found.append(name)
         self._named = [self.at(name) for name in found]
         return found
-
-    def discard(self, sent: Sent) -> list[str]:
-        """Remove files of a note that have their names."""
-        found = self.completed(sent)
-        for key in self._named:
-            self.store.remove_folder(key)
-        self._named.clear()
-        return found
-
-    def note(self, data: bytes) -> None:
-        """Write a file beside the temporary directory."""
-        self._write(f"{self.journal}/{NOTE}", data)
-
-    def noted(self) -> bytes | None:
-        """Return what the file holds."""
-        return self.store.read(f"{self.journal}/{NOTE}")
 
     def remains(self) -> bytes | None:
         """Return the note, if something still has a temporary name."""
@@ -145,11 +159,11 @@ class NamedUploads(Uploads):
     def sink(self, name: str) -> FileSink:
         """Return where a file goes, in a directory of a temporary name."""
         self.files_sent[name] = None
-        return FileSink(self, name, self._record if self._keeps else None)
+        return FileSink(self, name)
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file under a temporary name."""
-        self._write(self.temporary(name), data, self.shown(name))
+        self.store.put(self.temporary(name), data, self.shown(name))
 
     def finish(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002  # they keep their names
         """Remove what another run has sent of other files, as with other options: the rest is opened next."""
@@ -163,13 +177,24 @@ class NamedUploads(Uploads):
 
     def name(self, names: Sequence[str], old: Sequence[str]) -> None:
         """Rename the directory, or the files."""
+        store = self.store
         try:
-            self._rename(names, old)
+            if self.is_directory and store.moves_folders:
+                self._remove_others(names)
+                store.remove_folder(self.key)
+                store.move(self.partial, self.key)
+            else:
+                for key in old:
+                    store.remove_folder(key)
+                for name in (one for one in names if self.at(one) not in self._named):
+                    store.make_folder_of(self.at(name))
+                    store.move(self.temporary(name), self.at(name))
+                    self._named.append(self.at(name))
         except Exception as error:
-            raise TargetError("could not be named", path=self.store.address.shown,
+            raise TargetError("could not be named", path=store.address.shown,
                               found=f"{type(error).__name__}: {error}") from error  # fmt: skip
-        self.store.remove_folder(self.partial)
-        self.store.remove_folder(self.journal)
+        store.remove_folder(self.partial)
+        store.remove_folder(self.journal)
 
     def _remove_others(self, names: Sequence[str]) -> None:
         """Remove what has a temporary name of this target, and is none of these files."""
@@ -178,26 +203,9 @@ class NamedUploads(Uploads):
             if key.strip("/") not in own:
                 self.store.remove_folder(key)
 
-    def _rename(self, names: Sequence[str], old: Sequence[str]) -> None:
-        if self.is_directory and self.store.moves_folders:
-            self._remove_others(names)
-            self.store.remove_folder(self.key)
-            self.store.move(self.partial, self.key)
-            return
-        for key in old:
-            self.store.remove_folder(key)
-        for name in names:
-            target = self.at(name)
-            if target not in self._named:
-                self.store.make_folder_of(target)
-                self.store.move(self.temporary(name), target)
-                self._named.append(target)
-
     def abort(self, *, everything: bool = True) -> None:
         """Remove the temporary names, and what has been named."""
-        if not everything:
-            return
-        for key in [*self._named, self.partial, self.journal]:
+        for key in [*self._named, self.partial, self.journal] if everything else ():
             try:
                 self.store.remove_folder(key)
             except Exception as error:
@@ -206,38 +214,37 @@ class NamedUploads(Uploads):
                 ) from error
 
 
-class FileSink:
+class FileSink(NamedTuple):
     """A file that is written from its beginning to its end, unless a record has it."""
 
-    def __init__(self, uploads: NamedUploads, name: str, record: Record | None) -> None:
-        self._uploads, self._name, self._record = uploads, name, record
+    uploads: NamedUploads
+    name: str
 
     def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
         """Write a file, from its beginning again if that fails."""
-        uploads, name, record = self._uploads, self._name, self._record
-        key, shown = uploads.temporary(name), uploads.shown(name)
-        if record is None:
-            attempt(lambda: uploads.send(key, nbytes, parts()), shown, writing=True)
-            return
-        there, digest = record.files.get(name), new_digest()
+        uploads, name = self
+        there, digest = uploads.recorded.get(name), _new_digest()
         if there is not None:
             for part in parts():
                 digest.update(part)
             if (there.nbytes, there.digest) == (nbytes, digest.hexdigest()):
                 uploads.files_sent[name] = there
                 return
-            record.forget(name)
+            uploads.record(name, None)
+
+        def seen() -> Iterator[bytearray]:
+            for part in parts():
+                digest.update(part)
+                yield part
 
         def once() -> Finished:
-            digest = new_digest()
-
-            def seen() -> Iterator[bytearray]:
-                for part in parts():
-                    digest.update(part)
-                    yield part
-
-            version = uploads.send(key, nbytes, seen())
+            nonlocal digest
+            digest = _new_digest()
+            data: Iterable[bytearray] = seen() if uploads.keeps else parts()
+            version = uploads.store.send(uploads.temporary(name), nbytes, data)
             return Finished(nbytes, digest.hexdigest(), version)
 
-        uploads.files_sent[name] = one = attempt(once, shown, writing=True)
-        record.add(name, one)
+        one = attempt(once, uploads.shown(name), writing=True)
+        if uploads.keeps:
+            uploads.files_sent[name] = one
+            uploads.record(name, one)

@@ -25,7 +25,7 @@ from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.attempts import attempt, status_of
 from zckpt.storage.remote.cache import RemoteFile
 from zckpt.storage.remote.stores import Entries, Listed, Store, changed
-from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
+from zckpt.storage.remote.uploads import Sent, UploadsBase
 from zckpt.storage.stand_ins import FILES
 
 CONNECTIONS = 32
@@ -149,6 +149,17 @@ class S3Store(Store):
 
     def _remove(self, key: str) -> None:
         self.call("delete_object", **self.place(key))
+
+    def _put(self, key: str, data: bytes) -> None:
+        self.call("put_object", **self.place(key), Body=data)
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            return self.body(self.place(key))
+        except Exception as error:
+            if status_of(error) in (403, 404):
+                return None  # of what is not there, who may not list learns nothing
+            raise
 
 
 def is_precondition(error: BaseException) -> bool:
@@ -318,7 +329,7 @@ def _is_gone(error: TargetError) -> bool:
     return error.found == "nothing there" or "NoSuchUpload" in str(error)
 
 
-class S3Uploads(Uploads):
+class S3Uploads(UploadsBase):
     """Uploads in parts."""
 
     store: S3Store
@@ -337,6 +348,7 @@ class S3Uploads(Uploads):
         if resume:
             self._found = {one["Key"]: one["UploadId"] for one in self._unfinished() or ()}
         else:
+            self._forget()
             self._sweep()
 
     def left(self) -> int:
@@ -395,37 +407,19 @@ class S3Uploads(Uploads):
         self._open.clear()
         return found
 
-    def discard(self, sent: Sent) -> list[str]:
-        """Remove objects that a run has completed, and its note; return their names."""
-        found = self.completed(sent)
-        for name in found:
-            self.store.remove(self.at(name))
-        self.forget()
-        return found
-
     def put(self, name: str, data: bytes) -> None:
         """Send a whole object."""
-        self.store.ask("put_object", {**self.store.place(self.at(name)), "Body": data}, self.shown(name))
+        self.store.put(self.at(name), data, self.shown(name))
         self._finished.append(name)
 
     def note(self, data: bytes) -> None:
         """Put an object beside the target."""
         self._has_note = True
-        self.store.ask("put_object", {**self.store.place(f"{self.partial}/{NOTE}"), "Body": data})
+        super().note(data)
 
     def noted(self) -> bytes | None:
         """Return the object beside the target."""
-        place = self.store.place(f"{self.partial}/{NOTE}")
-
-        def once() -> bytes | None:
-            try:
-                return self.store.body(place)
-            except Exception as error:
-                if status_of(error) in (403, 404):
-                    return None  # of what is not there, who may not list learns nothing
-                raise
-
-        found = attempt(once, self.store.address.shown, writing=True)
+        found = super().noted()
         self._has_note = self._has_note or found is not None
         return found
 
@@ -444,13 +438,13 @@ class S3Uploads(Uploads):
 
     def name(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002
         """Leave nothing behind: they have their names."""
-        self.forget()
+        self._forget()
         self._sweep()
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Remove the note."""
         if self._has_note:
-            self.store.remove(f"{self.partial}/{NOTE}")
+            self.store.remove(self.kept_note)
             self._has_note = False
 
     def abort(self, *, everything: bool = True) -> None:
@@ -469,7 +463,7 @@ class S3Uploads(Uploads):
         if everything:
             self._sweep()
             with suppress(TargetError):  # of nothing that is there any more
-                self.forget()
+                self._forget()
         if left:
             raise TargetError("could not be removed", path=left[0], found=f"{len(left)} of them",
                               advice="abort its unfinished uploads, and remove it")  # fmt: skip

@@ -10,7 +10,10 @@ from zckpt.storage.remote.addresses import Address
 from zckpt.storage.remote.stores import Store
 
 if TYPE_CHECKING:
-    from zckpt.storage.remote.uploads import Uploads
+    from zckpt.storage.remote.named_uploads import NamedUploads
+    from zckpt.storage.remote.s3 import S3Uploads
+
+    Uploads = S3Uploads | NamedUploads
 
 _STORES = {
     "s3": "s3:S3Store", "s3a": "s3:S3Store", "http": "web:HttpStore", "https": "web:HttpStore",

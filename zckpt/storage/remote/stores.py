@@ -119,6 +119,14 @@ class Store(ABC):
         """Remove a file, if it is there."""
         raise NotImplementedError
 
+    def _put(self, key: str, data: bytes) -> None:
+        """Write a small file."""
+        raise NotImplementedError
+
+    def _read(self, key: str) -> bytes | None:
+        """Return a small file; None: it is not there."""
+        raise NotImplementedError
+
     def remove_folder(self, key: str) -> None:  # noqa: B027
         """Remove a directory in which no file is left, where a store has any."""
 
@@ -203,6 +211,14 @@ class Store(ABC):
             The store refuses.
         """
         attempt(lambda: self._remove(key), self.address.shown, writing=True)
+
+    def put(self, key: str, data: bytes, shown: str | None = None) -> None:
+        """Write a small file, `shown` in messages; errors are those of `remove`."""
+        attempt(lambda: self._put(key, data), shown or self.address.shown, writing=True)
+
+    def read(self, key: str) -> bytes | None:
+        """Return a small file that was `put`, None if it is not there; errors are those of `remove`."""
+        return attempt(lambda: self._read(key), self.address.shown, writing=True)
 
 
 def _is_file(key: str, info: Mapping[str, Any]) -> bool:
