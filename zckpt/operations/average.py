@@ -12,8 +12,7 @@ from zckpt.engine.means import Decayed, Mean
 from zckpt.errors import UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.naming import Naming
-from zckpt.operations.combined import Combined, Rule, combined
-from zckpt.operations.computed import write_computed
+from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened

@@ -5,21 +5,31 @@ values     of each source its masters if it has them, else its weights
 type       float32 where some source has a master, else the weights' own; float32 where these differ
 others     integers, bools, complex numbers, 8-bit floats: the same in all, or named as the last one's
 the rest   of the last source: param groups, steps, single values
+
+A model whose tensors are computed is written as `consolidate` writes one, and proven: it is opened again before it has
+its name, and every tensor of the model is there, of its shape and type. And every byte, if that is asked for, is what
+the same functions compute once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from zckpt.compare.slots import pair
 from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UsageError, listed
+from zckpt.formats import open_checkpoint
+from zckpt.formats.format import TargetFiles
+from zckpt.operations.consolidate import OWNED, Chosen, lay_out
 from zckpt.operations.losses import refuse_beside, refuse_rank_values
 from zckpt.operations.open import named
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.operations.proof import check_arrived, check_same
+from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
 from zckpt.state.names import like_model
 
 NUMBERS = ("float64", "float32", "float16", "bfloat16")
@@ -37,21 +47,91 @@ class Combined:
     ----------
     checkpoint : Checkpoint
         Without files of its own.
-    computed, last : set of str
-        Names of the model's tensors that are computed, and that are the last source's.
+    sources : sequence of Checkpoint
+    rule : Rule
+    last : set of str
+        Names of the model's tensors that are the last source's.
+    computed : set of str
+        Names of those that are computed.
     equal : list of (SlotSet, int)
         What must be the same in the first source and another, and in which.
     """
 
     checkpoint: Checkpoint
+    sources: Sequence[Checkpoint]
+    rule: Rule
+    last: set[str]
     computed: set[str] = field(default_factory=set)
-    last: set[str] = field(default_factory=set)
     equal: list[tuple[SlotSet, int]] = field(default_factory=list)
 
     def counts(self) -> tuple[int, int, int]:
         """Return how many tensors are computed, the same in all, and the last one's; tied ones count once."""
         names = {one.name for one in self.checkpoint.tensors() if one.tied_to is None}
         return len(names & self.computed), len(names - self.computed - self.last), len(names & self.last)
+
+    def parameter(self, name: str, ones: Sequence[Parameter]) -> Parameter:
+        """Return a tensor of the model, `ones` in the sources, with its weight, and a master where one has that."""
+        last = ones[-1]
+        for one, source in zip(ones, self.sources, strict=True):
+            if one.shape != ones[0].shape:
+                raise UsageError(
+                    f"{name} has another shape than in {named(self.sources[0])}",
+                    path=named(source),
+                    expected=ones[0].shape,
+                    found=one.shape,
+                    advice="only checkpoints of one model are averaged",
+                )
+        owned = any(one.group is not None or MASTER in one.slots for one in ones)
+        frozen = any(one.frozen for one in ones) and not owned
+        result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
+        there = []
+        for one, source in zip(ones, self.sources, strict=True):
+            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+            if slot is None:
+                raise UsageError(f"{name} has no values", path=named(source), expected="a weight or a master")
+            there.append(slot)
+        if name in self.last:
+            result.slots = {key: slot for key, slot in last.slots.items() if key in (WEIGHT, MASTER)}
+        elif all(slot.dtype in NUMBERS for slot in there):
+            self.computed.add(name)
+            result.dtype = _common([one.dtype for one in ones])
+            result.slots[WEIGHT] = replace(self._computed(name, WEIGHT, there), dtype=result.dtype)
+            if any(MASTER in one.slots for one in ones):
+                result.slots[MASTER] = self._computed(name, MASTER, there)
+        else:
+            result.dtype = ones[0].dtype
+            result.slots[WEIGHT] = self._same(name, WEIGHT, there)
+        return result
+
+    def slot(self, name: str, ones: Sequence[Parameter], key: str) -> Slot:
+        """Return a slot of the optimizer."""
+        slots = [one.slots[key] for one in ones if key in one.slots]
+        lacks = [key not in one.slots or one.slots[key].shape != slots[0].shape for one in ones]
+        if any(lacks):
+            raise UsageError(
+                f"{key} of {name} is not there, or has another shape",
+                path=named(self.sources[lacks.index(True)]),
+                expected=f"{slots[0].shape}, as in the others",
+                advice="leave it out of --slots",
+            )
+        if name in self.last:
+            return slots[-1]
+        if all(slot.dtype in NUMBERS for slot in slots):
+            return replace(self._computed(name, key, slots), dtype=_common([slot.dtype for slot in slots]))
+        return self._same(name, key, slots)
+
+    def _computed(self, name: str, key: str, slots: Sequence[Slot]) -> Computed:
+        for slot in slots:
+            refuse_endless(slot, f"{key}/{name}")
+        dtype = "float64" if any(slot.dtype == "float64" for slot in slots) else "float32"
+        return Computed(key, dtype, slots[0].shape, (), function=self.rule(tuple(slots), dtype))
+
+    def _same(self, name: str, key: str, slots: Sequence[Slot]) -> Slot:
+        """Return a slot that all have; that it is the same is for the caller to see."""
+        first, *others = slots
+        for at, slot in enumerate(others, 1):
+            self.equal.append((pair(f"{key}/{name}", first, slot), at))
+        return first
 
 
 def combined(
@@ -77,109 +157,30 @@ def combined(
             refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
             refuse_beside(one)
     every = _by_name(sources)
-    idle = [one for one in from_last if not any(fnmatchcase(name, one) for name in every)]
-    if idle:
-        raise UsageError(f"no tensor is called {idle[0]!r}", path=named(last), expected="a name, or a pattern")
-    found = Combined(
-        Checkpoint(
-            first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened
-        )
+    for pattern in from_last:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise UsageError(f"no tensor is called {pattern!r}", path=named(last), expected="a name, or a pattern")
+    result = Checkpoint(
+        first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened
     )
+    found = Combined(result, sources, rule, {n for n in every if any(fnmatchcase(n, one) for one in from_last)})
     single = {"step"} | {  # slots that are one number: they go with the last source's hyperparameters
         key for ones in every.values() for one in ones if one.shape
         for key, slot in one.slots.items() if not slot.shape
     }  # fmt: skip
     for name, ones in every.items():
-        work = _Combining(found, sources, rule, name, ones, any(fnmatchcase(name, pattern) for pattern in from_last))
-        made = work.parameter()
+        made = found.parameter(name, ones)
         is_buffer = any(name in source.buffers for source in sources)
-        (found.checkpoint.buffers if is_buffer else found.checkpoint.parameters)[name] = made
+        (result.buffers if is_buffer else result.parameters)[name] = made
         for key in dict.fromkeys(key for each in ones for key in each.slots if key not in (WEIGHT, MASTER)):
             if chosen != ["all"] and key not in chosen:
                 continue
             if key not in single:
-                made.slots[key] = work.slot(key)
+                made.slots[key] = found.slot(name, ones, key)
             elif key in ones[-1].slots:  # else a group of the last source has it
                 made.slots[key] = ones[-1].slots[key]
-    _tie(found.checkpoint, every)
+    _tie(result, every)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Combining:
-    """A tensor of the model, as each source has it."""
-
-    found: Combined
-    sources: Sequence[Checkpoint]
-    rule: Rule
-    name: str
-    ones: Sequence[Parameter]
-    is_last: bool
-
-    def parameter(self) -> Parameter:
-        """Return it with its weight, and a master where some source has one."""
-        name, ones, last = self.name, self.ones, self.ones[-1]
-        for one, source in zip(ones, self.sources, strict=True):
-            if one.shape != ones[0].shape:
-                raise UsageError(
-                    f"{name} has another shape than in {named(self.sources[0])}",
-                    path=named(source),
-                    expected=ones[0].shape,
-                    found=one.shape,
-                    advice="only checkpoints of one model are averaged",
-                )
-        owned = any(one.group is not None or MASTER in one.slots for one in ones)
-        frozen = any(one.frozen for one in ones) and not owned
-        result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
-        there = []
-        for one, source in zip(ones, self.sources, strict=True):
-            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
-            if slot is None:
-                raise UsageError(f"{name} has no values", path=named(source), expected="a weight or a master")
-            there.append(slot)
-        if self.is_last:
-            self.found.last.add(name)
-            result.slots = {key: slot for key, slot in last.slots.items() if key in (WEIGHT, MASTER)}
-        elif all(slot.dtype in NUMBERS for slot in there):
-            self.found.computed.add(name)
-            result.dtype = _common([one.dtype for one in ones])
-            result.slots[WEIGHT] = replace(self._computed(WEIGHT, there), dtype=result.dtype)
-            if any(MASTER in one.slots for one in ones):
-                result.slots[MASTER] = self._computed(MASTER, there)
-        else:
-            result.dtype = ones[0].dtype
-            result.slots[WEIGHT] = self._same(WEIGHT, there)
-        return result
-
-    def slot(self, key: str) -> Slot:
-        """Return a slot of the optimizer."""
-        slots = [one.slots[key] for one in self.ones if key in one.slots]
-        lacks = [key not in one.slots or one.slots[key].shape != slots[0].shape for one in self.ones]
-        if any(lacks):
-            raise UsageError(
-                f"{key} of {self.name} is not there, or has another shape",
-                path=named(self.sources[lacks.index(True)]),
-                expected=f"{slots[0].shape}, as in the others",
-                advice="leave it out of --slots",
-            )
-        if self.is_last:
-            return slots[-1]
-        if all(slot.dtype in NUMBERS for slot in slots):
-            return replace(self._computed(key, slots), dtype=_common([slot.dtype for slot in slots]))
-        return self._same(key, slots)
-
-    def _computed(self, key: str, slots: Sequence[Slot]) -> Computed:
-        for slot in slots:
-            refuse_endless(slot, f"{key}/{self.name}")
-        dtype = "float64" if any(slot.dtype == "float64" for slot in slots) else "float32"
-        return Computed(key, dtype, slots[0].shape, (), function=self.rule(tuple(slots), dtype))
-
-    def _same(self, key: str, slots: Sequence[Slot]) -> Slot:
-        """Return a slot that all have; that it is the same is for the caller to see."""
-        first, *others = slots
-        for at, slot in enumerate(others, 1):
-            self.found.equal.append((pair(f"{key}/{self.name}", first, slot), at))
-        return first
 
 
 def _common(dtypes: Sequence[str]) -> str:
@@ -224,3 +225,61 @@ def _tie(checkpoint: Checkpoint, every: dict[str, list[Parameter]]) -> None:
         owner = owners[tuple(map(id, ones))]
         if owner != name and name in checkpoint.parameters:
             checkpoint.parameters[name] = replace(checkpoint.parameters[name], slots={}, tied_to=owner)
+
+
+# --- written
+
+
+@dataclass(slots=True)
+class _ModelProof(Proof):
+    """All of the model is there; and under `verify`, what was computed once more, `verified` bytes, is the same."""
+
+    checkpoint: Checkpoint
+    laid: TargetFiles
+    target: Path
+    how: How
+    verify: bool
+    verified: int = 0
+
+    def of(self, written: Path, _companions: Sequence[Path], files: Sequence[Path]) -> None:
+        """Open what was written; raise LayoutError unless all of the model is there."""
+        holes = {hole.label: hole for one in self.laid.files for hole in one.holes}
+        tensors = [one.name for one in self.checkpoint.tensors() if one.name in holes]
+        found = like_model(open_checkpoint(written), tensors)
+        for name in tensors:
+            there = name in found.parameters or name in found.buffers
+            copy = found.owner(name).slots.get(WEIGHT) if there else None
+            check_arrived(name, copy, holes[name].slot.shape, self.target, holes[name].dtype)
+        if not self.verify:
+            return
+        sets = [
+            SlotSet(hole.label, (hole.slot, Slot(hole.label, hole.dtype, hole.slot.shape, spans)), (hole.dtype,) * 2)
+            for path, one in zip(files, self.laid.files, strict=True)
+            for hole in one.holes
+            for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
+        ]
+        self.verified = check_same(sets, "are not what is computed", self.target, self.how)
+
+
+def write_computed(
+    checkpoint: Checkpoint,
+    sources: Sequence[Checkpoint],
+    target: Path,
+    chosen: Chosen,
+    how: How,
+    *,
+    verify: bool,
+    dropped: tuple[str, ...],
+    without: Collection[str] = (),
+) -> tuple[Written, int]:
+    """Write a model whose slots are computed from those of sources, or are theirs; return its number of tensors, too.
+
+    `verify`: compute all elements once more after writing, and compare; `without`: names of files next to the sources
+    that do not go with what is written.
+    """
+    laid, num_tensors = lay_out(checkpoint, target, chosen, how)
+    kept = [one for one in laid.files if one.name not in without]
+    laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
+    proof = _ModelProof(checkpoint, laid, target, how, verify)
+    done = write_from(checkpoint, laid, target, how, owns=OWNED, proof=proof, dropped=dropped, sources=sources)
+    return done, num_tensors

@@ -125,9 +125,12 @@ def map(  # noqa: A001  # the verb's name, as `open`
         padded[row] = padded.get(row, 0) + nbytes
     order = rows.order(drawing.held)
     position = {row: index for index, row in enumerate(order)}
-    ends = _ends([position.get(row, NONE) for row in range(len(rows.files))])
     for cut in (cut for one in parameters for cut in cast("list[list[Any]]", one["cuts"])):
-        cut[3] = _moved(cut[3], position, ends)
+        moved: list[int] = []
+        for at in range(0, len(cut[3]), EXTENT_NUMBERS):
+            row, *extent = cut[3][at : at + EXTENT_NUMBERS]
+            _add_extent(moved, position[row], *extent)
+        cut[3] = moved
     paths = sorted({path for path in drawing.sources.values() if path is not None})
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     number = {path: index for index, path in enumerate(paths)}
@@ -221,7 +224,11 @@ class _Drawing:
         files, width, origin = spans.files, spans.width, spans.origin
         if id(files) not in self._rows_of_files:
             rows = [self.rows.of(path) for path in files.paths]
-            self._rows_of_files[id(files)] = files, rows, _ends(rows)
+            ends = list(range(1, len(rows) + 1))  # where those end that go on counting from each
+            for at in reversed(range(len(rows) - 1)):
+                if rows[at] + 1 == rows[at + 1]:
+                    ends[at] = ends[at + 1]
+            self._rows_of_files[id(files)] = files, rows, ends
         _, rows, ends = self._rows_of_files[id(files)]
         steps = self._cut.setdefault((id(files), number), [0] * (len(rows) + 1))
         at, end = spans.files_of(0, spans.numel)
@@ -285,28 +292,6 @@ def _add_extent(extents: list[int], row: int, count: int, start: int, share: int
         extents += (row, count, start, share, stop, box)
 
 
-def _ends(numbers: Sequence[int]) -> list[int]:
-    """Return for each place where those end that go on counting from there."""
-    ends = list(range(1, len(numbers) + 1))
-    for at in reversed(range(len(numbers) - 1)):
-        if numbers[at] + 1 == numbers[at + 1]:
-            ends[at] = ends[at + 1]
-    return ends
-
-
-def _moved(extents: list[int], position: dict[int, int], ends: list[int]) -> list[int]:
-    """Return extents with rows by their position in the map instead of the order in which they were met."""
-    moved: list[int] = []
-    for at in range(0, len(extents), EXTENT_NUMBERS):
-        row, count, start, share, stop, box = extents[at : at + EXTENT_NUMBERS]
-        while count:
-            rows = min(count, ends[row] - row)
-            end = min(start + rows * share, stop)
-            _add_extent(moved, position[row], rows, start, min(share, end - start), end, box)
-            row, count, start = row + rows, count - rows, end
-    return moved
-
-
 def _padding(checkpoint: Checkpoint, rows: _Rows) -> list[tuple[int, int, int, int]]:
     """Return (group, row, elements, bytes) of padding; entries of one rank and group are its slices in their order."""
     met: dict[tuple[int, int], int] = {}
@@ -321,52 +306,48 @@ def _padding(checkpoint: Checkpoint, rows: _Rows) -> list[tuple[int, int, int, i
     return found
 
 
+def _ranks(files: Sequence[SourceFile]) -> tuple[bool, int, int]:
+    """Return what rows are sorted by."""
+    return files[0].dp_rank is not None, files[0].mp_rank or 0, files[0].dp_rank or 0
+
+
 MOST_FILE_ROWS = 4096
 """Files without a rank have a row each up to this number; more are added up by role."""
 
 
 class _Rows:
-    """The rows of the map, numbered as they are met; `order` says in which order they are shown."""
+    """The rows of the map, files of no rank first, then slice by slice; `order` says which of them are shown."""
 
     def __init__(self, files: Sequence[SourceFile]) -> None:
-        self.files: list[list[SourceFile]] = []
-        self._by_path: dict[str, int] = {}
         ranked = [file for file in files if file.dp_rank is not None]
         names = {Path(file.path).name for file in files}
         self._each_file = not ranked and len(names) == len(files) <= MOST_FILE_ROWS
         self._slices = len({file.mp_rank for file in ranked}) > 1
-        keys: dict[tuple[object, ...], int] = {}
+        rows: dict[tuple[object, ...], list[SourceFile]] = {}
         for file in files:
             if file.dp_rank is not None:
                 key: tuple[object, ...] = ("rank", file.dp_rank, file.mp_rank)
             else:
                 key = ("file", file.path) if self._each_file else ("role", file.role, file.mp_rank)
-            row = self._by_path[file.path] = keys.setdefault(key, len(keys))
-            if row == len(self.files):
-                self.files.append([])
-            self.files[row].append(file)
+            rows.setdefault(key, []).append(file)
+        self.files = sorted(rows.values(), key=_ranks)
+        self._by_path = {file.path: row for row, some in enumerate(self.files) for file in some}
 
     def of(self, path: str) -> int:
         """Return the row of a file in which elements lie."""
-        if path not in self._by_path:  # an adapter that does not list all it reads
-            self._by_path[path] = len(self.files)
-            self.files.append([SourceFile(path, 0, "file")])
+        if path not in self._by_path:  # an adapter that does not list all it reads: a row that follows no other
+            self.files += [[], [SourceFile(path, 0, "file")]]
+            self._by_path[path] = len(self.files) - 1
         return self._by_path[path]
 
     def of_rank(self, dp_rank: int) -> list[int]:
         """Return the rows of a data-parallel rank, one for each of its model-parallel slices."""
-        found = [row for row, files in enumerate(self.files) if files[0].dp_rank == dp_rank]
-        return sorted(found, key=lambda row: self.files[row][0].mp_rank or 0)
+        return [row for row, files in enumerate(self.files) if files and files[0].dp_rank == dp_rank]
 
     def order(self, held: Collection[int]) -> list[int]:
-        """Return the rows that hold something or belong to a rank: files of no rank first, then slice by slice."""
-
-        def key(row: int) -> tuple[int, int, int]:
-            file = self.files[row][0]
-            return (file.dp_rank is not None, file.mp_rank or 0, file.dp_rank or 0)
-
-        rows = [row for row, files in enumerate(self.files) if row in held or files[0].dp_rank is not None]
-        return sorted(rows, key=key)
+        """Return the rows that hold something or belong to a rank."""
+        rows = [row for row, files in enumerate(self.files) if row in held or (files and _ranks(files)[0])]
+        return sorted(rows, key=lambda row: _ranks(self.files[row]))
 
     def label(self, row: int) -> str:
         """Return what a person calls the row."""

@@ -13,8 +13,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.naming import Naming
-from zckpt.operations.combined import NUMBERS
-from zckpt.operations.computed import write_computed
+from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
