@@ -349,7 +349,7 @@ def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
 
 def assert_comes_back(checkpoint: Checkpoint, directory: Path, world_size: int) -> OpenedCheckpoint:
     back = opened(read(written(checkpoint, directory, world_size=world_size)))
-    prove(checkpoint, back, directory)
+    prove(checkpoint, back)
     assert_same_state(back, opened(checkpoint))
     return back
 

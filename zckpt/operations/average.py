@@ -17,7 +17,7 @@ from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
-from zckpt.operations.target import How, about
+from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def average(
     return Averaged(
         **{**done.fields(), "notes": (*notes, *done.notes, *said)},
         num_tensors=num_tensors,
-        sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
+        sources=tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,
         num_equal=num_equal,
         num_from_last=num_from_last,

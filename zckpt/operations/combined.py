@@ -236,7 +236,6 @@ class _ModelProof(Proof):
 
     checkpoint: Checkpoint
     laid: TargetFiles
-    target: Path
     how: How
     verify: bool
     verified: int = 0
@@ -249,7 +248,7 @@ class _ModelProof(Proof):
         for name in tensors:
             there = name in found.parameters or name in found.buffers
             copy = found.owner(name).slots.get(WEIGHT) if there else None
-            check_arrived(name, copy, holes[name].slot.shape, self.target, holes[name].dtype)
+            check_arrived(name, copy, holes[name].slot.shape, holes[name].dtype)
         if not self.verify:
             return
         sets = [
@@ -258,7 +257,7 @@ class _ModelProof(Proof):
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]
-        self.verified = check_same(sets, "are not what is computed", self.target, self.how)
+        self.verified = check_same(sets, "are not what is computed", self.how)
 
 
 def write_computed(
@@ -280,6 +279,6 @@ def write_computed(
     laid, num_tensors = lay_out(checkpoint, target, chosen, how)
     kept = [one for one in laid.files if one.name not in without]
     laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
-    proof = _ModelProof(checkpoint, laid, target, how, verify)
+    proof = _ModelProof(checkpoint, laid, how, verify)
     done = write_from(checkpoint, laid, target, how, owns=OWNED, proof=proof, dropped=dropped, sources=sources)
     return done, num_tensors

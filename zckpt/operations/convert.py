@@ -73,7 +73,7 @@ def convert(
     TargetError
         The target exists or cannot be written.
     """
-    options = others(Renamed, given)
+    options = others(given)
     how = How.of("convert", given, to=to, dequantize=dequantize, **options)
     written = get(to)
     if not written.writes:

@@ -18,7 +18,7 @@ from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
-from zckpt.operations.target import How, about
+from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape
 
 if TYPE_CHECKING:
@@ -114,8 +114,8 @@ def merge_adapter(
     return Merged(
         **{**done.fields(), "notes": (*notes, *done.notes)},
         num_tensors=num_tensors,
-        base=about(model),
-        adapter=about(added.checkpoint),
+        base=summary(model),
+        adapter=summary(added.checkpoint),
         num_merged=len(added.products),
         num_replaced=len(added.replaced),
         num_added=merging.num_added,

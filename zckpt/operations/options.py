@@ -237,9 +237,9 @@ def only(group: type, given: Mapping[str, object]) -> dict[str, Any]:
     return {name: given[name] for name in group.__annotations__ if name in given}
 
 
-def others(group: type, given: Mapping[str, object]) -> dict[str, Any]:
-    """Return those of the options given that a group has not."""
-    return {name: value for name, value in given.items() if name not in group.__annotations__}
+def others(given: Mapping[str, object]) -> dict[str, Any]:
+    """Return those of the options given that only a format knows."""
+    return {name: value for name, value in given.items() if name not in Renamed.__annotations__}
 
 
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:

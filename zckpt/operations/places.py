@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from zckpt.errors import ZckptError, shown, stands_for_urls
 from zckpt.state import Checkpoint
 from zckpt.storage.remote import is_url
-
-if TYPE_CHECKING:
-    from zckpt.storage.remote.mount import Mount
 
 Result = TypeVar("Result")
 
@@ -38,15 +35,29 @@ def called(
             return shown_in(function(*given, **named))
     import inspect
 
+    from zckpt.storage.remote.mount import Mount
+
     with _shown_errors(), ExitStack() as stack:
         bound = inspect.signature(verb).bind(*given, **named)
         mounts: list[Mount] = []
+
+        def mounted(value: Any, *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
+            if isinstance(value, list | tuple):
+                return [mounted(one) for one in value]
+            place = place_of(value) if is_url(value) else value
+            if not is_url(place):
+                return place
+            mounts.append(Mount(place, missing=missing))
+            stack.callback(mounts[-1].close)
+            return mounts[-1].path
+
         for name, value in bound.arguments.items():
             if (name in SOURCES or name == "target") and _has_url(value):
-                bound.arguments[name] = _mounted(value, stack, mounts, missing=name == "target")
+                bound.arguments[name] = mounted(value, missing=name == "target")
         result = function(*bound.args, **bound.kwargs)
         for mount in mounts:
-            mount.check_unchanged()
+            if not mount.is_target:
+                mount.check_unchanged()
         if not isinstance(result, Checkpoint):
             return shown_in(result)
         weakref.finalize(result, stack.pop_all().close)  # as long as it is open, so is what it is read from
@@ -89,23 +100,6 @@ def _has_url(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(is_url, value))
     return is_url(value)
-
-
-def _mounted(value: Any, stack: ExitStack, mounts: list[Mount], *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
-    from zckpt.storage.remote.mount import Mount, local_of
-
-    if isinstance(value, list | tuple):
-        return [_mounted(one, stack, mounts) for one in value]
-    if not is_url(value):
-        return value
-    path = local_of(value)
-    if path is not None:
-        return path
-    mount = Mount(value, missing=missing)
-    stack.callback(mount.close)
-    if not missing:
-        mounts.append(mount)
-    return mount.path
 
 
 @contextmanager

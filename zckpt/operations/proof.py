@@ -62,11 +62,11 @@ class SlotsProof(Proof):
             from zckpt.formats.deepspeed.quantised import with_float_slots
 
             source, target = (with_float_slots(one, keeps_files=True) for one in (source, target))
-        prove(source, target, self.target)
-        prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=laid.restated, copied=laid.copied)
+        prove(source, target)
+        prove_rest(self.checkpoint, found, self.drop, laid.restated, laid.copied)
         if self.verify:
             source, target = (_without(one, laid.rounded) for one in (source, target))
-            self.verified = verify_bytes(source, target, self.target, self.how)
+            self.verified = verify_bytes(source, target, self.how)
         if self.fingerprint:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
@@ -87,17 +87,17 @@ def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> 
     return replace(checkpoint, parameters=kept)
 
 
-def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
+def prove(checkpoint: Checkpoint, written: Checkpoint) -> None:
     """Plan a read of all that was written: every element of every slot of the source must be there once.
 
     A weight may be missing where its master is there, and a master where a weight of its own type is.
     """
     for key, name, slot, copy, _ in _copies(checkpoint, written):
-        check_arrived(f"{key} of {name}", copy, slot.shape, target)
+        check_arrived(f"{key} of {name}", copy, slot.shape)
     arrived = {_identity(value) for value in written.per_rank}
     for value in checkpoint.per_rank:
         if _identity(value) not in arrived:
-            raise broken(f"{value.key} of rank {value.rank} did not arrive", target)
+            raise broken(f"{value.key} of rank {value.rank} did not arrive")
 
 
 def _copies(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[tuple[str, str, Slot, Slot | None, bool]]:
@@ -121,19 +121,19 @@ def _copies(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[tuple[str, 
             yield key, parameter.name, slot, copy if isinstance(copy, Slot) else single, is_implied
 
 
-def check_arrived(what: str, copy: Slot | None, shape: Shape, target: Path, dtype: str | None = None) -> None:
+def check_arrived(what: str, copy: Slot | None, shape: Shape, dtype: str | None = None) -> None:
     """Raise LayoutError unless a slot was written in some shape, and of a type if one is given, each element once."""
     if copy is None:
-        raise broken(f"{what} did not arrive", target)
+        raise broken(f"{what} did not arrive")
     if copy.shape != shape or dtype not in (None, copy.dtype):
         expected, found = f"{dtype or copy.dtype} of shape {shape}", f"{copy.dtype} of shape {copy.shape}"
-        raise broken(f"{what} arrived in another form", target, expected, found)
+        raise broken(f"{what} arrived in another form", expected, found)
     check_covered(Hole(0, what, copy, Extent.whole(copy.shape), copy.dtype))
 
 
-def broken(what: str, target: Path, expected: object = None, found: object = None) -> LayoutError:
+def broken(what: str, expected: object = None, found: object = None) -> LayoutError:
     """Return the error of a target that is not what was to be written."""
-    return LayoutError(what, path=target, expected=expected, found=found, advice="please report this")
+    return LayoutError(what, expected=expected, found=found, advice="please report this")
 
 
 def _identity(value: RankValue) -> tuple[object, ...]:
@@ -143,22 +143,20 @@ def _identity(value: RankValue) -> tuple[object, ...]:
 def prove_rest(
     checkpoint: Checkpoint,
     written: Checkpoint,
-    target: Path,
-    *,
     drop: Sequence[str],
     restated: Collection[str] | None,
-    copied: Collection[str] = (),
+    copied: Collection[str],
 ) -> None:
     """Hold what was written besides slots against the source: all of it can be read again, and no key is missing."""
     _, lost, _ = take_inventory(written).without(drop)
     others = [item for item in lost if item.file not in copied]
     if others:
-        raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}", target)
+        raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}")
     pairs = (checkpoint.metadata, written.metadata), (checkpoint.optimizer_metadata, written.optimizer_metadata)
     gone = [key for source, found in pairs for key in source if key not in found]
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
-        raise broken(f"{missing[0]} did not arrive", target)
+        raise broken(f"{missing[0]} did not arrive")
 
 
 def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | None:
@@ -167,7 +165,7 @@ def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | Non
     return written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
 
 
-def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, how: How) -> int:
+def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, how: How) -> int:
     """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
     pairs = [
         one
@@ -176,10 +174,10 @@ def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, how:
         for one in _pairs(f"{key}/{name}", key, slot, copy)
     ]
     pairs += _rank_pairs(checkpoint, written)
-    return check_same(pairs, "differ from the source", target, how)
+    return check_same(pairs, "differ from the source", how)
 
 
-def check_same(sets: Sequence[SlotSet], wrong: str, target: Path, how: How) -> int:
+def check_same(sets: Sequence[SlotSet], wrong: str, how: How) -> int:
     """Raise LayoutError if what was written, the second of each set, differs from the first; return its bytes."""
     from zckpt.compare.slots import differences
 
@@ -187,7 +185,7 @@ def check_same(sets: Sequence[SlotSet], wrong: str, target: Path, how: How) -> i
     if found:
         first, figures = found[0].label, found[0].figures
         where = f"{first} in {figures.num_different} of {figures.numel} elements, first at {figures.first}"
-        raise broken(f"{len(found)} tensors {wrong}: {where}", target)
+        raise broken(f"{len(found)} tensors {wrong}: {where}")
     return sum(one.slots[1].nbytes for one in sets)
 
 

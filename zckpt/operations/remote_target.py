@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
-from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError, about
 from zckpt.operations.shared_target import StoredTarget, finished, shared_at
 from zckpt.storage.journal import Journal, Purpose, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
@@ -93,7 +93,7 @@ def write_remote(
         if sent is None and journal is not None and keeps:
             uploads.note(json.dumps({**asdict(journal.purpose), "sent": uploads.sent()}).encode())
         uploads.finish(large, old)
-        extra = {} if proof is None else _proven(uploads, path.name, names, small, proof)
+        extra = {} if proof is None else _proven(uploads, path, names, small, proof)
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
@@ -114,19 +114,19 @@ def write_remote(
 
 def _proven(
     uploads: Uploads,
-    name: str,
+    path: Path,
     names: Sequence[str],
     small: Mapping[str, bytes],
     proof: Proof,
 ) -> dict[str, bytes]:
     """Prove what has come, with the small files that have not; return further ones that the proof has written."""
-    with finished(uploads, small) as (there, folder):
+    with finished(uploads, small) as (there, folder), about(path):
         companions = [folder / one.name for one in proof.companions]
-        for path in companions:
-            there.remove(path)
-        proof.of(folder if uploads.is_directory else folder / name, companions, [folder / one for one in names])
+        for companion in companions:
+            there.remove(companion)
+        proof.of(folder if uploads.is_directory else folder / path.name, companions, [folder / one for one in names])
         written = [folder / FINGERPRINT_NAME] if uploads.is_directory else companions
-        return {path.name: path.read_bytes() for path in written if path.exists() and path.name not in small}
+        return {one.name: one.read_bytes() for one in written if one.exists() and one.name not in small}
 
 
 def _left(uploads: Uploads, journal: Journal, target: Path) -> tuple[Sent | None, bool, list[str]]:

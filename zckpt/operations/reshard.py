@@ -73,7 +73,7 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    options = others(Renamed, given)
+    options = others(given)
     how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
     naming = Naming(**only(Renaming, given))
     if dequantize and options.get("requantize"):

@@ -15,7 +15,7 @@ from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, shares
-from zckpt.operations.target import about, number
+from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Series:
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
-            "sources": [about(one) for one in self.checkpoints],
+            "sources": [summary(one) for one in self.checkpoints],
             "steps": [one.step for one in self.checkpoints],
             "series": [
                 {

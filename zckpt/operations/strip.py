@@ -118,7 +118,7 @@ def strip(
         notes=stripping.notes,
         copied=frozenset(one.name for one in stripping.files),
     )
-    proof = _StripProof(checkpoint, path, request)
+    proof = _StripProof(checkpoint, request)
     done = write_from(checkpoint, laid, path, how, inside=[origin], proof=proof, dropped=dropped)
     return Stripped(**done.fields(), saved=_saved(stripping))
 
@@ -136,7 +136,6 @@ class _StripProof(Proof):
     """Every element of every slot that was to stay is there once."""
 
     checkpoint: Checkpoint
-    target: Path
     request: Request
 
     def of(self, written: Path, _companions: Sequence[Path], _files: Sequence[Path]) -> None:
@@ -147,4 +146,4 @@ class _StripProof(Proof):
             for key, slot in parameter.slots.items():
                 if self.request.needs(key) or (key == MASTER and WEIGHT not in parameter.slots):
                     copy = None if found is None else found.slots.get(key)
-                    check_arrived(f"{key} of {parameter.name}", copy, slot.shape, self.target, slot.dtype)
+                    check_arrived(f"{key} of {parameter.name}", copy, slot.shape, slot.dtype)

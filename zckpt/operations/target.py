@@ -23,7 +23,7 @@ from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import TargetExistsError, UsageError, shown
+from zckpt.errors import TargetExistsError, UsageError, about, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.consolidated.optimizer import optimizer_path
@@ -147,7 +147,8 @@ def write_target(
             if proof is not None:
                 if isinstance(plan.files, list):
                     plan.files.clear()
-                proof.of(temporary[path], [temporary[name] for name in more], names)
+                with about(path):
+                    proof.of(temporary[path], [temporary[name] for name in more], names)
     return checked
 
 
@@ -455,7 +456,7 @@ def check_choice(option: str, value: str | None, choices: Sequence[str | None]) 
         raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
-def about(checkpoint: Checkpoint) -> dict[str, object]:
+def summary(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what a document says of one of several checkpoints."""
     keys = ("source", "format", "step", "world_size", "zero_stage")
     found = {key: getattr(checkpoint, key) for key in keys}

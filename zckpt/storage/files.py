@@ -94,10 +94,10 @@ def read_json(path: str | os.PathLike[str], *, most: int = 1 << 24) -> dict[str,
     return found if isinstance(found, dict) else None
 
 
-def given_json(path: str | os.PathLike[str], *, most: int = 1 << 20) -> object:
+def given_json(path: str | os.PathLike[str]) -> object:
     """Return what is in a file of JSON that a user gives; UsageError: it cannot be read, or is none."""
     try:
-        return json.loads(read_whole(os.fspath(path), most=most))
+        return json.loads(read_whole(os.fspath(path), most=1 << 20))
     except SourceError as error:
         raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
     except (ValueError, RecursionError) as error:

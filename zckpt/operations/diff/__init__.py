@@ -15,7 +15,7 @@ from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, Reading, ReadingB, Renaming, how_read, only, shares
-from zckpt.operations.target import about, number
+from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint
 from zckpt.state.names import canonical_names, renamed
 
@@ -90,8 +90,8 @@ class Compared:
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
-            "a": about(self.a),
-            "b": about(self.b),
+            "a": summary(self.a),
+            "b": summary(self.b),
             "equal": self.equal,
             "compared": {
                 "parameters": self.num_parameters,

@@ -104,7 +104,7 @@ class HttpStore(Store):
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
         found = self.client.get(one.key + self._query, headers=_range(offset, nbytes))
-        check_range(found.status_code, found.headers, one, offset)
+        check_range(found, one, offset)
         data: bytes = found.content
         return data
 
@@ -113,8 +113,9 @@ def _range(offset: int, nbytes: int) -> dict[str, str]:
     return {"Range": f"bytes={offset}-{offset + nbytes - 1}", **_AS_IT_IS}
 
 
-def check_range(status: int, headers: Mapping[str, str], one: Listed, offset: int) -> None:
+def check_range(found: Any, one: Listed, offset: int) -> None:  # noqa: ANN401  # httpx's answer
     """Raise unless an answer is of the range that was asked for, of the version that was listed."""
+    status, headers = found.status_code, found.headers
     if status in (404, 410):
         raise changed(one.key)
     if status != 206:
@@ -153,7 +154,7 @@ class WebdavStore(FsspecStore):
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
         client = self.client.client
         found = client.http.request("GET", client.join_url(one.key), headers=_range(offset, nbytes))
-        check_range(found.status_code, found.headers, one, offset)
+        check_range(found, one, offset)
         data: bytes = found.content
         return data
 
