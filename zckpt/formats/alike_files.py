@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from zckpt.torchfile import FileRange, TorchFile, find_directory, open_range, read_source
+from zckpt.torchfile import FileRange, TorchFile, find_directory, opened, read_source
 
 if TYPE_CHECKING:
     from zckpt.formats.alike_patterns import Pattern
@@ -60,7 +60,7 @@ class AlikeReader:
 
         The trees, storages and what is known of plain parts are the same objects in files that are alike.
         """
-        with open_range(path, 0, None) as source:
+        with opened(path) as source:
             if source.read(0, min(source.nbytes, 4)) != b"PK\3\4":
                 return read_source(source)
             found = self._alike(source)

@@ -19,8 +19,8 @@ from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import AlikeRecords, Record, open_range, read_archive, read_torchfile
+from zckpt.storage.files import opened
+from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
 
@@ -132,15 +132,15 @@ def _archive_sums(file: SourceFile) -> Iterator[Sum]:
 
 def _records(file: SourceFile) -> Iterator[Sequence[Record]]:
     for offset, nbytes in file.archives or _whole(file):
-        with open_range(file.path, offset, nbytes) as source:
+        with opened(file.path, offset, nbytes) as source:
             yield list(read_archive(source).values())
 
 
 def _whole(file: SourceFile) -> list[tuple[int, int]]:
     if file.nbytes < len(ZIP):
         return []
-    with opened(file.path) as descriptor:
-        return [(0, file.nbytes)] if read_at(descriptor, 0, len(ZIP), path=file.path) == ZIP else []
+    with opened(file.path) as source:
+        return [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
 
 
 def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | None = None) -> Checks:

@@ -47,7 +47,7 @@ def called(
             place = place_of(value) if is_url(value) else value
             if not is_url(place):
                 return place
-            mounts.append(Mount(place, missing=missing))
+            mounts.append(Mount(str(place), missing=missing))
             stack.callback(mounts[-1].close)
             return mounts[-1].path
 

@@ -70,8 +70,8 @@ def read_head(path: str, nbytes: int) -> bytes:
 
     Raises SourceError: it cannot be read, or is no regular file.
     """
-    with opened(path) as descriptor:
-        return read_at(descriptor, 0, min(nbytes, os.fstat(descriptor).st_size), path=path)
+    with opened(path) as file:
+        return file.at(0, min(nbytes, file.nbytes))
 
 
 def read_whole(path: str, *, most: int) -> bytes:
@@ -109,35 +109,14 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(path)  # noqa: PTH113  # pathlib raises where a name is too long
 
 
-@contextmanager
-def opened(path: str) -> Iterator[int]:
-    """Open a regular file for reading and yield its descriptor.
-
-    Raises SourceError: it cannot be opened, or is no regular file.
-    """
-    descriptor = open_file(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def check_nbytes(path: str, nbytes: int) -> None:
     """Raise unless a file can be opened for reading and has so many bytes.
 
     Raises DamagedFileError: it is shorter; SourceError: it cannot be opened.
     """
-    with opened(path) as descriptor:
-        size = os.fstat(descriptor).st_size
-        if size < nbytes:
-            raise too_short(path, nbytes, size)
-
-
-def read_at(descriptor: int, offset: int, nbytes: int, *, path: str) -> bytes:
-    """Read exactly `nbytes` bytes at byte `offset`. Raises DamagedFileError: the file ends before that."""
-    data = bytearray(nbytes)
-    read_into(descriptor, offset, memoryview(data), path=path)
-    return bytes(data)
+    with opened(path) as file:
+        if file.nbytes < nbytes:
+            raise too_short(path, nbytes, file.nbytes)
 
 
 def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) -> None:
@@ -307,17 +286,15 @@ class FileRange:
     nbytes: int
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return exactly `nbytes` bytes from `offset`, relative to the range.
-
-        Raises
-        ------
-        DamagedFileError
-            They are not all within the range.
-        SourceError
-            The system cannot read them.
-        """
+        """Return exactly `nbytes` bytes from `offset`, relative to the range; errors are those of `check` and `at`."""
         self.check(offset, nbytes)
-        return read_at(self.descriptor, self.base + offset, nbytes, path=self.path)
+        return self.at(offset, nbytes)
+
+    def at(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes from `offset` on, in the range or behind it; errors are those of `read_into`."""
+        data = bytearray(nbytes)
+        read_into(self.descriptor, self.base + offset, memoryview(data), path=self.path)
+        return bytes(data)
 
     def check(self, offset: int, nbytes: int) -> None:
         """Raise DamagedFileError if some of these bytes are outside of the range."""
@@ -332,23 +309,27 @@ class FileRange:
 
 
 @contextmanager
-def open_range(path: str | os.PathLike[str], offset: int, nbytes: int | None) -> Iterator[FileRange]:
+def opened(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None = None) -> Iterator[FileRange]:
     """Open a file, or a part of it, for reading; errors that leave without a path name it.
 
     `nbytes`: None: up to the end of the file. Raises SourceError: it does not exist, cannot be opened, or is no regular
     file; DamagedFileError: the range is not within the file, or is empty.
     """
     name = os.fspath(path)
-    with opened(name) as descriptor, about(name):
-        size = os.fstat(descriptor).st_size
-        length = size - offset if nbytes is None else nbytes
-        if offset < 0 or length < 0 or offset + length > size:
-            raise DamagedFileError(
-                "a torch file is said to lie outside of it",
-                expected=f"at most {size} bytes",
-                found=f"bytes {offset} to {offset + length}",
-            )
-        yield FileRange(descriptor, name, offset, length)
+    descriptor = open_file(name)
+    try:
+        with about(name):
+            size = os.fstat(descriptor).st_size
+            length = size - offset if nbytes is None else nbytes
+            if offset < 0 or length < 0 or offset + length > size:
+                raise DamagedFileError(
+                    "a torch file is said to lie outside of it",
+                    expected=f"at most {size} bytes",
+                    found=f"bytes {offset} to {offset + length}",
+                )
+            yield FileRange(descriptor, name, offset, length)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

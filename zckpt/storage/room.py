@@ -11,7 +11,7 @@ from pathlib import Path
 from time import perf_counter
 
 from zckpt.errors import TargetError, WorkerError
-from zckpt.storage.files import opened, read_into
+from zckpt.storage.files import opened
 
 NOTHING_LEFT = "nothing was left behind"
 
@@ -105,8 +105,8 @@ def read_rate(ranges: Iterable[tuple[str, int, int]]) -> float | None:
     """
     done, begun = 0, perf_counter()
     for path, offset, nbytes in ranges:
-        with opened(path) as descriptor:
-            read_into(descriptor, offset, memoryview(bytearray(nbytes)), path=path)
+        with opened(path) as file:
+            file.at(offset, nbytes)
         done += nbytes
     return done / max(perf_counter() - begun, 1e-9) if done else None
 

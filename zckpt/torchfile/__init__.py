@@ -8,7 +8,7 @@ calls anything that a file names: an unknown class becomes an inert `Object` tha
 
 from __future__ import annotations
 
-from zckpt.storage.files import FileRange, open_range
+from zckpt.storage.files import FileRange, opened
 from zckpt.torchfile.archive import (
     ALIGNMENT,
     CENTRAL,
@@ -127,7 +127,7 @@ __all__ = [
     "lay_out_archive",
     "node_of",
     "oddity",
-    "open_range",
+    "opened",
     "plain",
     "put_back",
     "read_archive",

@@ -28,7 +28,7 @@ from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import FileRange, collector_paused, open_range
+from zckpt.storage.files import FileRange, collector_paused, opened
 from zckpt.torchfile.archive import AlikeRecords, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
@@ -79,7 +79,7 @@ def read_torchfile(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int
     UnsupportedError
         It is TorchScript, compressed, from before 2016, or has an unknown dtype.
     """
-    with open_range(path, offset, nbytes) as source:
+    with opened(path, offset, nbytes) as source:
         return read_source(source)
 
 
@@ -95,7 +95,7 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
     UnsupportedError
         It is larger than 1 GiB.
     """
-    with open_range(path, 0, None) as source:
+    with opened(path) as source:
         if source.nbytes == 0:
             raise DamagedFileError("is empty", expected="a pickle")
         with collector_paused():

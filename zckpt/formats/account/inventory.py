@@ -21,7 +21,7 @@ from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
-from zckpt.storage.files import collector_paused, opened, read_at
+from zckpt.storage.files import collector_paused, opened
 from zckpt.torchfile import read_torchfile, walk_tensors
 
 _Account = tuple[list[Item], dict[str, int]]
@@ -291,8 +291,8 @@ def _damage(path: Path, nbytes: int) -> SourceError | None:
         return None
     first = max(0, nbytes - MAXIMUM_JSON_NBYTES)
     try:
-        with opened(str(path)) as descriptor:
-            text = read_at(descriptor, first, nbytes - first, path=str(path))
+        with opened(path) as file:
+            text = file.at(first, nbytes - first)
         if not first:
             json.loads(text)
         elif not text.rstrip().endswith((b"}", b"]")):

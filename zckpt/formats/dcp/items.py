@@ -10,7 +10,6 @@ FILE.distcp    object | object | ... | safetensors blob of all of the file's ten
 from __future__ import annotations
 
 import math
-import os
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, about
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans, Each, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.heads import Kinds, read_blob
@@ -287,5 +286,5 @@ def _open(metadata: Metadata, at: int) -> Iterator[tuple[int, ItemFile]]:
             advice="copy it from where the rank that wrote it has left it",
             code=MISSING_FILE,
         )
-    with opened(str(path)) as descriptor, about(path):
-        yield descriptor, ItemFile(str(path), os.fstat(descriptor).st_size, metadata.chunks)
+    with opened(path) as source:
+        yield source.descriptor, ItemFile(source.path, source.nbytes, metadata.chunks)

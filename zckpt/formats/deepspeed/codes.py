@@ -26,7 +26,7 @@ from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.checkpoint import RankValue, how_to_drop
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat
-from zckpt.storage.files import opened, read_at
+from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, MetaTensor, Size, Tensor
 
 CODES, SCALE = "codes", "scale"
@@ -210,5 +210,5 @@ def bytes_of(slot: Slot | None) -> bytes:
     if slot is None:
         return b""
     [span] = slot.spans
-    with opened(span.path) as descriptor:
-        return read_at(descriptor, span.offset, slot.nbytes, path=span.path)
+    with opened(span.path) as file:
+        return file.at(span.offset, slot.nbytes)

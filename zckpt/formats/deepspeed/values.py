@@ -34,7 +34,7 @@ from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresol
 from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Scalar, Shape, Slot, Span
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
-from zckpt.storage.files import opened, read_at
+from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
 
 MODEL_RULES = (
@@ -333,8 +333,8 @@ def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
         if not count or one.path is None:
             yield b""
             continue
-        with opened(one.path) as descriptor:
-            yield read_at(descriptor, one.storage.offset, count, path=one.path)
+        with opened(one.path) as file:
+            yield file.at(one.storage.offset, count)
 
 
 class Case(NamedTuple):

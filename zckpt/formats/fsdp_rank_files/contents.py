@@ -35,7 +35,7 @@ from zckpt.formats.torch_files.tensors import (
 )
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
 from zckpt.state.inventory import COPY, IMPLIED, Rule
-from zckpt.storage.files import opened, read_at, read_json
+from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import OrderedMapping, Tensor, TorchFile, alike, brief, has_checksums, read_torchfile
 
 FLAT = "_flat_param"
@@ -370,8 +370,8 @@ def _is_equal(path: str, sums: dict[int, tuple[int, int]], one: Tensor, other: T
 
 
 def _read(path: str, tensor: Tensor, at: int, nbytes: int) -> bytes:
-    with opened(path) as descriptor:
-        return read_at(descriptor, tensor.offset + at, min(nbytes, tensor.nbytes - at), path=path)
+    with opened(path) as file:
+        return file.at(tensor.offset + at, min(nbytes, tensor.nbytes - at))
 
 
 def tie(checkpoint: Checkpoint, alias: str, owner: str) -> None:

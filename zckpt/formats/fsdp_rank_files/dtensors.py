@@ -21,7 +21,7 @@ from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat, narrow, pad, reshape, zeros
-from zckpt.storage.files import opened, read_at
+from zckpt.storage.files import opened
 from zckpt.torchfile import Device, DType, Global, Layout, MetaTensor, Object, Size, Tensor
 
 _TENSOR = "torch.distributed.tensor"
@@ -197,8 +197,8 @@ def _content(value: object) -> object:
     if not isinstance(value, SlotTensor):
         return repr(value)
     (span,) = value.slot.spans
-    with opened(span.path) as descriptor:
-        return value.dtype, read_at(descriptor, span.offset, itemsize(span.dtype), path=span.path)
+    with opened(span.path) as file:
+        return value.dtype, file.at(span.offset, itemsize(span.dtype))
 
 
 def _refused(message: str, found: str, advice: str = "give --fsdp-version 2") -> UnsupportedError:

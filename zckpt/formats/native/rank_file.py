@@ -27,7 +27,7 @@ from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import Sources, is_file, opened, read_at, read_head
+from zckpt.storage.files import Sources, is_file, opened, read_head
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -298,8 +298,8 @@ def listed_sums(path: str, one: Listed) -> list[Sum]:
 def _sums(path: str, tensors: dict[str, tuple[int, int]]) -> list[Sum]:
     """Return checksums, given where tensors begin and how long they are."""
     offset, nbytes = tensors.pop(DIGESTS)
-    with opened(path) as descriptor:
-        data = read_at(descriptor, offset, nbytes, path=path)
+    with opened(path) as file:
+        data = file.at(offset, nbytes)
     sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, nbytes, DIGEST_NBYTES)]
     return [Sum(key, path, *tensors[key], crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
 

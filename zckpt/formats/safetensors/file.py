@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from zckpt.formats.safetensors import unindexed
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
-from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
+from zckpt.storage.files import collector_paused, is_file, opened, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
@@ -154,10 +153,9 @@ def is_safetensors(path: Path) -> bool:
     """Tell whether a file or directory is this format, by its names and first bytes."""
     if path.is_dir():
         return is_file(path / INDEX_NAME) or is_file(path / WHOLE_NAME) or unindexed.is_there(path)
-    with opened(str(path)) as descriptor:
-        size = os.fstat(descriptor).st_size
-        head = read_at(descriptor, 0, min(9, size), path=str(path))
-    return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= size
+    with opened(path) as file:
+        head = file.at(0, min(9, file.nbytes))
+    return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= file.nbytes
 
 
 def source_file(
@@ -174,16 +172,16 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
 
     Raises DamagedFileError: the header is malformed, or tensors leave holes, overlap or reach beyond the file.
     """
-    with opened(str(path)) as descriptor:
-        size = os.fstat(descriptor).st_size
-        length = int.from_bytes(read_at(descriptor, 0, 8, path=str(path)), "little")
+    with opened(path) as source:
+        size = source.nbytes
+        length = int.from_bytes(source.at(0, 8), "little")
         most = min(size - 8, MAXIMUM_HEADER_NBYTES)
         if length > most:
             code = TRUNCATED if most < length <= MAXIMUM_HEADER_NBYTES else None
             raise DamagedFileError(
                 "unreadable header", path=path, expected=f"at most {most} bytes", found=length, code=code
             )
-        text = read_at(descriptor, 8, length, path=str(path))
+        text = source.at(8, length)
     try:
         with collector_paused():
             header = json.loads(text, object_pairs_hook=_without_duplicates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from zckpt.formats.torch_files.state_dicts import OptimizerState
-from zckpt.storage.files import opened, read_at
+from zckpt.storage.files import opened
 from zckpt.torchfile import Tensor
 
 SAMPLED = 4
@@ -46,8 +46,6 @@ def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
 
 def _are_equal(tensors: list[Tensor], path: str) -> bool:
     """Tell whether tensors begin with the same bytes, and not only with zeros."""
-    with opened(path) as descriptor:
-        found = [
-            read_at(descriptor, one.offset, min(one.numel * one.itemsize, SAMPLE_NBYTES), path=path) for one in tensors
-        ]
+    with opened(path) as file:
+        found = [file.at(one.offset, min(one.numel * one.itemsize, SAMPLE_NBYTES)) for one in tensors]
     return any(found[0]) and all(bytes(a) == bytes(b) for a, b in pairwise(found))

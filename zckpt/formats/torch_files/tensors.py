@@ -16,7 +16,7 @@ from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
-from zckpt.storage.files import opened, read_at
+from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, node_of, walk_tensors
 
 Value = TypeVar("Value")
@@ -239,10 +239,8 @@ def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
     """
     if not tensors:
         return []
-    with opened(path) as descriptor:
-        return [
-            Scalar(_decode(read_at(descriptor, t.offset, t.itemsize, path=path), t, path), t.dtype) for t in tensors
-        ]
+    with opened(path) as file:
+        return [Scalar(_decode(file.at(t.offset, t.itemsize), t, path), t.dtype) for t in tensors]
 
 
 def encode(scalar: Scalar) -> bytes:
