@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -256,10 +255,8 @@ def is_as_listed(path: Path, one: Listed) -> bool:
     """Tell whether a rank's file is the one that a document lists, by its size and its header."""
     if not is_file(path) or one.header_nbytes > one.nbytes:
         return False
-    with opened(str(path)) as descriptor:
-        if os.fstat(descriptor).st_size != one.nbytes:
-            return False
-        return crc32(read_at(descriptor, 0, one.header_nbytes, path=str(path))) == one.header_crc32
+    with opened(path) as file:
+        return file.nbytes == one.nbytes and crc32(file.at(0, one.header_nbytes)) == one.header_crc32
 
 
 def listed_header(path: str | Path, one: Listed) -> bytes:

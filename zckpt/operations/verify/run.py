@@ -142,7 +142,8 @@ def _unopened(
     findings = [finding_of(one) for one in found]
     if deep:
         findings += _deep(counts, surveyed.files, surveyed.format, None, how)
-    return Verification(os.fspath(path), None, deep, in_order(findings, surveyed.files), Checked(**counts))
+    ranked = [file for file in surveyed.files if file.dp_rank is not None]
+    return Verification(os.fspath(path), None, deep, in_order(findings, ranked), Checked(**counts))
 
 
 def _sampled(counts: dict[str, int], checkpoint: Checkpoint) -> Iterator[Finding]:
