@@ -95,7 +95,7 @@ class Part:
 
 def upload(
     plan: Plan,
-    sinks: Sequence[Sink],
+    sinks: Sequence[Sink | None],
     *,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -107,8 +107,8 @@ def upload(
     Parameters
     ----------
     plan : Plan
-    sinks : sequence of Sink
-        One for each file of the plan, in its order.
+    sinks : sequence of Sink or None
+        One for each file of the plan, in its order; None: it is sent otherwise.
     memory : int, bytes
         Upper bound of what parts take together, but for `LEAST_MEMORY_NBYTES` and for one part of a file of 9000.
     reporter : Reporter, optional
@@ -161,8 +161,10 @@ class _EndedError(BaseException):
 Work = Callable[[], tuple[list[Seen], int]]
 
 
-def _work(plan: Plan, sinks: Sequence[Sink], step: int, how: _How) -> Iterator[Work]:
+def _work(plan: Plan, sinks: Sequence[Sink | None], step: int, how: _How) -> Iterator[Work]:
     for one, sink in zip(plan.files, sinks, strict=True):
+        if sink is None:
+            continue
         size = max(step, -(-one.file.nbytes // MOST_PARTS))
         if isinstance(sink, StreamSink):
             yield partial(_send_file, one, sink, size, how)

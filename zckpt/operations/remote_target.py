@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
-from itertools import compress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan
-from zckpt.engine.targets import Lazily
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError, about
 from zckpt.operations.shared_target import StoredTarget, finished, shared_at
 from zckpt.storage.journal import Journal, Purpose, purpose_of
@@ -83,9 +81,7 @@ def write_remote(
             uploads.adopt(sent)
         else:
             sinks = {name: uploads.sink(name) for name in large}
-            some = _only(plan, [name in sinks for name in names])
-            kept = [sinks[name] for name in names if name in sinks]
-            checked = upload(some, kept, **how)
+            checked = upload(plan, [sinks.get(name) for name in names], **how)
         check_sources()
         if journal is not None:
             journal.check_sources()
@@ -175,9 +171,3 @@ def _said(noted: bytes) -> tuple[Purpose, Sent] | None:
         return purpose_of(found), sent
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _only(plan: Plan, kept: Sequence[bool]) -> Plan:
-    """Return the plan of some of the files."""
-    files = Lazily(lambda: (one for one, is_kept in zip(plan.files, kept, strict=True) if is_kept), sum(kept))
-    return replace(plan, files=files, names=tuple(compress(plan.names, kept)))

@@ -24,7 +24,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Budget, Workers, batched
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.operations.verify.inventory import BUFFER, NO_SUM, PADDING, Block, Inventory, Piece, Scattered, Subject, Work
+from zckpt.operations.verify.inventory import BUFFER, NO_SUM, PADDING, Block, Piece, Scattered, Subject, Work
 from zckpt.state import Extent
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import is_floating, itemsize
@@ -170,10 +170,7 @@ def not_copied(copy: Array, original: Array, first: int) -> Unequal:
     return Unequal(len(copy), len(where), first + int(where[0])) if len(where) else Unequal(len(copy))
 
 
-Subjects = dict[int, Subject]
-"""Those that some work is about, by index: another process is sent no others."""
-
-Batch = tuple[tuple[Work, ...], Subjects]
+Batch = tuple[Work, ...]
 
 Key = TypeVar("Key")
 
@@ -222,19 +219,19 @@ class Outcome:
         self.errors += other.errors
         self.elements += other.elements
 
-    def look(self, subjects: Subjects, piece: Piece, checksum: int, values: Array) -> None:
+    def look(self, piece: Piece, checksum: int, values: Array) -> None:
         """Add what is wrong with the elements of a piece."""
-        wrong = tally(values, piece.dtype, subjects[piece.subject], piece.first)
+        wrong = tally(values, piece.dtype, piece.subject, piece.first)
         if piece.many is None:
             self.elements += piece.numel
             if wrong:
-                _add(self.tallies, (piece.subject, checksum), wrong)
+                _add(self.tallies, (piece.subject.number, checksum), wrong)
             return
         shares = piece.many.within(piece.first, piece.first + piece.numel)
         self.elements += int((shares[:, 2] - shares[:, 1]).sum())
         for index, begin, end, first in shares.tolist() if wrong else ():
             some = values[begin - piece.first : end - piece.first]
-            if its := tally(some, piece.dtype, subjects[piece.subject], first):
+            if its := tally(some, piece.dtype, piece.subject, first):
                 _add(self.tallies, (piece.many.subjects[index], checksum), its)
 
 
@@ -243,7 +240,6 @@ def _add(found: dict[Key, Found], key: Key, one: Found) -> None:
 
 
 def run(
-    inventory: Inventory,
     sums: Sequence[Sum],
     work: Iterable[Work],
     *,
@@ -257,15 +253,11 @@ def run(
     `share`: of a block; `total`: bytes of all work; `direct`: read past the page cache.
     """
     outcome, checks = Outcome(), Checks(sums)
-    batches = (
-        (some, {number: inventory.subjects[number] for one in some for number in one.subjects})
-        for some in batched(work, attrgetter("nbytes"))
-    )
-    portions: Portions[Batch] = Portions(total, _nbytes, lambda batch: (path for one in batch[0] for path in one.paths))
+    portions: Portions[Batch] = Portions(total, _nbytes, lambda batch: (path for one in batch for path in one.paths))
     look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
     with (
         Workers(WRITERS, at_once=share.at_once) as workers,
-        closing(workers.run(look, batches, portions)) as results,
+        closing(workers.run(look, batched(work, attrgetter("nbytes")), portions)) as results,
     ):
         for batch, found in results:
             outcome.add(found)
@@ -278,16 +270,16 @@ def run(
 
 
 def _nbytes(batch: Batch) -> int:
-    return sum(one.nbytes for one in batch[0])
+    return sum(one.nbytes for one in batch)
 
 
 Rooms = tuple[memoryview, memoryview]
 """Memory for a block and for its partners."""
 
 
-def _run_batch(most: int, spare: list[Rooms], direct: int, given: Batch) -> Outcome:
+def _run_batch(most: int, spare: list[Rooms], direct: int, batch: Batch) -> Outcome:
     """Look at some work. `spare` has what no batch uses at the moment; `direct` is as for `Sources`."""
-    found, (batch, subjects) = Outcome(), given
+    found = Outcome()
     with Sources(direct) as sources:
         try:
             rooms = spare.pop()
@@ -296,9 +288,9 @@ def _run_batch(most: int, spare: list[Rooms], direct: int, given: Batch) -> Outc
         for work in batch:
             try:
                 if isinstance(work, Block):
-                    _look_at_block(found, subjects, work, rooms, sources)
+                    _look_at_block(found, work, rooms, sources)
                 else:
-                    _look_at_scattered(found, subjects, work, most, sources)
+                    _look_at_scattered(found, work, most, sources)
             except LayoutError:
                 continue  # elements are missing, which is a finding of the structure
             except SourceError as error:
@@ -308,7 +300,7 @@ def _run_batch(most: int, spare: list[Rooms], direct: int, given: Batch) -> Outc
     return found
 
 
-def _look_at_block(found: Outcome, subjects: Subjects, block: Block, rooms: Rooms, sources: Sources) -> None:
+def _look_at_block(found: Outcome, block: Block, rooms: Rooms, sources: Sources) -> None:
     """Look at bytes of a file, and read, look at, and hold against them, the weights of masters among them."""
 
     def read(path: str, offset: int, nbytes: int, checksum: int, room: memoryview, base: int) -> Array:
@@ -325,17 +317,17 @@ def _look_at_block(found: Outcome, subjects: Subjects, block: Block, rooms: Room
     for piece in block.pieces:
         low = piece.offset - block.offset
         values = typed(data[low : low + piece.nbytes], piece.dtype, piece.byteorder)
-        found.look(subjects, piece, block.checksum, values)
+        found.look(piece, block.checksum, values)
         its = piece.partner
         if its is None:
             continue
         weights = typed(read(its.path, its.offset, its.nbytes, its.checksum, rooms[1], 0), its.dtype, its.byteorder)
-        found.look(subjects, its, its.checksum, weights)
-        pair = (piece.subject, block.path, its.path, block.checksum, its.checksum)
+        found.look(its, its.checksum, weights)
+        pair = (piece.subject.number, block.path, its.path, block.checksum, its.checksum)
         _add(found.compared, pair, not_rounded(values, weights, its.dtype, piece.first))
 
 
-def _look_at_scattered(found: Outcome, subjects: Subjects, work: Scattered, most: int, sources: Sources) -> None:
+def _look_at_scattered(found: Outcome, work: Scattered, most: int, sources: Sources) -> None:
     whole = work.extent
     indexes = [SpanIndex(slot) for slot in work.slots]
     step = max(most // max(itemsize(slot.dtype) for slot in work.slots), 1)
@@ -345,11 +337,11 @@ def _look_at_scattered(found: Outcome, subjects: Subjects, work: Scattered, most
         values, *others = (read_extent(slot, extent, sources) for slot in slots)
         if not others:
             found.elements += extent.numel
-            if wrong := tally(values, slots[0].dtype, subjects[work.subject], extent.start):
-                _add(found.tallies, (work.subject, NO_SUM), wrong)
+            if wrong := tally(values, slots[0].dtype, work.subject, extent.start):
+                _add(found.tallies, (work.subject.number, NO_SUM), wrong)
         elif work.duplicate is not None:
             _add(found.duplicates, work.duplicate, not_copied(values, others[0], extent.start))
         else:
             paths = (slots[0].spans[0].path, slots[1].spans[0].path)
             unequal = not_rounded(values, others[0], slots[1].dtype, extent.start)
-            _add(found.compared, (work.subject, *paths, NO_SUM, NO_SUM), unequal)
+            _add(found.compared, (work.subject.number, *paths, NO_SUM, NO_SUM), unequal)

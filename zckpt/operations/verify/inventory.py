@@ -17,6 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +38,10 @@ NO_SUM = -1
 PARAMETER, BUFFER, PADDING = "parameter", "buffer", "padding"
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """What elements belong to: a slot of a parameter or buffer, or padding of a slot (then `name` is empty)."""
 
+    number: int
     kind: str
     name: str
     slot: str
@@ -48,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """Subjects of one kind and slot that are cut alike: a file has them as one piece, with what lies between."""
+    """Subjects of one kind and slot that are cut alike, by number: a file has them as one piece, and what is between."""
 
     subjects: tuple[int, ...]
     cuts: Cuts
@@ -67,7 +68,7 @@ class Piece:
     masters, `partner` is their weights, in the same order, with the index of the checksum that covers these.
     """
 
-    subject: int
+    subject: Subject
     path: str
     offset: int
     numel: int
@@ -111,7 +112,7 @@ class Scattered:
 
     Parameters
     ----------
-    subject : int
+    subject : Subject
     slots : tuple of Slot
         One, whose elements are only looked at; or two, of which the second is held against the first.
     extent : Extent
@@ -120,7 +121,7 @@ class Scattered:
         Index of the duplicate that they are; None: of two, they are a master and its weight.
     """
 
-    subject: int
+    subject: Subject
     slots: tuple[Slot, ...]
     extent: Extent
     duplicate: int | None = None
@@ -134,11 +135,6 @@ class Scattered:
     def paths(self) -> Iterator[str]:
         """The files that are read."""
         return (span.path for slot in self.slots for spans in (slot.spans, *slot.replicas) for span in spans)
-
-    @property
-    def subjects(self) -> list[int]:
-        """What it is about."""
-        return [self.subject]
 
 
 @dataclass(slots=True)
@@ -188,9 +184,9 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     """Return all elements of a checkpoint: pieces that lie end to end, and what does not."""
     found = Inventory()
 
-    def subject_of(kind: str, name: str, slot: str) -> int:
-        found.subjects.append(Subject(kind, name, slot))
-        return len(found.subjects) - 1
+    def subject_of(kind: str, name: str, slot: str) -> Subject:
+        found.subjects.append(Subject(len(found.subjects), kind, name, slot))
+        return found.subjects[-1]
 
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
@@ -206,7 +202,7 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
             if key == MASTER and partners is None and held:
                 both = stored_once([slot, parameter.slots[WEIGHT]])
                 found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape)))
-            if not (partners and key in (WEIGHT, MASTER)) and rules.take(subject, kind, slot):
+            if not (partners and key in (WEIGHT, MASTER)) and rules.take(subject, slot):
                 continue
             (slot,) = stored_once([slot])
             for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
@@ -222,7 +218,9 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
                     found.claimed.setdefault(span.path, []).append((piece.offset, piece.end))
                     continue
                 if key == MASTER and partners:
-                    weights = _piece(partners[span.extent.offsets, span.extent.sizes], subject - 1)
+                    weights = _piece(
+                        partners[span.extent.offsets, span.extent.sizes], found.subjects[subject.number - 1]
+                    )
                     checksum = sums.at(weights.path, weights.offset)
                     weights = replace(weights.part(span.extent.start, span.extent.numel), checksum=checksum)
                     piece = replace(piece, partner=weights)
@@ -239,7 +237,7 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     return found
 
 
-def _piece(span: Span, subject: int) -> Piece:
+def _piece(span: Span, subject: Subject) -> Piece:
     return Piece(subject, span.path, span.offset, span.extent.numel, span.dtype, span.byteorder, span.extent.start)
 
 
@@ -250,9 +248,9 @@ class _Rules:
         self._numbers: dict[CutFiles, int] = {}
         self._files: dict[int, tuple[CutFiles, int]] = {}  # to compare each of them once
         self._placed: set[tuple[int, ...]] = set()
-        self._found: dict[tuple[int, str, str], list[tuple[int, CutSpans]]] = {}
+        self._found: dict[tuple[int, str, str], list[tuple[Subject, CutSpans]]] = {}
 
-    def take(self, subject: int, kind: str, slot: Slot) -> bool:
+    def take(self, subject: Subject, slot: Slot) -> bool:
         """Tell whether a rule cuts a slot, and take it then, unless another has the same elements."""
         rule = slot.spans
         if not isinstance(rule, CutSpans) or slot.replicas:
@@ -263,7 +261,7 @@ class _Rules:
         place = number, rule.origin, rule.width, rule.at, rule.numel
         if rule.numel and place not in self._placed:
             self._placed.add(place)
-            self._found.setdefault((number, kind, slot.name), []).append((subject, rule))
+            self._found.setdefault((number, subject.kind, slot.name), []).append((subject, rule))
         return True
 
     def put(self, pieces: dict[str, list[Piece]]) -> None:
@@ -271,7 +269,7 @@ class _Rules:
         numbers = [number for number, _, _ in self._found]
         for (number, _, _), some in self._found.items():
             first, files = some[0][0], some[0][1].files
-            cuts, subjects = Cuts([rule for _, rule in some]), tuple(subject for subject, _ in some)
+            cuts, subjects = Cuts([rule for _, rule in some]), tuple(subject.number for subject, _ in some)
             for file, (path, offset) in enumerate(zip(files.paths, files.offsets, strict=True)):
                 many = Many(subjects, cuts, file)
                 ranges = cuts.of(file).tolist()
@@ -363,11 +361,6 @@ class Block:
         """The files that are read."""
         yield self.path
         yield from (one.path for one in self._partners)
-
-    @property
-    def subjects(self) -> list[int]:
-        """What they are about."""
-        return [one.subject for one in (*self.pieces, *self._partners)]
 
 
 Work = Block | Scattered

@@ -200,7 +200,7 @@ def _deep(
     work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
     reporter.begin(total := sum(one.nbytes for one in work))
     try:
-        outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=reporter, direct=direct)
+        outcome, wrong = run(sums, work, share=share, total=total, reporter=reporter, direct=direct)
     finally:
         reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}

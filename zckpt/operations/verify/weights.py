@@ -158,7 +158,7 @@ def _elements(
         for one in inventory.pieces[where]:
             many = one.many
             if many is None or unsummed.isdisjoint(many.subjects):
-                files.setdefault(one.subject, where)
+                files.setdefault(one.subject.number, where)
                 continue
             for index, *_ in many.within(one.first, one.first + one.numel).tolist():
                 files.setdefault(many.subjects[index], where)
