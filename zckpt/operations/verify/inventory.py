@@ -49,7 +49,7 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """Subjects of one kind and slot that are cut alike, by number: a file has them as one piece, and what is between."""
+    """Subjects of one kind and slot that are cut alike, by number: a file has them as one piece."""
 
     subjects: tuple[int, ...]
     cuts: Cuts
