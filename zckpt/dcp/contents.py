@@ -27,8 +27,8 @@ from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Span, most_steps
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
+from zckpt.training.directory import Piece, entries
 from zckpt.training.other_state import IN_MEMORY
-from zckpt.training.pieces import Piece, entries
 
 Found = Mapping[str, "Held | object"]
 """The leaves of a state dict by key: a tensor as `Held`, anything else as an inert node."""

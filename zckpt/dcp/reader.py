@@ -26,8 +26,7 @@ from zckpt.formats.dcp.tree import PARAMS
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states.values import read_scalars
-from zckpt.optim.values import inside, value_of
+from zckpt.optim.values import inside, read_scalars, value_of
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each

@@ -20,7 +20,7 @@ from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.writer import ValueContent, lay_out_pickled, new_storage
 from zckpt.torchfile import Mentioned, Pickled
-from zckpt.training.pieces import Staging
+from zckpt.training.directory import Staging
 
 PROTOCOL = 2
 """That of `torch.save`."""

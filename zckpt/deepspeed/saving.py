@@ -31,7 +31,7 @@ from zckpt.optim.ranks import Ranks, written_together
 from zckpt.storage.disk import sync_all
 from zckpt.storage.durable import remove_leftovers, written
 from zckpt.storage.ownership import Owned
-from zckpt.training.pieces import Staging
+from zckpt.training.directory import Staging
 from zckpt.training.saving import BACKGROUND, SAVE
 
 _STOCK = "TorchCheckpointEngine"

@@ -4,8 +4,7 @@ It alone knows which rank of a training writes and reads what, and what a progra
 
 live          what is trained, as this rank has it; models of which ranks have different parts
 slices        tensor-parallel slices, as parts of whole parameters
-pieces        what this rank writes
-directory     what all ranks, or all RPC workers, write together
+directory     what this rank writes, and what all ranks, or all RPC workers, write together
 saving        `save`, and saving while training goes on
 loading       `load`
 other_state   schedulers, random states and the program's own values

@@ -1,23 +1,26 @@
 """One directory that all ranks, or all RPC workers, write together; it appears whole or not at all.
 
-A rank writes its pieces of what several ranks have. A worker of a DistributedOptimizer writes the parameters that live
-there, and their state.
+Of what several ranks have, each writes about as much. A worker of a DistributedOptimizer writes the parameters that
+live there, and their state.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from zckpt.compare.digests import FILE_NAME, Entries, bytes_of
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
+from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, rank_name
-from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
+from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, place
@@ -28,16 +31,132 @@ from zckpt.optim.ranks import Place, Ranks, read_together, written_together
 from zckpt.optim.states import Snapshot
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.several import ALONE, Optimizers
-from zckpt.optim.tensors import ModelState
+from zckpt.optim.tensors import ModelState, Share
 from zckpt.optim.values import Values
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
+from zckpt.state.partition import even_extents
 from zckpt.storage.durable import written
 from zckpt.training.live import Part
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
-from zckpt.training.pieces import Piece, RankState, divide, entries
 
 if TYPE_CHECKING:
     from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
+
+
+ALIGNMENT = 64
+"""Bytes at multiples of which tensors start in staging memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a slot that one rank writes. `shape`: of the whole slot."""
+
+    name: str
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+    @property
+    def key(self) -> str:
+        """What the piece is called in its file; `storage/` is for what is no slot."""
+        return f"{self.slot}/{self.name}" if self.slot != "storage" else f"{self.slot}/{self.name}'"
+
+
+@dataclass(slots=True)
+class RankState:
+    """What a rank writes, as the first rank has to know it.
+
+    Parameters
+    ----------
+    pieces : list of Piece
+    values : dict
+        State of its parameters that is no tensor.
+    random_states : dict
+    file : Listed
+        Its file as a whole.
+    part : Part or None
+        Of what ranks have in parts.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    random_states: dict[str, Any] = field(default_factory=dict)
+    file: Listed = UNWRITTEN
+    part: Part | None = None
+
+
+Held = tuple[Piece, torch.Tensor]
+"""A piece, and its elements, flat."""
+
+
+def divide(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[int]) -> list[Held]:
+    """Return what this rank writes of what it has.
+
+    Parameters
+    ----------
+    shares : iterable of (str, str, Share)
+        Parameter, slot and share; those that several ranks have, in the same order on all of them.
+    rank : int
+        In the world.
+    members : sequence of int
+        The ranks, in the world, that save together.
+    """
+    by_ranks: dict[tuple[int, ...], list[tuple[str, str, Share]]] = {}
+    for one in shares:
+        own = members if one[2].ranks is None else one[2].ranks
+        having = tuple(member for member in own if member in members)
+        by_ranks.setdefault(having, []).append(one)
+    held: list[Held] = []
+    for having, equal in by_ranks.items():
+        if rank not in having:
+            continue
+        sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in equal]
+        divided = even_extents(sizes, len(having))
+        for (name, slot, share), ranges in zip(equal, divided, strict=True):
+            whole, elements = share.extent, share.tensor
+            for r in ranges:
+                if having[r.file] == rank:
+                    extent = Extent(whole.offsets, whole.sizes, whole.start + r.start, r.numel)
+                    piece = Piece(name, slot, dtype_name(elements.dtype), share.shape, extent)
+                    held.append((piece, elements.reshape(-1)[r.start : r.start + r.numel]))
+    return held
+
+
+def entries(held: Iterable[Held], staging: Staging | None) -> list[Entry]:
+    """Return what this rank's file is to have; its bytes are those of the tensors, or copies in staging memory."""
+    pairs = list(held)
+    views = [memory_of(tensor.cpu()) for _, tensor in pairs] if staging is None else staging.copy([t for _, t in pairs])
+    return [
+        slot_entry(piece.key, Slot(piece.slot, piece.dtype, piece.shape, ()), piece.extent, view)
+        for (piece, _), view in zip(pairs, views, strict=True)
+    ]
+
+
+class Staging:
+    """Memory of the host that tensors are copied to, so that they may change while they are written; used again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        """Return the bytes of copies of tensors, good until the next call."""
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        if self._memory.numel() < starts[-1] or (on_gpu and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before there is another
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        views = []
+        for tensor, start in zip(tensors, starts[:-1], strict=True):
+            here = self._memory[start : start + tensor.nbytes]
+            if tensor.numel():
+                here.view(tensor.dtype).copy_(tensor, non_blocking=True)
+            views.append(memory_of(here))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return views
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,9 @@ from zckpt.optim.states import NamedShare, Snapshot, Target, state_class
 from zckpt.optim.states.several import Given, check_file_system, named, process_group_of, workers_of
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_rank
 from zckpt.optim.values import Values
-from zckpt.training.directory import Prepared, of_first, save_workers, write
+from zckpt.training.directory import Prepared, RankState, Staging, divide, entries, of_first, save_workers, write
 from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, settled, slices_of
 from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, random_states
-from zckpt.training.pieces import RankState, Staging, divide, entries
 
 if TYPE_CHECKING:
     from zckpt.training.slices import Sliced

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.gloo import run
-from tests.optim.zero.reference import Net, bits, is_unchanged, make
+from tests.optim.zero.reference import Net, bits, is_unchanged, make, stepped
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.optim.zero.flat import NAMES, is_per_tensor
 
 SHAPE = (6, 8)
 
 
-def stepped(optimizer_class: Callable[..., torch.optim.Optimizer], cuts: list[int] | None) -> torch.Tensor:
+def matrix_of(optimizer_class: Callable[..., torch.optim.Optimizer], cuts: list[int] | None) -> torch.Tensor:
     """Return a matrix after some steps, as it is, or flat and cut in slices, each with an optimizer of its own."""
     generator = torch.Generator().manual_seed(5)
     values = torch.randn(SHAPE, generator=generator)
@@ -35,9 +35,9 @@ def stepped(optimizer_class: Callable[..., torch.optim.Optimizer], cuts: list[in
 
 def is_elementwise(optimizer_class: Callable[..., torch.optim.Optimizer]) -> bool:
     """Tell whether slices of a tensor end where the tensor ends."""
-    whole = stepped(optimizer_class, None)
+    whole = matrix_of(optimizer_class, None)
     try:
-        cut = stepped(optimizer_class, [20, 28])
+        cut = matrix_of(optimizer_class, [20, 28])
     except ValueError:  # a class may take matrices only
         return False
     return torch.allclose(whole, cut, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zckpt.optim import tensors
 from zckpt.optim.zero_redundancy import exchange
-from zckpt.optim.zero_redundancy.buckets import OverlapInfo, assign, cut
+from zckpt.optim.zero_redundancy.exchange import OverlapInfo, assign, cut
 
 SIZES = st.lists(st.integers(0, 10**9), min_size=1, max_size=40)
 

@@ -29,7 +29,7 @@ from tests.optim.zero_redundancy.training import (
 )
 from tests.pairwise import each
 from zckpt.optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
-from zckpt.optim.zero_redundancy.buckets import OverlapStatus
+from zckpt.optim.zero_redundancy.exchange import OverlapStatus
 
 pytestmark = pytest.mark.interop
 

@@ -8,7 +8,6 @@ zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimi
 beside           what an optimizer's state_dict() has beside all that
 expected         which state a class of optimizers wants, known before anything is changed
 several          optimizers that are saved or loaded together
-values           what is no tensor of elements
 
 OptimizerState, below, says who calls what, in which order, on which ranks.
 
@@ -33,8 +32,8 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members, check_named
 from zckpt.optim.param_groups import SHOWN, Group, Names, hyperparameters
 from zckpt.optim.ranks import Place
-from zckpt.optim.states.values import as_stored, like
 from zckpt.optim.tensors import Share
+from zckpt.optim.values import as_stored, like
 from zckpt.state import Parameter, ParamGroup, number_of
 
 NamedShare = tuple[str, str, Share]

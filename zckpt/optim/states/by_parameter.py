@@ -19,8 +19,8 @@ from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.states import OptimizerState, Snapshot, is_trained, stored_groups
 from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
-from zckpt.optim.states.values import as_stored, as_torch, read_numbers
 from zckpt.optim.tensors import Share, room_like, share_of
+from zckpt.optim.values import as_stored, as_torch, read_numbers
 from zckpt.state import Extent, Parameter, ParamGroup, Slot, number_of
 
 

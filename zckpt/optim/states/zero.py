@@ -17,8 +17,8 @@ from zckpt.optim.states import OptimizerState, Snapshot, Target, is_trained, sto
 from zckpt.optim.states.beside import Beside
 from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.states.expected import begins_anew, makes_state
-from zckpt.optim.states.values import as_stored
 from zckpt.optim.tensors import Share, world_rank
+from zckpt.optim.values import as_stored
 from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object
 from zckpt.optim.zero.optimizer import ZeroOptimizer

@@ -2,8 +2,7 @@
 
 optimizer      the class: which rank has which parameter, the step, alone or along with DDP, and state
 state_dicts    what a state dict must be: a rank's own, the whole, or torch.distributed.checkpoint's
-exchange       what ranks send each other: updated parameters, state, gradients
-buckets        which rank steps which part of which of DDP's buckets
+exchange       what ranks send each other: updated parameters, state, gradients; DDP's buckets, given to ranks
 overlap        communication hooks of DDP that step as gradients come in
 
 `_broadcast_object`, `_recursive_copy_to_device` and `_is_trainable` are private names of torch's module

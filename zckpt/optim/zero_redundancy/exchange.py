@@ -12,6 +12,7 @@ that only where its bytes are not in one piece on a device that the backend can 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -288,3 +289,111 @@ def wire_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], getattr(torch, kinds[0]).current_device())
+
+
+# --- DDP's buckets, given to ranks
+
+
+class OverlapStatus(enum.IntEnum):
+    """How far the preparation is."""
+
+    UNINITIALIZED = 0
+    DDP_HAS_REBUILT_BUCKETS = 1
+    INITIALIZED = 2
+
+
+@dataclass(slots=True, eq=False)
+class BucketAssignment:
+    """Neighbours among a bucket's parameters that one rank steps.
+
+    `offset` is the position of the first among the bucket's parameters, `tensor` flat, and they are views of it.
+    """
+
+    parameters: list[torch.Tensor]
+    offset: int
+    tensor: torch.Tensor | None = None
+
+    def flattened(self) -> torch.Tensor:
+        """Make the parameters views of the flat tensor, which is made if there is none, and return that."""
+        if self.tensor is None or not is_flat(self.tensor, self.parameters):
+            self.tensor = self.parameters[0].detach().new_empty(sum(p.numel() for p in self.parameters))
+            flatten(self.tensor, self.parameters)
+        return self.tensor
+
+
+@dataclass(slots=True, eq=False)
+class OverlapInfo:
+    """What the hooks and the optimizer know together; under the names of torch's class, which torch's hooks use.
+
+    `shard_buckets` says whether a bucket is cut for several ranks; `offsets`, of each bucket that this rank has a share
+    of, where that begins in `params_per_rank[rank]`. All from `broadcast_handles` on is of one iteration.
+    """
+
+    world_size: int
+    status: OverlapStatus = OverlapStatus.UNINITIALIZED
+    shard_buckets: bool = False
+    params_per_bucket: list[list[torch.Tensor]] = field(default_factory=list)
+    params_per_rank: list[list[torch.Tensor]] = field(default_factory=list)
+    offsets: dict[int, int] = field(default_factory=dict)
+    assigned_ranks_per_bucket: list[set[int]] = field(default_factory=list)
+    num_bucket_assignments: int = 0
+    total_size: int | None = None
+    broadcast_handles: list[Any] = field(default_factory=list)
+    bucket_indices_seen: list[int] = field(default_factory=list)
+    bucket_index_to_future: dict[int, torch.futures.Future[Any]] = field(default_factory=dict)
+    bucket_index_to_bucket: dict[int, Any] = field(default_factory=dict)
+
+    def wait_for_broadcasts(self) -> None:
+        """Wait until all parameters of this iteration have arrived."""
+        for handle in self.broadcast_handles:
+            handle.wait()
+        self.broadcast_handles.clear()
+
+    def clear_per_iter_info(self) -> None:
+        """Forget what belongs to this iteration."""
+        self.bucket_indices_seen.clear()
+        self.bucket_index_to_future.clear()
+        self.bucket_index_to_bucket.clear()
+
+
+def cut(numels: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return at most so many extents [begin, end) of a bucket's parameters, of about equal size, none of them empty.
+
+    `numels`: of the parameters.
+    """
+    extents: list[tuple[int, int]] = []
+    begin, rest = 0, sum(numels)
+    for left in range(min(count, len(numels)), 0, -1):
+        end, size = begin + 1, numels[begin]
+        while end <= len(numels) - left and left > 1 and size + numels[end] / 2 <= rest / left:
+            size += numels[end]
+            end += 1
+        if left == 1:
+            end, size = len(numels), rest
+        extents.append((begin, end))
+        begin, rest = end, rest - size
+    return extents
+
+
+def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
+    """Give every share of every bucket to a rank, and note it in `info`; return those of each rank by bucket."""
+    found: list[dict[int, BucketAssignment]] = [{} for _ in range(info.world_size)]
+    held = [0] * info.world_size
+    info.params_per_rank = [[] for _ in range(info.world_size)]
+    info.assigned_ranks_per_bucket = [set() for _ in info.params_per_bucket]
+    info.offsets.clear()
+    for index, parameters in enumerate(info.params_per_bucket):
+        numels = [p.numel() for p in parameters]
+        extents = cut(numels, info.world_size if info.shard_buckets else 1)
+        largest = sorted(extents, key=lambda extent: -sum(numels[slice(*extent)]))
+        free = sorted(range(info.world_size), key=lambda r: (held[r], r)) if info.shard_buckets else []
+        for number, (begin, end) in enumerate(largest):
+            owner = free[number] if info.shard_buckets else index % info.world_size
+            held[owner] += sum(numels[begin:end])
+            found[owner][index] = BucketAssignment(parameters[begin:end], begin)
+            info.assigned_ranks_per_bucket[index].add(owner)
+            if owner == rank:
+                info.offsets[index] = len(info.params_per_rank[owner])
+            info.params_per_rank[owner].extend(parameters[begin:end])
+    info.num_bucket_assignments = sum(map(len, found))
+    return found

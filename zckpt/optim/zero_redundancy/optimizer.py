@@ -19,7 +19,7 @@ from zckpt.optim.param_groups import Group, numbered, selected
 from zckpt.optim.sharded import ShardedOptimizer
 from zckpt.optim.tensors import with_gradients
 from zckpt.optim.zero_redundancy import exchange, state_dicts
-from zckpt.optim.zero_redundancy.buckets import BucketAssignment, OverlapInfo, OverlapStatus, assign, flatten
+from zckpt.optim.zero_redundancy.exchange import BucketAssignment, OverlapInfo, OverlapStatus, assign
 from zckpt.optim.zero_redundancy.state_dicts import PARTITION, GroupOfPart
 from zckpt.state.partition import greedy_partition
 
@@ -175,15 +175,20 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
             if self.parameters_as_bucket_view:
                 self._exchange = self._make_exchange()
 
-    def _about_groups(self, preferred: int = 0) -> tuple[dict[int, Group], list[int]]:
-        """Return the hyperparameters that this rank sends to others, by group, and the rank that sends each group's.
+    def _moved(
+        self, after: Sequence[int], preferred: int = 0, devices: Sequence[torch.device] | None = None
+    ) -> tuple[exchange.State, list[Group]]:
+        """Send state to where it is to be; return what this rank gets, and each group's hyperparameters.
 
-        Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
+        Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it says them.
         """
         partition, ranks = self._partition_parameters(), (preferred, *range(self.world_size))
         every = list(enumerate(self.param_groups))
         holders = [next((r for r in ranks if partition[r][index]["params"]), preferred) for index, _ in every]
-        return {i: param_groups.plain(group) for i, group in every if holders[i] == self.rank}, holders
+        about = {index: param_groups.plain(group) for index, group in every if holders[index] == self.rank}
+        before = [self._param_to_rank[parameter] for parameter in self._index_to_param]
+        moved, told = exchange.move(self._local_part(), about, before, after, self.process_group, devices)
+        return moved, [told[holder][index] for index, holder in enumerate(holders)]
 
     # --- the step
 
@@ -306,17 +311,12 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         self._bucket_assignments_per_rank = assign(info, self.rank)
         for assignments in self._bucket_assignments_per_rank:
             for assignment in assignments.values():
-                flatten(assignment)
-        before, held = self._param_to_rank, self._local_part()
-        about, holders = self._about_groups()
-        self._repartition(info.params_per_rank)
+                assignment.flattened()
+        after = {parameter: rank for rank, its in enumerate(info.params_per_rank) for parameter in its}
         parameters = self._index_to_param
-        moved, gathered = exchange.move(
-            held, about, [before[p] for p in parameters], [self._param_to_rank[p] for p in parameters],
-            self.process_group, [p.device for p in parameters],
-        )  # fmt: skip
-        for index, holder in enumerate(holders):
-            self.param_groups[index].update(gathered[holder][index])
+        moved, settings = self._moved([after.get(p, 0) for p in parameters], devices=[p.device for p in parameters])
+        self._repartition(info.params_per_rank)
+        param_groups.sync(settings, self.param_groups)
         for number, values in moved.items():
             self.optim.state[parameters[number]] = values
         info.status = OverlapStatus.INITIALIZED
@@ -375,13 +375,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
             raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
         self._consolidated = None
         param_groups.sync(self.param_groups, self.optim.param_groups)
-        about, holders = self._about_groups(to)
-        before = list(map(self._param_to_rank.__getitem__, self._index_to_param))
-        whole, gathered = exchange.move(self._local_part(), about, before, [to] * len(before), self.process_group)
+        whole, settings = self._moved([to] * len(self._index_to_param), to)
         if self.rank == to:
             made = numbered(self.param_groups)
-            for index, holder in enumerate(holders):
-                made[index].update(gathered[holder][index])
+            param_groups.sync(settings, made)
             self._consolidated = {"state": whole, "param_groups": made}
 
     def release_state_dict(self) -> None:

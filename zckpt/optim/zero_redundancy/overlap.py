@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
-from zckpt.optim.zero_redundancy.buckets import OverlapStatus, flatten
+from zckpt.optim.zero_redundancy.exchange import OverlapStatus
 
 if TYPE_CHECKING:
     from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
@@ -161,7 +161,7 @@ class _Steps:
         zero = self.zero
         assignments = zero._bucket_assignments_per_rank
         ranks = sorted(zero._overlap_info.assigned_ranks_per_bucket[index])
-        tensors = {rank: flatten(assignments[rank][index]) for rank in ranks}
+        tensors = {rank: assignments[rank][index].flattened() for rank in ranks}
         mine = assignments[zero.rank].get(index)
         if mine is not None:
             found = reduced_gradients(bucket, future)[mine.offset : mine.offset + len(mine.parameters)]
