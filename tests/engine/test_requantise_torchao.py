@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from zckpt.engine.cast import numpy_dtype
-from zckpt.engine.computed import Computed
-from zckpt.engine.means import Mean
 from zckpt.engine.requantise import Portion, Requantised, by_torchao, nearest
 from zckpt.state import Slot
 
@@ -16,17 +14,13 @@ BLOCK = 64
 
 def made(values: np.ndarray, qmap: np.ndarray | None, *, packed: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales, of values in two portions."""
-    slot = Computed(
-        "x", "float32", values.shape, (), function=Mean((Slot("x", "float32", values.shape, ()),), "float32", (1.0,))
-    )
+    slot = Slot("x", "float32", values.shape, ())
     half = len(values) // 2
-    portions = (Portion(half, 0, slot), Portion(len(values) - half, half, slot))
+    portions = (Portion(0, half, 0, slot), Portion(half, len(values) - half, half, slot))
     its = None if qmap is None else Slot("qmap", "float32", qmap.shape, ())
-    inputs = [values[:half].copy, values[half:].copy, lambda: qmap]
-    found = [
-        Requantised(portions, BLOCK, its, scales, by_torchao, packed).compute(inputs[: 2 if qmap is None else 3], 0, 0)
-        for scales in (False, True)
-    ]
+    inputs = [values[:half].copy, values[half:].copy, lambda: qmap][: 2 if qmap is None else 3]
+    every = [Requantised(portions, len(values), BLOCK, its, scales, by_torchao, packed) for scales in (False, True)]
+    found = [one.compute(inputs, 0, len(values) // one.unit) for one in every]
     return found[0], found[1]
 
 

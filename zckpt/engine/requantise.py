@@ -18,9 +18,10 @@ not to -1.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -35,29 +36,44 @@ LARGEST_FP8 = np.float32(448)
 """torchao's 8-bit floats have no infinity."""
 
 
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """Elements of a partition that follow each other: of a slot from `start` on, or zeros.
+TOGETHER_NUMEL = 1 << 16
+"""Elements, about, that are quantised at once: no more floats than these are in memory."""
 
-    `slot`: of which any elements can be computed by themselves.
+
+class Portion(NamedTuple):
+    """Elements of a slot from `start` on, from element `at` of a partition.
+
+    If the slot is computed, any of its elements can be by themselves.
     """
 
+    at: int
     numel: int
-    start: int = 0
-    slot: Computed | None = None
+    start: int
+    slot: Slot
 
     def inputs(self) -> Sequence[Input]:
         """Return what its elements are computed from."""
-        return () if self.slot is None else self.slot.function.inputs(self.start, self.numel)
+        if isinstance(self.slot, Computed):
+            return self.slot.function.inputs(self.start, self.numel)
+        return [Input(self.slot, Extent.flat(self.slot.shape, self.start, self.numel), "float32")]
+
+    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+        """Return its elements."""
+        if isinstance(self.slot, Computed):
+            return self.slot.function.compute(inputs, self.start, self.numel)
+        return inputs[0]()
 
 
 @dataclass(frozen=True, slots=True)
 class Requantised:
-    """Codes of whole blocks, or their scales.
+    """Codes of a partition's blocks, or their scales.
 
     Parameters
     ----------
     portions : tuple of Portion
+        In their order; elements of none are zero.
+    numel : int, elements
+        Of the partition.
     block : int, elements
     qmap : Slot or None
         The value of each code, float32, ascending; None for 8-bit floats.
@@ -70,16 +86,12 @@ class Requantised:
     """
 
     portions: tuple[Portion, ...]
+    numel: int
     block: int
     qmap: Slot | None
     gives_scales: bool
     quantise: Callable[[Array, int, Array | None, bool], Array]
     is_packed: bool = False
-
-    @property
-    def numel(self) -> int:
-        """Elements that it quantises."""
-        return sum(one.numel for one in self.portions)
 
     @property
     def unit(self) -> int:
@@ -88,29 +100,39 @@ class Requantised:
 
     @property
     def step(self) -> int:
-        """All are computed together."""
-        return -(-self.numel // self.unit)
+        """Values of whole blocks."""
+        return max(TOGETHER_NUMEL // self.block, 1) * self.block // self.unit
 
     @property
     def width(self) -> int:
         """Bytes of a float32 for each element."""
         return 4 * self.unit
 
-    def inputs(self, start: int, numel: int) -> list[Input]:  # noqa: ARG002  # always all of it
+    def _portions(self, low: int, high: int) -> list[Portion]:
+        """Return what of the portions is within elements [low, high)."""
+        first = max(bisect_right(self.portions, low, key=lambda one: one.at) - 1, 0)
+        found = []
+        for at, numel, start, slot in self.portions[first : bisect_left(self.portions, high, key=lambda one: one.at)]:
+            begin, end = max(at, low), min(at + numel, high)
+            if begin < end:
+                found.append(Portion(begin, end - begin, start + begin - at, slot))
+        return found
+
+    def inputs(self, start: int, numel: int) -> list[Input]:
         """Return what the floats are computed from, and the map."""
-        found = [each for one in self.portions for each in one.inputs()]
+        portions = self._portions(start * self.unit, (start + numel) * self.unit)
+        found = [each for one in portions for each in one.inputs()]
         return found if self.qmap is None else [*found, Input(self.qmap, Extent.whole(self.qmap.shape), "float32")]
 
-    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:  # noqa: ARG002
+    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
         """Return the codes, or the scales."""
-        values: Array = np.zeros(self.numel, np.float32)
-        at = taken = 0
-        for one in self.portions:
+        low, high = start * self.unit, min((start + numel) * self.unit, self.numel)
+        values: Array = np.zeros(high - low, np.float32)
+        taken = 0
+        for one in self._portions(low, high):
             count = len(one.inputs())
-            if one.slot is not None:
-                some = inputs[taken : taken + count]
-                values[at : at + one.numel] = one.slot.function.compute(some, one.start, one.numel)
-            at, taken = at + one.numel, taken + count
+            values[one.at - low : one.at - low + one.numel] = one.compute(inputs[taken : taken + count])
+            taken += count
         qmap = None if self.qmap is None else inputs[taken]()
         found = self.quantise(values, self.block, qmap, self.gives_scales)
         return found[::2] << 4 | found[1::2] if self.is_packed and not self.gives_scales else found

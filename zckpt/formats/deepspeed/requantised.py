@@ -10,7 +10,7 @@ What was too small to be quantised stays in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,12 +26,9 @@ from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.quantised import BLOCKS, NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage
-from zckpt.state import Checkpoint, Slot
+from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import Tensor
-
-TOGETHER_NUMEL = 1 << 16
-"""Elements, about, that are quantised at once: of a share's codes, no more floats than these are in memory."""
 
 SMALLEST_NUMEL = 4096
 """Elements of a tensor that torchao quantises, if they are whole blocks."""
@@ -168,27 +165,14 @@ class Form(NamedTuple):
 
 
 def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorage:
-    from zckpt.engine.means import Mean
     from zckpt.engine.requantise import Portion, Requantised, by_bitsandbytes, by_torchao
 
-    dtype = "float32" if kind == SCALE else like.codes.dtype
+    portions = tuple(Portion(one.start, one.covered.numel, one.covered.start, one.slot) for one in _contents(moment))
     rule = by_torchao if like.cls else by_bitsandbytes
-    contents, at = [], 0
-    for content in _together(moment, block * max(TOGETHER_NUMEL // block, 1)):
-        portions = tuple(
-            Portion(numel, start, slot)
-            if slot is None or isinstance(slot, Computed)
-            else Portion(
-                numel, start, Computed(slot.name, "float32", slot.shape, (), function=Mean((slot,), "float32", (1.0,)))
-            )
-            for slot, start, numel in content
-        )
-        function = Requantised(portions, block, like.qmap, kind == SCALE, rule, like.per_code == 2)
-        slot = Computed(like.key, dtype, (function.step,), (), function=function)
-        contents.append(SlotContent(at // function.unit, slot, f"{like.key}, quantised anew"))
-        at += function.numel
-    unit = block if kind == SCALE else like.per_code
-    return new_storage(dtype, -(-moment.numel // unit), contents)
+    function = Requantised(portions, moment.numel, block, like.qmap, kind == SCALE, rule, like.per_code == 2)
+    dtype, numel = "float32" if kind == SCALE else like.codes.dtype, -(-moment.numel // function.unit)
+    slot = Computed(like.key, dtype, (numel,), (), function=function)
+    return new_storage(dtype, numel, [SlotContent(0, slot, f"{like.key}, quantised anew")])
 
 
 def _contents(moment: Tensor) -> list[SlotContent]:
@@ -198,25 +182,3 @@ def _contents(moment: Tensor) -> list[SlotContent]:
     if len(ordered) < len(contents):
         raise ValueError("a share of quantised state has contents that are no slots")
     return ordered
-
-
-def _together(moment: Tensor, most: int) -> Iterator[list[tuple[Slot | None, int, int]]]:
-    """Yield what a tensor is to hold, `most` elements at once: slots, or zeros, with start and number."""
-    runs: list[tuple[Slot | None, int, int]] = []
-    end = 0
-    for one in _contents(moment):
-        runs += [(None, 0, one.start - end), (one.slot, one.covered.start, one.covered.numel)]
-        end = one.start + one.covered.numel
-    runs.append((None, 0, moment.numel - end))
-    found: list[tuple[Slot | None, int, int]] = []
-    left = most
-    for slot, start, numel in runs:
-        while numel:
-            count = min(numel, left)
-            found.append((slot, start, count))
-            start, numel, left = start + count, numel - count, left - count  # noqa: PLW2901
-            if not left:
-                yield found
-                found, left = [], most
-    if found:
-        yield found
