@@ -53,41 +53,30 @@ def stage_states(
         rows = padded_rows(origin.model.content, origin.rules, degree)
         if rows is None and not origin.ranks:
             rows = rows_that_were(origin.rules, checkpoint.parameters, degree)
-    if not is_staged(checkpoint, origin, options):
-        given = {
-            "pipeline-parallel size": options.pipeline_parallel_size,
-            "partition method": options.partition_method,
-            "list of a pipeline's layers": options.pipeline_layers,
-            "bound of stages": options.stage_bounds,
-        }
-        for what, value in given.items():
-            if value is not None and (what, value) != ("pipeline-parallel size", 1):
-                raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply")
-        return [local_states(checkpoint, origin, degree, rows, sliced_experts=as_slices)], None
-    tp = checkpoint.topology.tp
-    elsewhere = not origin.ranks
-    orders = known_orders(checkpoint) if elsewhere else []
-    if elsewhere:
+    tp, elsewhere, staged = checkpoint.topology.tp, not origin.ranks, is_staged(checkpoint, origin, options)
+    asked = stages_asked(options)
+    if asked and not staged:
+        raise UsageError(f"the checkpoint is no pipeline's, so {asked[0]} does not apply")
+    orders = known_orders(checkpoint) if elsewhere and staged else []
+    if elsewhere and staged:
         _check_order(checkpoint, orders)
         whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
         whole.degrees.extend(expert_degrees(whole))
         origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
-    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
+    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)] if staged else [()]
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
-    stages = stages_of(
-        origin, [ranks[0].state for ranks in source], [ranks[0].state for ranks in sliced], options, checkpoint.source
-    )
+    if not staged:
+        return sliced, None
+    before, after = ([ranks[0].state for ranks in every] for every in (source, sliced))
+    stages = stages_of(origin, before, after, options, checkpoint.source)
     if stages is None and degree == tp:
         return sliced, None
+    grid = [[files.state for files in of_stage] for of_stage in sliced]
     if stages is not None:
-        by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
-        by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
-        slices = [_dealt(states, stages, orders, by_groups=by_groups, elsewhere=elsewhere)
-                  for states in by_rank]  # fmt: skip
-        grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
+        by_rank = list(map(list, zip(*grid, strict=True)))
+        slices = [_dealt(origin, states, stages, orders, elsewhere=elsewhere) for states in by_rank]
+        grid = list(map(list, zip(*slices, strict=True)))
         stages = replace(stages, untold=tuple(untold_orders(by_rank[0], slices[0], orders)))
-    else:
-        grid = [[files.state for files in of_stage] for of_stage in sliced]
     first = origin.ranks[0]
     held = [any(map(is_expert, states[0].parameters)) for states in grid]
     if any(held) and not all(held):
@@ -105,15 +94,15 @@ def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
     if origin.layers or checkpoint.topology.pp > 1:
         return True
     if not origin.ranks:  # of another format
-        return is_asked(options)
+        return bool(stages_asked(options))
     given = options.pipeline_layers is not None or options.stage_bounds is not None
     return given and are_stages([files.models[0] for files in origin.ranks], len(origin.ranks))
 
 
-def is_asked(options: Options) -> bool:
-    """Tell whether options say that layers are to be dealt to stages."""
-    asked = options.partition_method, options.stage_bounds, options.pipeline_layers
-    return options.pipeline_parallel_size not in (None, 1) or asked != (None, None, None)
+def stages_asked(options: Options) -> list[str]:
+    """Return the options which say that layers are to be dealt to stages."""
+    names = ("pipeline_parallel_size", "partition_method", "stage_bounds", "pipeline_layers")
+    return [name for name in names if getattr(options, name) not in (None, 1)]
 
 
 def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
@@ -139,11 +128,11 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
 
 
 def _dealt(
+    origin: Origin,
     source: Sequence[RankState],
     stages: Stages,
     orders: Sequence[Sequence[Sequence[str]] | None],
     *,
-    by_groups: bool,
     elsewhere: bool,
 ) -> list[RankState]:
     """Return the state of each stage of the target, of one tensor-parallel rank.
@@ -151,6 +140,7 @@ def _dealt(
     A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
     """
     count = len(stages.bounds) - 1
+    by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
     found = [RankState(0, lanes=source[0].lanes, whole=frozenset().union(*(s.whole for s in source)))
              for _ in range(count)]  # fmt: skip
     parameters = {name: p for state in reversed(source) for name, p in state.parameters.items()}
@@ -161,6 +151,7 @@ def _dealt(
     )
     joined = [joined_experts(state) for state in source]
     by_size = elsewhere or all(fits for *_, fits in joined)
+    digests = Digests()
     for stage, state in enumerate(found):
         for known, own in ((parameters, state.parameters), (buffers, state.buffers)):
             names = [name for name in known if stage in has[name]]
@@ -169,7 +160,13 @@ def _dealt(
               for name in group.parameters}  # fmt: skip
     for number, row in enumerate(align_groups([groups for groups, *_ in joined])):
         groups = [group for group in row if group is not None]
-        _check_alike(groups, number)
+        if len({digests.of(group.state) for group in groups if group.parameters}) > 1:
+            raise UnsupportedError(
+                f"stages have values of their own in the state of param group {number}, which cannot be dealt to "
+                f"others",
+                found=", ".join(sorted({key for group in groups for key in group.state})),
+                advice="keep the stages",
+            )
         every = list(dict.fromkeys(name for group in groups for name in group.parameters))
         for stage, state in enumerate(found):
             its = [name for name in every if stage in has[name]]
@@ -191,16 +188,6 @@ def _dealt(
                     found=",".join(map(str, stages.bounds)),
                 )
     return found
-
-
-def _check_alike(groups: Sequence[ParamGroup], number: int) -> None:
-    digests = Digests()
-    if len({digests.of(group.state) for group in groups if group.parameters}) > 1:
-        raise UnsupportedError(
-            f"stages have values of their own in the state of param group {number}, which cannot be dealt to others",
-            found=", ".join(sorted({key for group in groups for key in group.state})),
-            advice="keep the stages",
-        )
 
 
 def _in_order(

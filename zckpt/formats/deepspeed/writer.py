@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import in_run, is_run, with_latest
 from zckpt.formats.deepspeed.pipeline import TIED, is_of_layer
-from zckpt.formats.deepspeed.restage import is_asked, with_tied_keys
+from zckpt.formats.deepspeed.restage import stages_asked, with_tied_keys
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
@@ -34,7 +34,6 @@ ONE_ORDER = (
     "each param group keeps the pipeline's order, stage by stage: flat partitions have no names, so that the one model "
     "has to list its parameters alike"
 )
-OF_STAGES = ("pipeline_parallel_size", "partition_method", "stage_bounds", "pipeline_layers")
 
 ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
 
@@ -84,7 +83,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
         checkpoint = replace(checkpoint, param_groups=with_hyperparameters(checkpoint.param_groups, given))
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
-    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=is_asked(options), bf16=bf16)
+    converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16)
     strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
@@ -157,8 +156,8 @@ def recut(job: Job) -> TargetFiles:
 def _one_model(job: Job) -> TargetFiles:
     """Return the files of a pipeline as those of one model, whose names it has now."""
     checkpoint, options = job.checkpoint, job.options
-    asked = [one.name for one in fields(options) if one.name in OF_STAGES and getattr(options, one.name) is not None]
-    if [one for one in asked if one != OF_STAGES[0]] or options.pipeline_parallel_size not in (None, 1):
+    asked = stages_asked(options)
+    if asked:
         raise UsageError(
             f"layers under other names make one model, without stages, so {asked[0]} does not apply",
             advice="`zckpt convert --to deepspeed` deals layers under other names to stages",
