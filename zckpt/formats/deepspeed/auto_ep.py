@@ -178,10 +178,8 @@ def alone(parameter: Parameter, layer: AutoLayer, number: int) -> Parameter:
     return replace(one, name=f"{parameter.name}.{number}", shape=one.shape[1:], slots=slots)
 
 
-def from_files(
-    weights: Weights, layers: Iterable[AutoLayer], trained: Collection[str]
-) -> tuple[Weights, dict[str, Slot]]:
-    """Return what files hold of all but these layers, and of these the weights, each of all experts.
+def from_files(weights: Weights, layers: Iterable[AutoLayer], trained: Collection[str]) -> Weights:
+    """Return what files hold, and of these layers the weights of all experts.
 
     Raises
     ------
@@ -190,11 +188,11 @@ def from_files(
     LayoutError
         Experts are of different shapes.
     """
-    rest, found = dict(weights), {}
+    found = dict(weights)
     for layer in layers:
         for name in layer.names:
-            parts = [rest.pop(f"{name}.{number}", None) for number in range(layer.experts)]
-            held = [slot_of(WEIGHT, tensor, path) for path, tensor in filter(None, parts)]
+            parts = (found.pop(f"{name}.{number}", None) for number in range(layer.experts))
+            held = [slot for slot in parts if slot is not None]
             if not held and trained and name not in trained:  # left out, for it is frozen
                 continue
             if len(held) < layer.experts:
@@ -206,7 +204,7 @@ def from_files(
             if len({(slot.shape, slot.dtype) for slot in held}) > 1:
                 raise LayoutError(f"experts of {name} are of different shapes")
             found[name] = concat([reshape(slot, (1, *slot.shape)) for slot in held], 0)
-    return rest, found
+    return found
 
 
 def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:

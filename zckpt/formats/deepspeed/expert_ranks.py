@@ -28,8 +28,7 @@ from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import auto_experts
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
-from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Duplicate
+from zckpt.state import Duplicate
 from zckpt.torchfile import plain
 
 DATA_FIRST = "use_data_before_expert_parallelism"
@@ -159,12 +158,9 @@ class ExpertFiles(NamedTuple):
         """Yield the same weight from the files of further ranks."""
         first = self.all()
         for lane, weights in sorted(self.by_lane.items()):
-            for name, (path, tensor) in weights.items():
-                where, used = first[name]
-                if where != path and used.shape == tensor.shape:
-                    yield Duplicate(
-                        "parameter", name, name, slot_of(WEIGHT, tensor, path), slot_of(WEIGHT, used, where), lane
-                    )
+            for name, slot in weights.items():
+                if first[name] is not slot and first[name].shape == slot.shape:
+                    yield Duplicate("parameter", name, name, slot, first[name], lane)
 
 
 def expert_files(files: Files) -> ExpertFiles:
@@ -172,9 +168,9 @@ def expert_files(files: Files) -> ExpertFiles:
     by_lane: dict[int, Weights] = {}
     layers: dict[str, int] = {}
     for shard, file in files:
-        tensors = weights_of(file)
-        by_lane.setdefault(shard.mp_rank or 0, {}).update({n: (shard.path, one) for n, one in tensors.items()})
-        for name in filter(is_expert, tensors):
+        weights = weights_of(file)
+        by_lane.setdefault(shard.mp_rank or 0, {}).update(weights)
+        for name in filter(is_expert, weights):
             layers.setdefault(layer_of(name), shard.layer or 0)
     return ExpertFiles(by_lane, layers)
 

@@ -366,12 +366,11 @@ class FlatRank(Rank):
     def read(self, spread: Spread) -> None:
         """Read the optimizer's files."""
         state, model, members = self.state, self.model, self.members
-        held = model.module | {name: tensor for name, (_, tensor) in self.weights.items()}
-        groups = flat_groups(model, members, {name: tensor.shape for name, tensor in held.items()}, spread)
+        groups = flat_groups(model, members, {name: slot.shape for name, slot in self.held.items()}, spread)
         if model.uses_zenflow:
             from zckpt.formats.deepspeed.zenflow import are_transposed, flipped
 
-            state.transposed = are_transposed(held, [group.shapes for group in groups])
+            state.transposed = are_transposed(self.held, [group.shapes for group in groups])
             if state.transposed:
                 groups = [replace(group, shapes=flipped(group.shapes)) for group in groups]
         cuts = [

@@ -310,27 +310,27 @@ class ShardedRank(Rank):
         self.add_values(group_of, {sub: read[sub] for sub in group_of})
         state.padding = by_group(cut.padding, group_of)
 
-    def weight(self, name: str, shape: Shape, tensor: Tensor, path: str) -> dict[str, Slot]:  # noqa: ARG002
+    def weight(self, name: str, shape: Shape, slot: Slot) -> dict[str, Slot]:  # noqa: ARG002
         """Return nothing: in the file, its tensor is empty."""
         return {}
 
-    def frozen(self, name: str, tensor: Tensor, path: str) -> Slot | None:
+    def frozen(self, name: str, slot: Slot) -> Slot | None:
         """Return the weight of a parameter that is not trained, from the shards in each rank's model file."""
         if name not in self.model.module:
-            return super().frozen(name, tensor, path)
+            return slot
         shape = (self.model.frozen_shapes or {}).get(name)
         if shape is None or 0 in shape:
-            return None if shape is None else Slot(WEIGHT, tensor.dtype, shape, ())
-        slot = frozen_weight(name, shape, self.models)
-        if slot is None or not self.state.transposed:
-            return slot
+            return None if shape is None else Slot(WEIGHT, slot.dtype, shape, ())
+        found = frozen_weight(name, shape, self.models)
+        if found is None or not self.state.transposed:
+            return found
         from zckpt.formats.deepspeed.zenflow import transposed_slot
 
-        return transposed_slot(slot)
+        return transposed_slot(found)
 
-    def is_beside(self, name: str, tensor: Tensor) -> bool:
+    def is_beside(self, name: str, slot: Slot) -> bool:
         """Tell whether a tensor is none of a parameter's, which are empty."""
-        return tensor.numel > 0 and name not in (self.model.frozen_shapes or {})
+        return slot.numel > 0 and name not in (self.model.frozen_shapes or {})
 
     def note_copies(self) -> None:
         """Note the copies of buffers that other ranks' files hold."""

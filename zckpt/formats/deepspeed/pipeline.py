@@ -25,13 +25,13 @@ from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import ParamGroup, Shape
-from zckpt.torchfile import Digests, Tensor, TorchFile
+from zckpt.state import ParamGroup, Shape, Slot
+from zckpt.torchfile import Digests, TorchFile
 
 TIED = "tied_modules."
 
-Copy = tuple[int, str, str, Tensor]
-"""Model-parallel rank, parameter name, file and tensor."""
+Copy = tuple[int, str, Slot]
+"""Model-parallel rank, parameter name and weight."""
 
 
 def is_of_layer(name: str) -> bool:
@@ -138,14 +138,14 @@ def stage_weights(files: Files, models: Sequence[ModelShard], tp: int) -> tuple[
         tp_rank = shard.mp_rank or 0
         if tp_rank >= tp:
             continue
-        tensors, stages = weights_of(file), range(tp_rank, len(models), tp)
+        weights, stages = weights_of(file), range(tp_rank, len(models), tp)
         for key, name in layer_names(shard, file, models[tp_rank::tp]).items():
             owners = [rank for rank in stages if name in named[rank]] or [tp_rank]
             if name in found[owners[0]]:
-                copies.append((owners[0], name, shard.path, tensors[key]))
+                copies.append((owners[0], name, weights[key]))
                 continue
             for rank in owners:
-                found[rank][name] = (shard.path, tensors[key])
+                found[rank][name] = weights[key]
     for rank, model in enumerate(models):
         lost = [name for name in named[rank] if name not in found[rank]]
         if lost:
@@ -180,10 +180,10 @@ def with_shapes(
         members = sorted((o for o in optimizers if o.mp_rank == model.mp_rank), key=lambda one: one.rank)
         if model.param_shapes is None and members and all(member.mappings is not None for member in members):
             weights = {
-                f"{shard.layer}.{key}": tensor.shape
+                f"{shard.layer}.{key}": slot.shape
                 for shard, file in layers
                 if (shard.mp_rank or 0) == model.mp_rank % tp
-                for key, tensor in weights_of(file).items()
+                for key, slot in weights_of(file).items()
             }
             shapes = [
                 {name: _shape_of(name, numel, weights) for name, numel in mapped_numels(members, index).items()}
@@ -224,7 +224,7 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     known: dict[str, Shape | None] = {}
     for model in models:
         known.update(_names(model))
-    return {key: _full_name(shard, key, tensor, known) for key, tensor in weights_of(file).items()}
+    return {key: _full_name(shard, key, slot.shape, known) for key, slot in weights_of(file).items()}
 
 
 def _names(model: ModelShard) -> dict[str, Shape | None]:
@@ -234,7 +234,7 @@ def _names(model: ModelShard) -> dict[str, Shape | None]:
     return names
 
 
-def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, Shape | None]) -> str:
+def _full_name(shard: Shard, key: str, own: Shape, known: Mapping[str, Shape | None]) -> str:
     """Return the model's name for a key of a layer file."""
     name = f"{shard.layer}.{key}"
     if name in known:
@@ -242,7 +242,7 @@ def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, Shape
     listed = [one for one in known if ATTRIBUTE in one and unwrapped(one) == name]
     if listed:
         return listed[0]
-    of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == tensor.shape)
+    of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == own)
     tied = [n for n in of_shape if key in (rest := within(n), unwrapped(rest))]  # tied_modules.<layer's key>.<key>
     if len(tied) > 1:
         raise UnsupportedError(

@@ -29,7 +29,6 @@ from zckpt.formats.deepspeed.values import (
 )
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Parameter, ParamGroup, Shape, Slot
-from zckpt.torchfile import Tensor
 
 
 class Rank:
@@ -41,7 +40,8 @@ class Rank:
         One; for ZeRO-3 one for each data-parallel rank, in order.
     members : sequence of OptimizerShard
         One for each data-parallel rank, in order; empty for stage 0.
-    weights : mapping of str to (path, Tensor)
+    weights : mapping of str to Slot
+        What lies outside of the model file: of experts, of pipeline layers.
     firsts : sequence of OptimizerShard
         Of each model-parallel rank the first one: what they have otherwise, each has of its own.
     """
@@ -56,8 +56,10 @@ class Rank:
         weights: Weights,
         firsts: Sequence[OptimizerShard],
     ) -> None:
-        self.state, self.models, self.members, self.weights, self.firsts = state, models, members, weights, firsts
+        self.state, self.models, self.members, self.firsts = state, models, members, firsts
         self.model, self.auto = models[0], auto_experts(models[0])
+        module = {name: slot_of(WEIGHT, tensor, self.model.path) for name, tensor in self.model.module.items()}
+        self.held = module | {name: slot for name, slot in weights.items() if name not in module}
         self.own = own_keys(members, firsts) if members else set()
         self.trained: dict[str, tuple[Shape, dict[str, Slot], int]] = {}
 
@@ -90,19 +92,20 @@ class Rank:
     def read(self, spread: Spread) -> None:
         """Read the optimizer's files: groups, and shape, slots and group of each trained parameter."""
 
-    def weight(self, name: str, shape: Shape, tensor: Tensor, path: str) -> dict[str, Slot]:
+    def weight(self, name: str, shape: Shape, slot: Slot) -> dict[str, Slot]:
         """Return the weight of a trained parameter."""
-        if tensor.shape != shape:
+        if slot.shape != shape:
+            path = next((span.path for span in slot.spans), None)
             raise LayoutError(
-                f"{name} has two shapes", path=path, expected=f"{shape} as in param_shapes", found=tensor.shape
+                f"{name} has two shapes", path=path, expected=f"{shape} as in param_shapes", found=slot.shape
             )
-        return weight_in(tensor, path)
+        return {WEIGHT: slot}
 
-    def frozen(self, name: str, tensor: Tensor, path: str) -> Slot | None:  # noqa: ARG002  # of the others
+    def frozen(self, name: str, slot: Slot) -> Slot | None:  # noqa: ARG002  # of the others
         """Return the weight of a parameter that is not trained; None where no file has it."""
-        return slot_of(WEIGHT, tensor, path)
+        return slot
 
-    def is_beside(self, name: str, tensor: Tensor) -> bool:  # noqa: ARG002
+    def is_beside(self, name: str, slot: Slot) -> bool:  # noqa: ARG002
         """Tell whether a module has put a tensor into its state dict that is neither a parameter nor a buffer.
 
         A quantised weight has its scales and maps there (bitsandbytes: `weight.absmax`, `weight.quant_map`, ...), and
@@ -118,48 +121,31 @@ class Rank:
 
     def place(self, shared: Mapping[str, str]) -> None:
         """Sort the names of the module, of other weight files and of the groups into parameters and buffers."""
-        state, model, trained = self.state, self.model, self.trained
+        state, module, trained, held = self.state, self.model.module, self.trained, self.held
         aliases = tied_names(self.models, trained, shared, parameterwise=self.parameterwise)
-        weights = self.weights
-        whole: dict[str, Slot] = {}
         if self.auto:
-            aliases = {**router_names(model, parameterwise=self.parameterwise), **aliases}
-            layers = () if self.parameterwise else dict.fromkeys(self.auto.values())
-            weights, whole = from_files(weights, layers, trained)
-        lost, known = [], {*model.module, *trained, *weights}
-        every = {name: (model.path, tensor) for name, tensor in model.module.items()}
-        outside = {name: one for name, one in weights.items() if name not in every}
-        for name, (path, tensor) in {**every, **outside}.items():
-            if name in model.buffer_names:
-                state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, weight_in(tensor, path))
-            elif name in every and name in aliases and aliases[name] in known:
-                state.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
+            aliases = {**router_names(self.model, parameterwise=self.parameterwise), **aliases}
+            held = from_files(held, () if self.parameterwise else dict.fromkeys(self.auto.values()), trained)
+        lost = []
+        for name, slot in held.items():
+            if name in self.model.buffer_names:
+                state.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+            elif name in module and (owner := aliases.get(name)) is not None and (owner in held or owner in trained):
+                state.parameters[name] = Parameter(name, (), slot.dtype, tied_to=owner)
             elif name in trained:
                 shape, slots, group = trained[name]
-                slots = {**self.weight(name, shape, tensor, path), **slots}
-                state.parameters[name] = Parameter(name, shape, tensor.dtype, slots, group)
-            elif name in every and self.is_beside(name, tensor):
-                state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, weight_in(tensor, path))
-            elif (slot := self.frozen(name, tensor, path)) is not None:
-                state.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
+                slots = {**self.weight(name, shape, slot), **slots}
+                state.parameters[name] = Parameter(name, shape, slot.dtype, slots, group)
+            elif name in module and self.is_beside(name, slot):
+                state.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+            elif (frozen := self.frozen(name, slot)) is not None:
+                state.parameters[name] = Parameter(name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=True)
             else:
                 lost.append(name)
         if lost:
-            state.warnings.append(f"{model.path}: no file holds the values of {listed(lost)}; left out")
-        for name, slot in whole.items():
-            shape, slots, index = trained.get(name, (slot.shape, {}, None))
-            if shape != slot.shape:
-                raise LayoutError(f"{name} has two shapes", expected=f"{shape} as in param_shapes", found=slot.shape)
-            held = {WEIGHT: slot, **slots}
-            state.parameters[name] = Parameter(name, shape, slot.dtype, held, index, frozen=index is None)
-        self._place_without_weight()
-        complete_aliases(state.parameters)
-        self.note_copies()
-
-    def _place_without_weight(self) -> None:
-        """Add trained parameters that no file has a weight of; an expert has a file of its own, so that is an error."""
-        for name, (shape, slots, group) in self.trained.items():
-            if name not in self.state.parameters and is_expert(name):
+            state.warnings.append(f"{self.model.path}: no file holds the values of {listed(lost)}; left out")
+        for name, (shape, slots, group) in trained.items():
+            if name not in state.parameters and is_expert(name):  # which has a file of its own
                 number = expert_number(name)
                 raise ShardError(
                     f"no file holds the weights of expert {number} ({name})",
@@ -167,8 +153,9 @@ class Rank:
                     code=MISSING_FILE,
                     parameters=[name],
                 )
-            if name not in self.state.parameters:
-                self.state.parameters[name] = Parameter(name, shape, self.model.dtype, slots, group)
+            state.parameters.setdefault(name, Parameter(name, shape, self.model.dtype, slots, group))
+        complete_aliases(state.parameters)
+        self.note_copies()
 
     def note_copies(self) -> None:
         """Note what the model file holds besides what is read: of tied weights, and of frozen ones."""

@@ -56,10 +56,9 @@ from zckpt.formats.deepspeed.values import (
     copies_of_optimizers,
     keep_others,
     shard_rules,
-    weight_in,
 )
 from zckpt.formats.torch_files.tensors import carried, describe
-from zckpt.state import Checkpoint, Topology, as_float
+from zckpt.state import WEIGHT, Checkpoint, Topology, as_float
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, plain, read_torchfile
 
@@ -229,10 +228,9 @@ class _Files:
             if across:
                 state.lanes, state.whole = spread.lanes, frozenset(filter(is_expert, state.parameters))
                 state.duplicates += experts.copies() if lane == 0 else ()
-            for rank, name, path, tensor in copies:  # further files of a tied layer
+            for rank, name, slot in copies:  # further files of a tied layer
                 if rank == mp_rank and name in state.parameters:
-                    used = state.parameters[name].slots
-                    state.duplicates += copies_of(name, weight_in(tensor, path), used, kind="tied")
+                    state.duplicates += copies_of(name, {WEIGHT: slot}, state.parameters[name].slots, kind="tied")
             yield RankFiles(models, members, state)
 
     def _of_rank(self, mp_rank: int) -> tuple[Sequence[ModelShard], Sequence[OptimizerShard]]:

@@ -20,14 +20,14 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import as_listed, filed_names, flattened
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
-from zckpt.state import MASTER, Scalar, Shape
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, slot_of, with_scalars
+from zckpt.state import MASTER, WEIGHT, Scalar, Shape, Slot
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Files = Sequence[tuple[Shard, TorchFile]]
 
-Weights = dict[str, tuple[str, Tensor]]
-"""File and tensor of weights that lie outside of a model file, by name."""
+Weights = dict[str, Slot]
+"""Of parameters and buffers, by name."""
 
 Shapes = dict[str, Shape]
 """Shapes by name, as `param_shapes` and its kin have them."""
@@ -275,9 +275,10 @@ def _model(shard: Shard, file: TorchFile) -> ModelShard:
     )
 
 
-def weights_of(file: TorchFile) -> dict[str, Tensor]:
-    """Return the tensors of a file of weights, of experts or a pipeline's layer, by name."""
-    return _tensors_by_name(as_mapping(file.root, file.path, expected="a dict of weights"))
+def weights_of(file: TorchFile) -> Weights:
+    """Return what a file of weights has, of experts or a pipeline's layer, by name."""
+    tensors = _tensors_by_name(as_mapping(file.root, file.path, expected="a dict of weights"))
+    return {name: slot_of(WEIGHT, tensor, file.path) for name, tensor in tensors.items()}
 
 
 def _shapes(node: object) -> Shapes:

@@ -45,12 +45,12 @@ def notes(config: Mapping[str, object], stage: int) -> list[str]:
     ]
 
 
-def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes]) -> bool:
+def are_transposed(weights: Mapping[str, Slot], groups: Sequence[Shapes]) -> bool:
     """Tell whether the flat buffers of a ZenFlow training hold matrices column by column.
 
     Parameters
     ----------
-    weights : mapping of str to Tensor
+    weights : mapping of str to Slot
         As the model's files have them.
     groups : sequence of dict of str to tuple
         Shapes of the parameters of each group.
@@ -65,17 +65,15 @@ def are_transposed(weights: Mapping[str, Tensor], groups: Sequence[Shapes]) -> b
     ]
     found: dict[bool, str] = {}
     for name, shape in matrices:
-        tensor = weights.get(name)
-        if tensor is not None and tensor.shape == shape and tensor.is_contiguous:
-            found.setdefault(False, name)
-        elif tensor is not None and tensor.shape == shape and tensor.strides == (1, shape[0]):
-            found.setdefault(True, name)
-        else:
+        slot = weights.get(name)
+        strides = slot.spans[0].strides if slot is not None and slot.numel else None
+        if slot is None or slot.shape != shape or strides not in (None, (1, shape[0])):
             raise LayoutError(
                 f"ZenFlow: the weight of {name}, by which the order of its master is known, is not as DeepSpeed has it",
                 expected=f"shape {shape}, stored row by row or column by column",
-                found="none" if tensor is None else f"shape {tensor.shape}, strides {tensor.strides}",
+                found="none" if slot is None else f"shape {slot.shape}, strides {strides}",
             )
+        found.setdefault(strides is not None, name)
     if len(found) == 2:
         raise LayoutError(
             "ZenFlow: weights are stored row by row and column by column, which it does with all or none",
