@@ -32,7 +32,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.zero_redundancy import reader
-from zckpt.formats.zero_redundancy.directory import find, is_own
+from zckpt.formats.zero_redundancy.directory import OWNED, find
 from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
@@ -557,8 +557,8 @@ def test_ranks_that_contradict_each_other_are_refused(change, error, message, tm
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda about: about.update(names=5), "lists of names"),
-        (lambda about: about.update(names=[[5]]), "lists of names"),
+        (lambda about: about.update(names=5), "a list of names"),
+        (lambda about: about.update(names=[[5]]), "a list of names"),
         (lambda about: about["names"][0].append(about["names"][0][0]), "the optimizer has a parameter twice"),
         (lambda about: about["names"][0].reverse(), "optimizer_rank_0.pt: "),
         (lambda about: about["names"].pop(), "optimizer_rank_0.pt: "),
@@ -569,7 +569,7 @@ def test_ranks_that_contradict_each_other_are_refused(change, error, message, tm
         (lambda about: about.update(world_size=0), "expected 0 ranks"),
         (lambda about: about.update(world_size="3"), "expected 3 ranks"),
         (lambda about: about.update(world_size=None), "optimizer.pt"),
-        (lambda about: about.clear(), "optimizer|lists of names"),
+        (lambda about: about.clear(), "optimizer|a list of names"),
     ],
 )
 def test_metadata_that_is_wrong_is_refused(change, message, tmp_path):
@@ -605,5 +605,7 @@ def test_world_without_ranks_is_refused():
 def test_own_names_are_those_that_are_written(tmp_path):
     source = consolidated("zro_dp2_adamw")
     for form in FORMS:
-        assert all(is_own(file.name) for file in lay_out(source, **form))
-    assert not any(map(is_own, ["model.safetensors", "optimizer_rank_.pt", "zero_rank0.pt", "a/model.pt", "notes.txt"]))
+        assert all(OWNED.is_own(file.name) for file in lay_out(source, **form))
+    assert not any(
+        map(OWNED.is_own, ["model.safetensors", "optimizer_rank_.pt", "zero_rank0.pt", "a/model.pt", "notes.txt"])
+    )

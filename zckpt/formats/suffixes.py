@@ -20,6 +20,15 @@ TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 READ_SUFFIXES = (*TORCH_SUFFIXES, ".ckpt")
 """Of the files of torch.save that programs write."""
 
+OWN_NAME = "zckpt.pt"
+"""Of a directory of another program: what zckpt writes besides, for which that program has no room."""
+
+OWN_MODEL = (
+    r"(?:diffusion_pytorch_)?model(?:(?:-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)"
+    r"|(?:optimizer|adapter_model)\.safetensors"
+)
+"""A pattern of the files of a model's directory that are safetensors, or their index, as zckpt writes it."""
+
 A_MODEL = "a model of another program"
 
 OTHERS = {

@@ -21,16 +21,15 @@ from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_h
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
-from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
-from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
+from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import Naming
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
-from zckpt.storage.ownership import Owned
+from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,7 +39,7 @@ ADAPTER_NAME = "adapter_model.safetensors"
 NO_CONFIG = f"no {CONFIG_NAME} goes along, which from_pretrained wants; --config DIR says where one is"
 
 TIED = ("duplicate", "drop")
-OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
+OWNED = Owned(called(OWN_MODEL))
 """The directories of models that are replaced."""
 
 

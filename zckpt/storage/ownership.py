@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -71,6 +72,11 @@ class Owned:
 
     is_own: Callable[[str], bool]
     is_marked: Callable[[Path], bool] = _any
+
+
+def called(pattern: str) -> Callable[[str], bool]:
+    """Return what tells names that are, as a whole, of a pattern; it is compiled when it is asked."""
+    return lambda name: re.fullmatch(pattern, name) is not None
 
 
 def kind_of(mode: int) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import UnsupportedError
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
 from zckpt.formats.options import option
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -56,10 +57,6 @@ def _is_own(name: str) -> bool:
     return is_own(name)
 
 
-def _is_marked(directory: Path) -> bool:
-    return (directory / "zckpt.pt").is_file()
-
-
 class Accelerate(Format):
     """What Accelerate's `load_state` takes, without DeepSpeed."""
 
@@ -74,7 +71,7 @@ class Accelerate(Format):
     writes = "what Accelerate's load_state takes: without FSDP, or for FSDP1 and FSDP2"
     options = Options
     keeps_optimizers = True
-    owns = Owned(_is_own, _is_marked)
+    owns = Owned(_is_own, lambda directory: (directory / OWN_NAME).is_file())
 
     def find(self, search: Search) -> None:  # noqa: ARG002
         """Leave all directories to the formats that their files are of."""

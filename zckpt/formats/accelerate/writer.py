@@ -9,7 +9,7 @@ lack, and what their steps are not, has torch's default and torch's form.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from zckpt.formats.assets import copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.dcp import writer as dcp_writer
-from zckpt.formats.dcp.directory import OWN_NAME
 from zckpt.formats.dcp.directory import is_own as is_dcps
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree
@@ -31,6 +30,7 @@ from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.kept import DCP, ONE, follows, one_group
 from zckpt.formats.remainder import remainder, types_of_weights
 from zckpt.formats.safetensors import layout as safetensors_layout
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar
@@ -94,7 +94,7 @@ def lay_out(job: Job) -> TargetFiles:
     if form == SHARDED:
         files = list(_sharded(parts, job.options.world_size or 1, notes))
     else:
-        files = list(_full(parts, notes) if form == FULL else _plain(parts))
+        files = list(_whole(parts, notes, full=form == FULL))
     if not checkpoint.param_groups:
         notes.append("the source has no optimizer: load_state takes models alone where no optimizer was prepared")
     states = state_files(checkpoint, parts.optimizers, notes)
@@ -131,29 +131,21 @@ def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool)
     return {**remainder(checkpoint), "metadata": metadata, "dtypes": types_of_weights(checkpoint)}
 
 
-def _numbered(stem: str, number: int) -> str:
-    """Return the name of the n-th of what is prepared; the first one's has no number."""
-    return f"{stem}_{number}" if number else stem
-
-
-def _plain(parts: Parts) -> Iterator[TargetFile]:
+def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile]:
+    """Yield a file for each model and each optimizer: torch files by names for FSDP, else numbered state."""
     for number, model in enumerate(parts.models):
+        after = f"_{number}" if number else ""
+        if full:
+            yield torch_writer.lay_out(f"{FSDP_MODEL}{after}.bin", model_tree(trained_tensors(model)))
+            continue
         tied = {one.name: one.tied_to for one in model.parameters.values() if one.tied_to is not None}
-        found = trained_tensors(model, tied="drop")
-        entries = [safetensors_layout.Entry(name, *one) for name, one in found.items()]
+        entries = [safetensors_layout.Entry(name, *one) for name, one in trained_tensors(model, tied="drop").items()]
         safetensors_layout.check_names([*(one.name for one in entries), *tied])
         metadata = {**tied, **safetensors_layout.FOR_TORCH}
-        yield safetensors_layout.lay_out(f"{_numbered(MODEL, number)}.safetensors", entries, metadata)
+        yield safetensors_layout.lay_out(f"{MODEL}{after}.safetensors", entries, metadata)
     for number, optimizer in enumerate(parts.optimizers):
-        tree = optimizer_tree(optimizer, _slots(optimizer))
-        yield torch_writer.lay_out(f"{_numbered(OPTIMIZER, number)}.bin", tree)
-
-
-def _full(parts: Parts, notes: list[str]) -> Iterator[TargetFile]:
-    for number, model in enumerate(parts.models):
-        yield torch_writer.lay_out(f"{_numbered(FSDP_MODEL, number)}.bin", model_tree(trained_tensors(model)))
-    for number, optimizer in enumerate(parts.optimizers):
-        yield torch_writer.lay_out(f"{_numbered(OPTIMIZER, number)}.bin", _by_name(optimizer, notes))
+        tree = _by_name(optimizer, notes) if full else optimizer_tree(optimizer, _slots(optimizer))
+        yield torch_writer.lay_out(f"{OPTIMIZER}_{number}.bin" if number else f"{OPTIMIZER}.bin", tree)
 
 
 def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[TargetFile]:
@@ -182,16 +174,10 @@ def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:
     for group in tree["param_groups"]:
         for key, value in DEFAULTS.items():
             group.setdefault(key, value)
-    _give_first_rates(tree["param_groups"], notes)
+    groups = tree["param_groups"]
+    if all("initial_lr" not in group and "lr" in group for group in groups):
+        for group in groups:  # the rate that a scheduler began with, which torch's keep there
+            group["initial_lr"] = group["lr"]
+        said = "initial_lr, which the source does not have, is the rate of now: schedulers do not look at it again"
+        notes += [] if said in notes else [said]
     return tree
-
-
-def _give_first_rates(groups: Sequence[dict[str, object]], notes: list[str]) -> None:
-    """Give groups the rate that a scheduler began with, which torch's keep there, where the source has none."""
-    if any("initial_lr" in group for group in groups) or not all("lr" in group for group in groups):
-        return
-    for group in groups:
-        group["initial_lr"] = group["lr"]
-    said = "initial_lr, which the source does not have, is the rate of now: schedulers do not look at it again"
-    if said not in notes:
-        notes.append(said)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from zckpt.errors import UsageError
 from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option
-from zckpt.storage.ownership import Owned
+from zckpt.formats.suffixes import OWN_MODEL
+from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.formats.stripping import Request, Stripping
@@ -27,12 +28,6 @@ class ModelOptions:
     dtype: str = dtype_option()
 
 
-def _is_own(name: str) -> bool:
-    from zckpt.formats.consolidated.model import is_own
-
-    return is_own(name)
-
-
 class Consolidated(Format):
     """A directory with a Hugging Face model, `optimizer.pt` and `metadata.pt`."""
 
@@ -41,7 +36,7 @@ class Consolidated(Format):
     reads = (("consolidated", "a Hugging Face model, `optimizer.pt` for torch.optim, and a file of all the rest"),)
     writes = "one model and one torch.optim state, in a directory or one .pt file"
     options = ModelOptions
-    owns = Owned(_is_own)
+    owns = Owned(called(rf"optimizer\.pt|metadata\.pt|{OWN_MODEL}"))
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the two files that only it has together."""

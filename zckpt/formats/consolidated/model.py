@@ -36,11 +36,6 @@ Tensors = dict[str, tuple[Slot, str]]
 """What is written under each name: a slot and its element type in the target."""
 
 
-def is_own(name: str) -> bool:
-    """Tell whether a file name is one that a directory of this format has of its own."""
-    return name in (OPTIMIZER_NAME, METADATA_NAME) or safetensors_file.OWN_NAMES.fullmatch(name) is not None
-
-
 def find(path: Path) -> Path | None:
     """Return a directory that holds a model and the rest of a training state with it; None for any other."""
     whole = (path / METADATA_NAME).is_file() and (path / safetensors_file.INDEX_NAME).is_file()

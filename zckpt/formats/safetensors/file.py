@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ from zckpt.storage.files import collector_paused, is_file, opened, read_whole
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
 """Of a model that is one file."""
-
-OWN_NAMES = re.compile(
-    r"(?:diffusion_pytorch_)?model(?:(?:-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)"
-    r"|(?:optimizer|adapter_model)\.safetensors"
-)
-"""Names of the files of a directory that `consolidate` writes."""
 
 METADATA_KEY = "__metadata__"
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import option
-from zckpt.storage.ownership import Owned
+from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
+from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.formats.stripping import Request, Stripping
@@ -43,16 +44,8 @@ class Options:
     )
 
 
-def _is_own(name: str) -> bool:
-    from zckpt.formats.transformers_trainer.writer import is_own
-
-    return is_own(name)
-
-
-def _is_marked(directory: Path) -> bool:
-    from zckpt.formats.transformers_trainer.directory import OWN_NAME
-
-    return (directory / OWN_NAME).is_file()
+_OWN = r"(?:optimizer|scheduler|scaler|zckpt)\.pt|rng_state(?:_[0-9]+)?\.pth|training_args\.bin|trainer_state\.json"
+"""A pattern of the files that a directory has of its own besides its model's, as zckpt writes it."""
 
 
 class TransformersTrainer(Format):
@@ -69,7 +62,7 @@ class TransformersTrainer(Format):
     )
     writes = "what Hugging Face's Trainer resumes from, without DeepSpeed"
     options = Options
-    owns = Owned(_is_own, _is_marked)
+    owns = Owned(called(f"{_OWN}|{OWN_MODEL}"), lambda directory: (directory / OWN_NAME).is_file())
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find a model's files and what marks a training state by their names."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from zckpt.errors import SourceError, listed
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.files import is_file
 
-OWN_NAME = "zckpt.pt"
 STATE_NAME = "trainer_state.json"
 PIPELINE_NAME = "model_index.json"
 
@@ -92,13 +92,17 @@ def find(path: Path) -> Directory | NearMiss | None:
     if _is_anothers(path, names, entries):
         return None
     first = _first(path, names)
-    components = _components(entries) if first is None and PIPELINE_NAME in names else ()
-    if components:
-        return Directory(path, components)
-    optimizers = _optimizers(path, names)
+    if first is None and PIPELINE_NAME in names:  # of diffusers, whose models are called as their folders
+        folders = {entry.name: Path(entry.path) for entry in entries if entry.is_dir()}
+        found = {name: _first(folder, _files(folder)) for name, folder in folders.items()}
+        if any(found.values()):
+            return Directory(path, tuple(ModelFiles(name, one.path) for name, one in found.items() if one is not None))
+    numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
+    optimizers = tuple(numbered[number] for number in sorted(numbered))  # `.bin` before `.pt`, which is the Trainer's
     if first is None:
         return _near(path, names, entries, has_optimizer=bool(optimizers))
-    further = _further(path, names, first.stem)
+    others = {int(m[2]): m[0] for name in names if (m := _FURTHER.fullmatch(name)) and m[1] == first.stem}
+    further = [ModelFiles(f"{first.stem}_{number}", path / others[number]) for number in sorted(others)]
     own = path / OWN_NAME if OWN_NAME in names else None
     plain = first.path.name in ("model.safetensors", "model.safetensors.index.json")
     if plain and not further and not optimizers and STATE_NAME not in names and own is None:
@@ -120,28 +124,6 @@ def _first(path: Path, names: set[str]) -> ModelFiles | None:
             if name in names:
                 return ModelFiles(stem, path / name)
     return None
-
-
-def _components(entries: Iterable[os.DirEntry[str]]) -> tuple[ModelFiles, ...]:
-    """Return the models of a pipeline of diffusers, each called as its folder."""
-    folders = [Path(entry.path) for entry in entries if entry.is_dir()]
-    found = {folder.name: _first(folder, _files(folder)) for folder in folders}
-    return tuple(ModelFiles(name, one.path) for name, one in found.items() if one is not None)
-
-
-def _further(path: Path, names: set[str], stem: str) -> tuple[ModelFiles, ...]:
-    """Return the further models of a directory, whose files are called as the first one's is, in their order."""
-    found = {int(match[2]): match for name in names if (match := _FURTHER.fullmatch(name)) and match[1] == stem}
-    return tuple(ModelFiles(f"{stem}_{number}", path / found[number][0]) for number in sorted(found))
-
-
-def _optimizers(path: Path, names: set[str]) -> tuple[Path, ...]:
-    found: dict[int, Path] = {}
-    for name in sorted(names):  # `.bin` before `.pt`, which is the Trainer's
-        match = _OPTIMIZER.fullmatch(name)
-        if match is not None:
-            found[int(match[1] or 0)] = path / name
-    return tuple(found[number] for number in sorted(found))
 
 
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:

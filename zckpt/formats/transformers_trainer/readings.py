@@ -142,7 +142,8 @@ def _searched(
     def fits(name: str, group: int, position: int) -> bool:
         return said.fits(said.groups[group][position], longer[name])
 
-    possible = Search(groups, fits, len(members), _places(said.candidates, weights), known.order).possible()
+    places = {shortened(name): weights.places[name] for name in said.candidates if name in weights.places}
+    possible = Search(groups, fits, len(members), places, known.order).possible()
     return {
         said.groups[group][position]: longer[next(iter(names))]
         for (group, position), names in possible.items()
@@ -174,19 +175,12 @@ def model_order(weights: Weights) -> list[str]:
 
 def only_order(candidates: Iterable[str], weights: Weights) -> list[str] | None:
     """Return the order of some of a model's parameters if what is known leaves only one."""
+    names = list(candidates)
     if weights.is_ordered:
-        return list(candidates)
-    longer = {shortened(name): name for name in candidates}
-    places = _places(longer.values(), weights)
-    search = Search(dict.fromkeys(longer, 0), lambda *_: True, 1, places, weights.known.order)
-    possible = search.possible()
-    if not possible or any(len(names) > 1 for names in possible.values()):
-        return None
-    return [longer[next(iter(possible[0, position]))] for position in range(len(longer))]
-
-
-def _places(candidates: Iterable[str], weights: Weights) -> dict[str, int]:
-    return {shortened(name): weights.places[name] for name in candidates if name in weights.places}
+        return names
+    every = range(len(names))
+    found = _searched(Evidence([every], dict.fromkeys(names, ())), [names], weights, weights.known)
+    return [found[number] for number in every] if len(found) == len(names) and names else None
 
 
 def shortened(name: str) -> str:

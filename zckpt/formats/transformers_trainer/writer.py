@@ -12,7 +12,6 @@ rng_state*.pth        the Trainer's or Accelerate's; else none, and the Trainer 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,12 +23,12 @@ from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES, trained_t
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder
-from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.safetensors.layout import FOR_TORCH, Entry
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.architectures import architecture
-from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, OWN_NAME, STATE_NAME
+from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
 from zckpt.formats.transformers_trainer.groups import as_the_trainer_has_them
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -50,15 +49,6 @@ CALLBACKS = {
 
 EVERY = ("logging_steps", "eval_steps", "save_steps")
 """How often the Trainer does what: of a run that goes on it takes that from its account, not from its arguments."""
-
-_OWN = re.compile(
-    r"optimizer\.pt|scheduler\.pt|scaler\.pt|zckpt\.pt|rng_state(?:_[0-9]+)?\.pth|training_args\.bin|trainer_state\.json"
-)
-
-
-def is_own(name: str) -> bool:
-    """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
-    return _OWN.fullmatch(name) is not None or safetensors_file.OWN_NAMES.fullmatch(name) is not None
 
 
 def lay_out(job: Job) -> TargetFiles:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.storage.ownership import Owned
+from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.torchfile import TorchFile
@@ -58,12 +58,7 @@ class Directory:
     models: tuple[Path, ...] = ()
 
 
-def is_own(name: str) -> bool:
-    """Tell whether a file name is one that a directory of this format has of its own."""
-    return _OWN.fullmatch(name) is not None
-
-
-OWNED = Owned(is_own)
+OWNED = Owned(called(_OWN.pattern))
 """The directories of this format."""
 
 

@@ -34,11 +34,11 @@ Shares = list[list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One rank's file: the state of its local optimizer, and the key it is under (None: it is the whole file)."""
+    """One rank's file: the state of its local optimizer, and what else there is, where that is not the whole file."""
 
     file: TorchFile
-    key: object
     state: OptimizerState
+    others: dict[object, object]
 
 
 def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
@@ -65,13 +65,14 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
             ) from None
         rules = rank_rules(key, first=rank == 0)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=rules))
-        root = file.root if isinstance(file.root, dict) else {}
-        ranks.append(RankFile(file, key, parse(root if key is None else root[key], str(path))))
-        for name, expected in (("rank", rank), ("world_size", len(paths))):
-            if key is not None and type(root.get(name)) is int and root[name] != expected:
-                code = WRONG_RANK if name == "rank" else OTHER_WORLD_SIZE
+        others = dict(file.root) if key is not None and isinstance(file.root, dict) else {}
+        node = file.root if key is None else others.pop(key)
+        ranks.append(RankFile(file, parse(node, str(path)), others))
+        for name, expected, code in (("rank", rank, WRONG_RANK), ("world_size", len(paths), OTHER_WORLD_SIZE)):
+            found = others.pop(name, None)
+            if type(found) is int and found != expected:
                 raise ShardError(
-                    f"is of another {name}", path=path, expected=expected, found=root[name], code=code, ranks=[rank]
+                    f"is of another {name}", path=path, expected=expected, found=found, code=code, ranks=[rank]
                 )
         _check_groups(ranks[0], ranks[-1])
     checkpoint.world_size = len(paths)

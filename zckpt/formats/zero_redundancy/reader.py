@@ -7,7 +7,7 @@ write one file for each rank, and the model in a file next to them or in each of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError, about
@@ -15,11 +15,10 @@ from zckpt.evidence import NAMES_ADVICE, note_not_used
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.torch_files.state_dicts import OptimizerState
-from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find
 from zckpt.formats.zero_redundancy.ranks import (
     Order,
-    RankFile,
     Shares,
     attach_named,
     attach_ranks,
@@ -95,11 +94,8 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, tuple[int, ...]], 
     What ranks have is said where it does not follow from sizes (parameters that were put on RPC workers).
     """
     said = as_mapping(as_mapping(metadata.root, metadata.path).get(KEY), metadata.path)
-    order, held = said.get("names"), said.get("held")
-    if not isinstance(order, list) or not all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in order
-    ):
-        raise DamagedFileError("unexpected content", expected="lists of names")
+    names, held = said.get("names"), said.get("held")
+    order = [as_names(group) for group in (names if isinstance(names, list) else [None])]
     every = [name for group in order for name in group]
     if len(set(every)) != len(every):
         raise DamagedFileError("the optimizer has a parameter twice")
@@ -140,7 +136,10 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
             f"model's ({NAMES_ADVICE})"
         )
     attach_ranks(checkpoint, ranks, order)
-    _carry(checkpoint, ranks)
+    for rank in ranks:  # what their files hold besides the optimizer and the model
+        for key, value in rank.others.items():
+            if not (isinstance(value, dict) and value.keys() >= checkpoint.parameters.keys()):
+                checkpoint.metadata[f"{Path(rank.file.path).stem}.{key}"] = carried(rank.file, value)
     checkpoint.step = checkpoint.step if checkpoint.step is not None else checkpoint.most_steps
     return checkpoint
 
@@ -154,7 +153,12 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         own.parameters[p.name] = Parameter(p.name, p.shape, p.dtype, tied_to=p.tied_to)
     try:
         ranks = read_ranks(own, directory.ranks)
-        if _shapes_of(known.values()) != Counter(_shapes_in(ranks)):
+        held = [slot for p in known.values() for slot in p.slots.values() if slot.name != WEIGHT]
+        states = [state for rank in ranks for state in rank.state.state.values()]
+        theirs = [(key, one) for state in states for key, one in state.items() if isinstance(one, Tensor)]
+        if Counter((one.name, one.shape, one.dtype) for one in held) != Counter(
+            (key, one.shape, one.dtype) for key, one in theirs
+        ):
             checkpoint.warnings.append("the ranks' own files hold other state than the file of all of them")
             return
         named = all(label in known for group in labels for label in group)
@@ -178,21 +182,6 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
                 checkpoint.duplicates.append(Duplicate("parameter", label, label, slot, original))
 
 
-def _shapes_of(parameters: Iterable[Parameter]) -> Counter[tuple[object, ...]]:
-    """Count the slots of each name, shape and type that are the optimizer's."""
-    slots = (slot for p in parameters for slot in p.slots.values() if slot.name != WEIGHT)
-    return Counter((slot.name, slot.shape, slot.dtype) for slot in slots)
-
-
-def _shapes_in(ranks: Sequence[RankFile]) -> Iterator[tuple[object, ...]]:
-    """Yield the same of ranks' files."""
-    for rank in ranks:
-        for state in rank.state.state.values():
-            for key, tensor in state.items():
-                if isinstance(tensor, Tensor):
-                    yield key, tensor.shape, tensor.dtype
-
-
 def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
     """Return the content of the file that has the model: one next to the ranks' files, or else rank 0's own."""
     found: list[Checkpoint] = []
@@ -209,7 +198,14 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
             expected="one next to the ranks' files",
             found=", ".join(Path(one.source).name for one in found),
         )
-    checkpoint = found[0] if found else _without_optimizer(torch_reader.read(directory.ranks[0]))
+    if found:
+        checkpoint = found[0]
+    else:  # the model of a rank's file, whose optimizer has only a share of the parameters
+        one = torch_reader.read(directory.ranks[0])
+        checkpoint = Checkpoint(one.source, FORMAT, buffers=one.buffers)
+        for name, p in one.parameters.items():
+            slots = {WEIGHT: p.slots[WEIGHT]} if WEIGHT in p.slots else {}
+            checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
     if not checkpoint.parameters:
         raise UnsupportedError(
             "ranks' files number their parameters by themselves, and only the sizes of all of the model's parameters "
@@ -221,15 +217,6 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
     return checkpoint
 
 
-def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the model of a rank's file, without the optimizer, which has only a share of the parameters."""
-    bare = Checkpoint(checkpoint.source, FORMAT, buffers=checkpoint.buffers)
-    for name, one in checkpoint.parameters.items():
-        slots = {WEIGHT: one.slots[WEIGHT]} if WEIGHT in one.slots else {}
-        bare.parameters[name] = Parameter(name, one.shape, one.dtype, slots, tied_to=one.tied_to)
-    return bare
-
-
 def _param_names(state: OptimizerState, lengths: Sequence[int]) -> list[str] | None:
     """Return the names of all ranks' parameters, which torch copies to every rank once it has loaded any."""
     found: list[str] = []
@@ -239,14 +226,3 @@ def _param_names(state: OptimizerState, lengths: Sequence[int]) -> list[str] | N
             return None
         found += map(str, names)
     return found
-
-
-def _carry(checkpoint: Checkpoint, ranks: Sequence[RankFile]) -> None:
-    """Keep what ranks' files hold besides the optimizer and the model."""
-    for rank in ranks:
-        if rank.key is None or not isinstance(rank.file.root, dict):
-            continue
-        for key, value in rank.file.root.items():
-            model = isinstance(value, dict) and value.keys() >= checkpoint.parameters.keys()
-            if key not in (rank.key, "rank", "world_size") and not model:
-                checkpoint.metadata[f"{Path(rank.file.path).stem}.{key}"] = carried(rank.file, value)
