@@ -31,18 +31,30 @@ def pairwise(*factors: Iterable[object]) -> list[object]:
     ]
 
 
-def each(factor: Iterable[object], other: Iterable[object]) -> list[object]:
-    """Give all pairs of two factors that do not depend on each other; those that bring no new value are `nightly`.
+def each(*factors: Iterable[object]) -> list[object]:
+    """Give all tuples of factors that do not depend on each other; those that bring no new value are `nightly`.
 
-    For what costs seconds: every run has each value, beside another one of the other factor each time.
+    Every run has each value, beside another one of the other factors each time.
     """
-    rows, columns = list(factor), list(other)
-    chosen = {(n % len(rows), n % len(columns)) for n in range(max(len(rows), len(columns)))}
-    return [
-        pytest.param(one, its, marks=[] if (row, column) in chosen else pytest.mark.nightly)
-        for row, one in enumerate(rows)
-        for column, its in enumerate(columns)
-    ]
+    values = [list(factor) for factor in factors]
+    chosen = [tuple(n % len(one) for one in values) for n in range(max(map(len, values)))]
+    every = dict(zip(itertools.product(*(range(len(one)) for one in values)), itertools.product(*values), strict=True))
+    return [pytest.param(*one, marks=[] if at in chosen else pytest.mark.nightly) for at, one in every.items()]
+
+
+def some(kept: Iterable[object], rest: Iterable[object]) -> list[object]:
+    """Give parameters that every run has, and those that are `nightly`; a tuple is one of several arguments."""
+    marked = [*((one, ()) for one in kept), *((one, pytest.mark.nightly) for one in rest)]
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=mark) for one, mark in marked]
+
+
+def of_each_kind(names: Iterable[str]) -> list[object]:
+    """Give names of fixtures; all but the first of a stage and type, as in `s2_bf16_dp4_lion`, are `nightly`."""
+    kinds: dict[str, str] = {}
+    names = sorted(names)
+    for name in names:
+        kinds.setdefault("_".join(name.split("_")[:2]), name)
+    return some(kinds.values(), [name for name in names if name not in kinds.values()])
 
 
 def _pairs(values: Sequence[tuple[int, object]]) -> set[Pair]:

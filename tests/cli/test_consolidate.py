@@ -75,8 +75,7 @@ def nothing_in(directory: Path) -> bool:
 # --- what is written
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16", "keep"])
-@pytest.mark.parametrize("name", CAST)
+@pytest.mark.parametrize(("name", "dtype"), each(CAST, [None, "float32", "bfloat16", "float16", "keep"]))
 def test_dtype_is_rounded_as_torch_rounds_it(name: str, dtype: str | None, tmp_path: Path) -> None:
     truth = Truth(FIXTURES / name)
     options = (*names_of(name, tmp_path), *(() if dtype is None else ("--dtype", dtype)))
@@ -84,8 +83,7 @@ def test_dtype_is_rounded_as_torch_rounds_it(name: str, dtype: str | None, tmp_p
     assert_model(load_file(tmp_path / "model.safetensors"), model_of(truth, dtype), truth)
 
 
-@pytest.mark.parametrize("suffix", ["pt", "bin", "pth"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "keep"])
+@pytest.mark.parametrize(("dtype", "suffix"), each(["float32", "bfloat16", "keep"], ["pt", "bin", "pth"]))
 def test_torch_file_holds_the_same_and_loads_weights_only(suffix: str, dtype: str, tmp_path: Path) -> None:
     truth, path = Truth(SOURCE), tmp_path / f"model.{suffix}"
     succeeded("consolidate", SOURCE, path, "--dtype", dtype)

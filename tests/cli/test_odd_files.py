@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, in_time, run
+from tests.pairwise import each
 
 OTHER = FIXTURES / "other"
 
@@ -62,8 +63,7 @@ def said_in_one_line(*arguments: object) -> None:
     assert done.returncode == 0 or len(done.stderr.splitlines()) <= 1, done.stderr
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(("file", "kind"), each(FILES, KINDS))
 def test_no_verb_waits_for_what_is_no_file(file: str, kind: str, tmp_path: Path) -> None:
     original, name = FILES[file]
     source = tmp_path / original.name

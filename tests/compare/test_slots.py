@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.operations.diff.checkpoints import place as place_of
+from tests.pairwise import each
 from tests.strategies import cuts, shapes, tilings
 from zckpt.compare.slots import differences, pair
 from zckpt.engine.cast import numpy_dtype
@@ -124,8 +125,7 @@ def flip(path: str, offset: int, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-@pytest.mark.parametrize("memory", [1, 64 << 20])
-@pytest.mark.parametrize("key", ["weight", "master", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(("key", "memory"), each(["weight", "master", "exp_avg", "exp_avg_sq"], [1, 64 << 20]))
 def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(key, memory, tmp_path):
     zckpt.reshard(FIXTURES / "s2_bf16_dp4", tmp_path / "cut", world_size=3)
     source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "cut")

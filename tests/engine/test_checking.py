@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
+from tests.pairwise import each
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import REST_NBYTES, Checks, Seen, Sum, WatchedSources
 from zckpt.engine.plan import plan
@@ -99,9 +100,7 @@ def in_record(path: Path, key: str) -> int:
     return storage.offset + storage.nbytes // 2
 
 
-@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
-@pytest.mark.parametrize("key", ["0", "1", "2"])
-@pytest.mark.parametrize("memory", [1, 64_000_000])
+@pytest.mark.parametrize(("dtype", "key", "memory"), each(["keep", "bfloat16"], ["0", "1", "2"], [64_000_000, 1]))
 def test_damage_is_found_in_any_copy(dtype: str, key: str, memory: int, tmp_path: Path) -> None:
     """Bytes are summed as they are stored, whether they are moved as they are, cast or put into another order."""
     source, target = tmp_path / "x.pt", tmp_path / "model.safetensors"

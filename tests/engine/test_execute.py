@@ -24,6 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pairwise import each
 from tests.plans import write_directory
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
@@ -337,8 +338,7 @@ def checked(slot: Slot, target: Path, **options: object) -> None:
     assert places[8:] == zlib.crc32(b"head" + data + b"tail").to_bytes(4, "little")
 
 
-@pytest.mark.parametrize("memory", BUDGETS)
-@pytest.mark.parametrize("nbytes", SIZES[1:])
+@pytest.mark.parametrize(("nbytes", "memory"), each(SIZES[1:], BUDGETS))
 def test_checksum_of_a_run(nbytes, memory, tmp_path):
     checked(
         slot_of(stored(tmp_path / "s", np.frombuffer(random.Random(1).randbytes(nbytes), np.uint8))),

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
+from tests.pairwise import each
 from tests.truth import Truth, assert_same, bits
 from zckpt.engine.plan import fill
 from zckpt.engine.targets import Hole
@@ -274,8 +275,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "form"), each(OPTIMIZERS, FORMS))
 def test_same_state_under_any_keys(form, kind, tmp_path):
     model, optimizer = trained(OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
     path = saved(

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import zckpt
 from tests.cli.console import FIXTURES, in_time, run
 from tests.inventory.sources import SOURCES
+from tests.pairwise import each
 from zckpt.naming.document import read_map
 
 LONG = "1" * 5000
@@ -42,8 +43,7 @@ def lengthened(node: Any, pattern: re.Pattern[str]) -> Any:
     return pattern.sub(LONG, node, count=1) if isinstance(node, str) else node
 
 
-@pytest.mark.parametrize("which", [r"\d+", r"(?<=\.)\d+(?=\.(?!\d))", r"\d+$"])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "which"), each(EVERY, [r"\d+", r"(?<=\.)\d+(?=\.(?!\d))", r"\d+$"]))
 def test_names_in_files_may_have_long_numbers(name: str, which: str, tmp_path: Path) -> None:
     source = SOURCES[name]
     if not any(path.suffix in (".pt", ".bin", ".pth") for path in source.rglob("*")):
@@ -108,15 +108,13 @@ def replaced(node: Any, key: str, value: object) -> Any:
     return [replaced(one, key, value) for one in node] if type(node) is list else node
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan")])
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("s2_fp16_dp2", "global_steps"), ("s0_fp16_dp2", "cur_scale"), ("other/plain_adamw", "step"),
-        ("other/zro_dp2_adamw", "step"), ("universal/s2_bf16_dp4", "skipped_steps"),
-    ],
-)  # fmt: skip
-def test_numbers_in_files_may_be_beyond_all_floats(name: str, key: str, value: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "value"), each(
+    ["s2_fp16_dp2:global_steps", "s0_fp16_dp2:cur_scale", "other/plain_adamw:step",
+     "other/zro_dp2_adamw:step", "universal/s2_bf16_dp4:skipped_steps"],
+    [10**400, -(10**400), float("inf"), float("nan")],
+))  # fmt: skip
+def test_numbers_in_files_may_be_beyond_all_floats(place: str, value: object, tmp_path: Path) -> None:
+    name, key = place.split(":")
     shutil.copytree(SOURCES[name], tmp_path / "a") if SOURCES[name].is_dir() else shutil.copy(
         SOURCES[name], tmp_path / "a"
     )

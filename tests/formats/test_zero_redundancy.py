@@ -16,6 +16,7 @@ import torch
 import zckpt
 from tests.formats.some_tensors import assert_same
 from tests.logical import assert_same_state
+from tests.pairwise import each
 from tests.plans import write_directory
 from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
@@ -114,8 +115,10 @@ def test_consolidated_file_is_read_as_any_file_of_torch(name):
     assert_truth(consolidated(name), name)
 
 
-@pytest.mark.parametrize("pattern", ["zero_rank{}.pt", "rank_{}.pth", "optim-{}.bin", "step5.optim_states.{:03}.ckpt"])
-@pytest.mark.parametrize("name", ZRO)
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    each(ZRO, ["zero_rank{}.pt", "rank_{}.pth", "optim-{}.bin", "step5.optim_states.{:03}.ckpt"]),
+)
 def test_ranks_files_are_read_under_any_name(name, pattern, tmp_path):
     checkpoint = read(ranks(name, tmp_path / "ranks", pattern), names_of(name))
     assert_truth(checkpoint, name)
@@ -303,14 +306,14 @@ def test_names_in_another_order_are_refused(tmp_path):
 # --- there and back -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
-    "name",
-    [
+    ("name", "form"),
+    each([
         "s1_fp32_dp3", "s2_bf16_dp2_client", "s2_bf16_dp2_frozengroup", "s2_bf16_dp2_zerodim", "s1_bf16_dp2_empty",
         "ds0145_s2_bf16_dp2_elastic_fused", "s2_fp16_dp2", "s3_bf16_dp3", "s3_bf16_dp2_nofrozen", "s0_bf16_dp2",
         "s1_fp32_dp4_sgdm", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2", "hf_llama_s2_bf16_dp2",
-    ],
+    ], FORMS),
+    ids=str,
 )  # fmt: skip
 def test_nothing_of_a_deepspeed_checkpoint_is_lost(name, form, tmp_path):
     source = opened(open_checkpoint(FIXTURES / name))

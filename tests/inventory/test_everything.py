@@ -33,19 +33,16 @@ def lost(inventory: Inventory, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_nothing_of_a_real_checkpoint_is_left_out(name: str) -> None:
-    inventory = take_inventory(open_checkpoint(SOURCES[name]))
+    """Each file, each byte of those that are read, and each byte of every tensor has a fate."""
+    source = SOURCES[name]
+    checkpoint = open_checkpoint(source)
+    inventory = take_inventory(checkpoint)
+    root = source if source.is_dir() else source.parent
     assert lost(inventory, name) == []
     assert {item.fate for item in inventory.items} <= set(FATES)
     assert {item.kind for item in inventory.items} <= set(KINDS)
     assert all(item.about for item in inventory.items)
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_file_is_in_it_and_every_byte_of_those_that_are_read(name: str) -> None:
-    source = SOURCES[name]
-    inventory = take_inventory(open_checkpoint(source))
     on_disk = [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
-    root = source if source.is_dir() else source.parent
     named = {item.file for item in inventory.items}
     assert named == {path.relative_to(root).as_posix() for path in on_disk}
     for file, shares in inventory.nbytes.items():
@@ -54,15 +51,11 @@ def test_every_file_is_in_it_and_every_byte_of_those_that_are_read(name: str) ->
     whole = {item.file: item.nbytes for item in inventory.items if item.kind == FILE}
     for file in named - set(inventory.nbytes):
         assert whole[file] == (root / file).stat().st_size
+    assert_tensors_are_accounted_for(checkpoint, inventory, root)
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_byte_of_every_tensor_is_state_carried_a_copy_or_padding(name: str) -> None:
+def assert_tensors_are_accounted_for(checkpoint: Checkpoint, inventory: Inventory, root: Path) -> None:
     """The tensors are found by another way through the file; implied are their padding and the format's own bytes."""
-    source = SOURCES[name]
-    checkpoint = open_checkpoint(source)
-    inventory = take_inventory(checkpoint)
-    root = source if source.is_dir() else source.parent
     read_whole = {item.file for item in inventory.items if item.kind == FILE and item.fate == STATE}
     padding: dict[str, int] = {}
     for run in (run for runs in checkpoint.padding_spans for run in runs):

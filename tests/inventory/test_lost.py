@@ -18,6 +18,7 @@ import zckpt
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
 from tests.inventory.sources import SOURCES
 from tests.operations.verify.mutation import copy, edit, flip, optimizer_file
+from tests.pairwise import each
 from tests.truth import Truth
 from zckpt.errors import LeftOutError, UsageError
 from zckpt.formats.account import take_inventory
@@ -201,8 +202,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("left", ["nothing", "half", "zeros"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "left"), each(NAMES, ["nothing", "half", "zeros"]))
 def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(
     name: str, left: str, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import zckpt
 from tests.logical import assert_same_state
-from tests.pairwise import each, pairwise
+from tests.pairwise import each
 from tests.truth import Truth, assert_consolidated, bits
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -39,14 +39,15 @@ def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoin
     return checkpoint
 
 
-@pytest.mark.parametrize(("name", "to"), pairwise(DENSE, TARGETS))
+@pytest.mark.parametrize(("name", "to"), each(DENSE, TARGETS))
 def test_state_is_that_of_the_source(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
 
 
-@pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"])
+@pytest.mark.parametrize(
+    ("name", "to"), each(["s2_bf16_dp4", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"], TARGETS)
+)
 def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_consolidated(tmp_path / "out", Truth(FIXTURES / name), tmp_path)
@@ -54,7 +55,7 @@ def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "to", "stage"),
-    pairwise(["s2_bf16_dp2_client", "s3_bf16_dp3", "ds0145_s1_fp32_dp2", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
+    each(["s2_bf16_dp2_client", "s3_bf16_dp3", "ds0145_s1_fp32_dp2", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
 )
 def test_deepspeed_is_rewritten_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
@@ -77,15 +78,18 @@ def test_the_ring_of_all_formats_loses_nothing(name: str, first: int, tmp_path: 
     assert_same_state(but_for_the_cut(zckpt.open(at)), but_for_the_cut(zckpt.open(FIXTURES / name)))
 
 
-@pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"])
+@pytest.mark.parametrize(
+    ("name", "to"), each(["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"], TARGETS)
+)
 def test_slices_stages_and_experts_come_together(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name), means_are_rounded=True)
 
 
-@pytest.mark.parametrize("to", [to for to in TARGETS if to != "universal"])
-@pytest.mark.parametrize("name", ["plain_adamw", "plain_bf16", "plain_legacy", "plain_mixed"])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    each(["plain_adamw", "plain_bf16", "plain_legacy", "plain_mixed"], [to for to in TARGETS if to != "universal"]),
+)
 def test_file_of_torch_save_is_a_source_like_any(name: str, to: str, tmp_path: Path) -> None:
     source = FIXTURES / "other" / name / "ckpt.pt"
     names = list(Truth(source.parent).numbers.values())
@@ -101,8 +105,9 @@ def test_elastic_source_has_no_hyperparameters_to_write(name: str, tmp_path: Pat
         zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
 
 
-@pytest.mark.parametrize("to", ["consolidated", "dcp", "zero-redundancy"])
-@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp3"])
+@pytest.mark.parametrize(
+    ("name", "to"), each(["s2_bf16_dp4", "s3_bf16_dp3"], ["consolidated", "dcp", "zero-redundancy"])
+)
 def test_float32_model_of_a_16_bit_run_holds_its_masters(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, dtype="float32", verify=True)
     found, source = zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name)

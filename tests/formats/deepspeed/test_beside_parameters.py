@@ -12,6 +12,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.contents import content_of, run_of
 from tests.formats.deepspeed.shards import copy, edit, model_file
+from tests.pairwise import each
 
 QUANTISED = "frozen_lin.weight"
 BESIDE = {
@@ -47,8 +48,7 @@ def assert_has_quantisation(source: Path) -> None:
         assert torch.equal(found.read(name, "weight"), value), name
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp3"])
+@pytest.mark.parametrize(("name", "stage"), each(["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp3"], [3, 1, 2]))
 def test_quantisation_of_frozen_weights_goes_along(name: str, stage: int, tmp_path: Path) -> None:
     tag = copy(name, tmp_path)
     with_quantisation(tag)

@@ -13,7 +13,7 @@ import zckpt
 from tests.formats.deepspeed import sliced
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, edit
-from tests.pairwise import pairwise
+from tests.pairwise import each
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError
 
@@ -38,7 +38,7 @@ def loaded(tag: Path, rank: int) -> dict[str, torch.Tensor]:
 # --- what real trainings wrote
 
 
-@pytest.mark.parametrize(("name", "stage", "world_size", "degree"), pairwise(FIXED, [1, 3], [1, 3, 7], [1, 2, 4]))
+@pytest.mark.parametrize(("name", "stage", "world_size", "degree"), each(FIXED, [1, 3], [1, 3, 7], [1, 2, 4]))
 def test_everything_arrives(name: str, stage: int, world_size: int, degree: int, tmp_path: Path) -> None:
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, tensor_parallel_size=degree, stage=stage)
@@ -81,9 +81,12 @@ def test_there_and_back_at_the_same_degree_gives_the_same_files(name: str, tmp_p
 # --- every way of slicing
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("degree", "other"), [(4, 2), (4, 1), (2, 4), (1, 4), (1, 2), (2, 1), (4, 4), (1, 1)])
-def test_each_rank_has_what_torch_would_cut(degree: int, other: int, stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "stage"),
+    each([(4, 2), (4, 1), (2, 4), (1, 4), (1, 2), (2, 1), (4, 4), (1, 1)], [1, 2, 3]),
+)
+def test_each_rank_has_what_torch_would_cut(degrees: tuple[int, int], stage: int, tmp_path: Path) -> None:
+    degree, other = degrees
     run = made(tmp_path, degree)
     tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=other, stage=stage)
     found = zckpt.open(tag)
@@ -105,8 +108,7 @@ def test_each_rank_has_what_torch_would_cut(degree: int, other: int, stage: int,
         assert module["counter"] == 7
 
 
-@pytest.mark.parametrize("stages", [(2, 2), (3, 2), (1, 3)])
-@pytest.mark.parametrize("between", [1, 2])
+@pytest.mark.parametrize(("between", "stages"), each([1, 2], [(2, 2), (3, 2), (1, 3)]))
 def test_there_and_back_gives_the_same_state(between: int, stages: tuple[int, int], tmp_path: Path) -> None:
     run = made(tmp_path)
     zckpt.reshard(run, tmp_path / "between", world_size=3, tensor_parallel_size=between, stage=stages[0])

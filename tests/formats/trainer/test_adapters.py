@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import inspected, refused
+from tests.pairwise import each
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.account import take_inventory
 
@@ -112,8 +113,7 @@ def test_consolidated_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> N
     assert all(torch.equal(ours[name], its[name]) for name in its)
 
 
-@pytest.mark.parametrize("through", [None, "zckpt", "dcp"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "through"), each(KINDS, [None, "zckpt", "dcp"]))
 def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | None, tmp_path: Path) -> None:
     directory = adapter(kind, tmp_path / "a", config=True)
     source = directory

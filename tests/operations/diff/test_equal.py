@@ -9,7 +9,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.pairwise import pairwise
+from tests.pairwise import each
 
 FORMATS: list[tuple[str, dict[str, Any]]] = [
     ("deepspeed", {"world_size": 3, "stage": 1}),
@@ -37,7 +37,7 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "number"), pairwise(SOURCES, range(len(FORMATS))))
+@pytest.mark.parametrize(("name", "number"), each(SOURCES, range(len(FORMATS))))
 def test_every_format_and_world_size(name: str, number: int, tmp_path: Path) -> None:
     source, target = FIXTURES / name, tmp_path / "target"
     to, options = FORMATS[number]
@@ -69,9 +69,12 @@ def test_slices_experts_and_forms_cut_anew(name: str, options: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
-    "name", ["dcp_fsdp2_dp2", "dcp_fsdp2_dp2_2dtp", "zro_dp2_adamw", "zro_dp3_sgdm_1g", "plain_adamw"]
+    ("name", "to"),
+    each(
+        ["dcp_fsdp2_dp2", "dcp_fsdp2_dp2_2dtp", "zro_dp2_adamw", "zro_dp3_sgdm_1g", "plain_adamw"],
+        ["consolidated", "zckpt", "dcp"],
+    ),
 )
-@pytest.mark.parametrize("to", ["consolidated", "zckpt", "dcp"])
 def test_what_other_programs_wrote(name: str, to: str, tmp_path: Path) -> None:
     folder = FIXTURES / "other" / name
     source = folder / "ckpt" if (folder / "ckpt").exists() else folder / "ckpt.pt"

@@ -87,7 +87,7 @@ WRITTEN: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), [*((name, "s3") for name in WRITTEN), *each(WRITTEN, ["sftp", "webdav"])])
+@pytest.mark.parametrize(("name", "kind"), each(WRITTEN, ["s3", "sftp", "webdav"]))
 def test_what_is_written_to_a_store_is_what_is_written_on_disk(
     kind: str, name: str, served: Callable[[str], Served], s3: Served, tmp_path: Path
 ) -> None:
