@@ -15,6 +15,7 @@ from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.universal import resume_universal
 from tests.gloo import WorkerError
 from tests.interop.test_universal import converted_by_deepspeed
+from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.formats.deepspeed.auto_ep import layers_for
 from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
@@ -46,11 +47,7 @@ FLAT = mixtral("autoep2_s0_flat_dp2", 2, 2, dtype="bf16", stage=0, optimizer="fu
 
 @pytest.mark.parametrize(
     ("spec", "world_size", "degree"),
-    [
-        (TWO, 2, 1),
-        *(pytest.param(TWO, *one, marks=pytest.mark.nightly) for one in ((2, 2), (4, 4))),
-        *(pytest.param(FOUR, *one, marks=pytest.mark.nightly) for one in ((2, 2), (2, 1), (4, 4))),
-    ],
+    some([(TWO, 2, 1)], [(TWO, 2, 2), (TWO, 4, 4), (FOUR, 2, 2), (FOUR, 2, 1), (FOUR, 4, 4)]),
     ids=lambda one: getattr(one, "name", str(one)),
 )
 def test_deepspeed_resumes_experts_over_other_ranks(
@@ -89,7 +86,7 @@ def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) ->
             zckpt.reshard(folder, tmp_path / "cut", world_size=2, **options)
 
 
-@pytest.mark.parametrize(("world_size", "degree"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize(("world_size", "degree"), some([(2, 2)], [(4, 2)]), ids=str)
 def test_experts_under_zero3_are_read(
     world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
@@ -130,9 +127,7 @@ def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(
     assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
 
 
-@pytest.mark.parametrize(
-    "spec", [NONE, *(pytest.param(one, marks=pytest.mark.nightly) for one in (FLOATS, FLAT))], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("spec", some([NONE], [FLOATS, FLAT]), ids=lambda one: one.name)
 def test_experts_without_zero_are_resumed_on_other_ranks(
     spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
@@ -222,7 +217,7 @@ def test_deepspeed_resumes_experts_from_another_stage(
     assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3}[spec.dtype]
 
 
-@pytest.mark.parametrize("spec", [TWO, *(pytest.param(s, marks=pytest.mark.nightly) for s in (FOUR, CUT, SHARDS))],
+@pytest.mark.parametrize("spec", some([TWO], [FOUR, CUT, SHARDS]),
                          ids=lambda one: one.name)  # fmt: skip
 def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(
     spec: Spec, made: Callable[[Spec], Path], tmp_path: Path

@@ -17,6 +17,7 @@ import torch
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec
 from tests.gloo import WorkerError, run
+from tests.pairwise import some
 from tests.storage.test_naming import kill_before, killed
 from zckpt.deepspeed import saving
 from zckpt.deepspeed.native import Held, names_of, sent
@@ -177,7 +178,7 @@ def first_again(here: Path) -> None:
     write(here, "one", 2)
 
 
-@pytest.mark.parametrize("act", ["second", pytest.param("first_again", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("act", some(["second"], ["first_again"]))
 def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp_path: Path) -> None:
     left = killed("first", act, tmp_path, module=__name__)
     assert len(left) > 15

@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -31,9 +32,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "spec", [FLAT, *(pytest.param(one, marks=pytest.mark.nightly) for one in OTHERS)], ids=lambda one: one.name
-)
+@pytest.mark.parametrize("spec", some([FLAT], OTHERS), ids=lambda one: one.name)
 def test_layers_over_different_numbers_of_ranks_are_read(
     spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:

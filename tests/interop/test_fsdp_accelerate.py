@@ -14,6 +14,7 @@ import zckpt
 from tests import gloo
 from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.interop.test_fsdp_rank_files import assert_is
+from tests.pairwise import some
 from zckpt.errors import UnsupportedError
 from zckpt.formats.account import take_inventory
 
@@ -51,9 +52,7 @@ def save(rank: int, world_size: int, wrap: str, kind: str, folder: Path) -> Any:
     return held if not rank else None
 
 
-@pytest.mark.parametrize(
-    ("wrap", "world_size"), [("fsdp2", 2), ("fsdp1", 2), pytest.param("fsdp1 mesh", 3, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("wrap", "world_size"), some([("fsdp2", 2), ("fsdp1", 2)], [("fsdp1 mesh", 3)]))
 def test_shares_are_read_by_their_names(wrap: str, world_size: int, tmp_path: Path) -> None:
     held = gloo.run(save, world_size, wrap, "SHARDED_STATE_DICT", tmp_path / "state")[0]
     checkpoint = zckpt.open(tmp_path / "state")

@@ -11,14 +11,15 @@ import torch
 import zckpt
 from tests import gloo
 from tests.fsdp_training.training import resume, train_and_save
+from tests.pairwise import some
 from zckpt.formats.account import take_inventory
 from zckpt.operations.open import OpenedCheckpoint
 
 pytestmark = pytest.mark.interop
 
-WRAPS = [("fsdp2", 3), ("fsdp2 hsdp", 4), ("fsdp2 tp", 4), ("fsdp1", 1), ("fsdp1", 3), ("fsdp1 mesh fine", 2),
-         ("fsdp1 orig hsdp", 4)]  # fmt: skip
-NIGHTLY = [("fsdp2", 1), ("fsdp2", 2), ("fsdp2 columns", 3), ("fsdp2 alone", 2), ("fsdp1 mesh", 4), ("fsdp1 one", 2),
+WRAPS = [("fsdp2", 3), ("fsdp2 tp", 4), ("fsdp1", 3), ("fsdp1 mesh fine", 2), ("fsdp1 orig hsdp", 4)]
+NIGHTLY = [("fsdp2", 1), ("fsdp2", 2), ("fsdp2 hsdp", 4), ("fsdp1", 1), ("fsdp2 columns", 3), ("fsdp2 alone", 2),
+           ("fsdp1 mesh", 4), ("fsdp1 one", 2),
            ("fsdp1 fine", 2), ("fsdp1 hsdp", 4), ("fsdp1 hsdp groups", 4), ("fsdp1 orig", 3), ("fsdp1 orig", 1),
            ("fsdp1 orig mesh fine", 2), ("fsdp1 whole", 2)]  # fmt: skip
 """A word for each choice; see `placed`."""
@@ -40,9 +41,7 @@ def assert_is(checkpoint: OpenedCheckpoint, truth: dict[str, torch.Tensor], *, o
     assert not {key for key in missing if optimizer or key.startswith("weight/")}
 
 
-@pytest.mark.parametrize(
-    ("wrap", "world_size"), [*WRAPS, *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY)]
-)
+@pytest.mark.parametrize(("wrap", "world_size"), some(WRAPS, NIGHTLY))
 def test_every_element_is_read_as_it_was_live(wrap: str, world_size: int, tmp_path: Path) -> None:
     folder = tmp_path / "run" / "global_step_7" / "actor"
     truth, _ = gloo.run(train_and_save, world_size, wrap, folder)[0]
@@ -58,14 +57,18 @@ def test_every_element_is_read_as_it_was_live(wrap: str, world_size: int, tmp_pa
 
 @pytest.mark.parametrize(
     ("wrap", "ranks", "other", "others", "options"),
-    [
-        ("fsdp2", 2, "fsdp2", 3, {}),
-        ("fsdp2 trained", 2, "fsdp1 mesh", 3, {"fsdp_version": 1, "units": "layers.*"}),
-        ("fsdp1 mesh", 3, "fsdp2 trained hsdp", 4, {"fsdp_version": 2, "fsdp_size": 2}),
-        pytest.param("fsdp1 mesh", 4, "fsdp1 mesh", 2, {}, marks=pytest.mark.nightly),
-        pytest.param("fsdp2 hsdp", 4, "fsdp2", 1, {}, marks=pytest.mark.nightly),
-        pytest.param("fsdp1", 2, "fsdp1", 1, {"device": "cpu"}, marks=pytest.mark.nightly),
-    ],
+    some(
+        [
+            ("fsdp2 trained", 2, "fsdp1 mesh", 3, {"fsdp_version": 1, "units": "layers.*"}),
+            ("fsdp1 mesh", 3, "fsdp2 trained hsdp", 4, {"fsdp_version": 2, "fsdp_size": 2}),
+        ],
+        [
+            ("fsdp2", 2, "fsdp2", 3, {}),
+            ("fsdp1 mesh", 4, "fsdp1 mesh", 2, {}),
+            ("fsdp2 hsdp", 4, "fsdp2", 1, {}),
+            ("fsdp1", 2, "fsdp1", 1, {"device": "cpu"}),
+        ],
+    ),
 )
 def test_other_ranks_go_on_where_these_left_off(
     wrap: str, ranks: int, other: str, others: int, options: dict[str, Any], tmp_path: Path

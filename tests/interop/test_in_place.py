@@ -15,7 +15,7 @@ import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.gloo import run
 from tests.interop.test_reshard_pipeline import FEW, MANY, TWO, Case
-from tests.pairwise import pairwise
+from tests.pairwise import pairwise, some
 from tests.test_safety import MODEL, called, named, poison, shell
 from tests.training.test_live_checksums import FLIPPED_NBYTES, flipped, records
 from tests.truth import Truth, assert_same
@@ -148,9 +148,7 @@ PIPELINES = [case for case in (*FEW, *MANY) if "elastic" not in case.source.name
 FEWEST = Case(TWO, {"world_size": 1})
 
 
-@pytest.mark.parametrize(
-    "case", [FEWEST, *(pytest.param(case, marks=pytest.mark.nightly) for case in PIPELINES)], ids=str
-)
+@pytest.mark.parametrize("case", some([FEWEST], PIPELINES), ids=str)
 def test_engine_goes_on_with_pipelines_of_other_stages(case: Case, made: Callable[[Spec], Path]) -> None:
     source = made(case.source)
     assert_resumes(source, case.resumed, source)

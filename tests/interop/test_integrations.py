@@ -18,6 +18,7 @@ import zckpt
 from tests.cli.console import ROOT
 from tests.fsdp_training.training import truth
 from tests.gloo import run
+from tests.pairwise import some
 from tests.training.test_hf import SAVED, STEPS, trainer_of
 from zckpt.errors import SourceError, UnsupportedError
 
@@ -148,9 +149,7 @@ def assert_accelerates(form: str, other: str, path: Path, *, stock: bool = False
     assert (resumed.rate, resumed.count) == (whole.rate, STEPS - SAVED if stock else STEPS)
 
 
-@pytest.mark.parametrize(
-    "form", ["plain", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("fsdp2", "deepspeed"))]
-)
+@pytest.mark.parametrize("form", some(["plain"], ["fsdp2", "deepspeed"]))
 def test_accelerate_goes_on_at_another_number_of_processes(form: str, tmp_path: Path) -> None:
     assert_accelerates(form, form, tmp_path / "state")
 

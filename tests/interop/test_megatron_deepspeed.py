@@ -19,6 +19,7 @@ from tests import gloo
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.gpt_pipe import FRONT, HEADS, HIDDEN, METHOD, kind_of, padded
 from tests.deepspeed_engine.models import SEQUENCE, VOCABULARY
+from tests.pairwise import some
 from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
@@ -77,7 +78,7 @@ def assert_is(folder: Path) -> None:
         assert torch.equal(checkpoint.read(name, SLOTS.get(slot, slot)), expected), key
 
 
-@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.nightly) for case in MANY)], ids=str)
+@pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
 def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(
     case: Case, made: MakeIt, tmp_path: Path
 ) -> None:
@@ -208,7 +209,7 @@ MAPS = [
 
 @pytest.mark.parametrize(
     ("source", "map_"),
-    [(FEW[1].source, NEWER), *(pytest.param(*one, marks=pytest.mark.nightly) for one in MAPS)],
+    some([(FEW[1].source, NEWER)], MAPS),
     ids=lambda one: getattr(one, "name", one),
 )
 def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(

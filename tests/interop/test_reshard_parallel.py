@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.pairwise import some
 from tests.truth import bits
 
 pytestmark = pytest.mark.interop
@@ -67,16 +68,16 @@ EP4 = moe("ep4_s1", expert_parallel=4, stage=1)
 MOE = [
     Case(EP2, {"world_size": 6}, 6),
     Case(EP2_BF16, {"world_size": 2}, 2),
-    spread(EP2, 4, 4),
     spread(EP1, 2, 2),
     spread(EP4, 2, 2, stage=2),
     spread(EP4, 3, 1),
-    spread(EP2, 4, 2, round_robin=True),
     spread(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, 4),
     spread(moe("ep2_palign", expert_parallel=2, parameter_alignment=True), 3, 1),
-    spread(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, 1),
 ]
 MORE_MOE = [
+    spread(EP2, 4, 4),
+    spread(EP2, 4, 2, round_robin=True),
+    spread(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, 1),
     *(Case(EP2, {"world_size": world}, world) for world in (2, 4)),
     spread(EP2, 4, 1),
     spread(EP1, 4, 2),
@@ -85,7 +86,7 @@ MORE_MOE = [
 ]
 
 
-@pytest.mark.parametrize("case", [*MOE, *(pytest.param(one, marks=pytest.mark.nightly) for one in MORE_MOE)], ids=str)
+@pytest.mark.parametrize("case", some(MOE, MORE_MOE), ids=str)
 def test_deepspeed_resumes_experts(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", **case.options)
@@ -137,8 +138,7 @@ MORE_EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("case", [*EXPERTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in MORE_EXPERTS)],
-                         ids=str)  # fmt: skip
+@pytest.mark.parametrize("case", some(EXPERTS, MORE_EXPERTS), ids=str)
 def test_deepspeed_resumes_experts_that_are_spread_otherwise(
     case: Case, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
@@ -188,8 +188,7 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made: Callable[[Spec
         zckpt.strip(run, tmp_path / "lean", padding=True)
 
 
-@pytest.mark.parametrize("to", ["dcp", pytest.param("zckpt", marks=pytest.mark.nightly),
-                                pytest.param("consolidated", marks=pytest.mark.nightly)])  # fmt: skip
+@pytest.mark.parametrize("to", some(["dcp"], ["zckpt", "consolidated"]))
 def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(SEVERAL)
     zckpt.convert(folder, tmp_path / "other", to=to)
@@ -258,16 +257,16 @@ SLICES = [  # together, each stage merged, split and spread
     cut(TP2[1], 2, 1),
     cut(TP2[2], 3, 2),
     cut(TP2[3], 1, 4),
-    cut(TP1, 2, 2),
     cut(TP2[1], 4, 1, stage=3),
-    cut(TP2[3], 2, 1, stage=2),
-    cut(TP2_BF16, 3, 1),
     cut(sliced("tp1_bf16", 1, world_size=2, stage=3, universal_version=0.4), 2, 2),
-    cut(sliced("tp2_rr", 2, round_robin=True), 2, 1),
     cut(sliced("tp4_palign", 4, parameter_alignment=True), 2, 2),
     cut(sliced("tp2_sgdm", 2, optimizer="sgdm", stage=3, world_size=2), 1, 4),
 ]
 MORE_SLICES = [
+    cut(TP1, 2, 2),
+    cut(TP2[3], 2, 1, stage=2),
+    cut(TP2_BF16, 3, 1),
+    cut(sliced("tp2_rr", 2, round_robin=True), 2, 1),
     *(cut(TP2[stage], 2, 1) for stage in (2, 3)),
     *(cut(TP2[stage], 3, 2) for stage in (1, 3)),
     *(cut(TP2[stage], 1, 4) for stage in (1, 2)),
@@ -276,9 +275,7 @@ MORE_SLICES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [*SLICES, *(pytest.param(one, marks=pytest.mark.nightly) for one in MORE_SLICES)], ids=str
-)
+@pytest.mark.parametrize("case", some(SLICES, MORE_SLICES), ids=str)
 def test_deepspeed_resumes_slices(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", **case.options)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.pairwise import some
 from tests.truth import Truth, assert_same
 from zckpt.formats.deepspeed.stages import balanced, uniform
 
@@ -125,7 +126,7 @@ MANY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.nightly) for case in MANY)], ids=str)
+@pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
 def test_deepspeed_resumes_pipelines(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", **case.options)
@@ -202,7 +203,7 @@ RECOMPUTED = [
 
 @pytest.mark.parametrize(
     ("source", "options"),
-    [*RECOMPUTED[:2], *(pytest.param(*one, marks=pytest.mark.nightly) for one in RECOMPUTED[2:])],
+    some(RECOMPUTED[:2], RECOMPUTED[2:]),
     ids=lambda one: one.name if isinstance(one, Spec) else "",
 )
 def test_wrapped_modules_have_weights_and_masters_under_one_name(
@@ -239,7 +240,7 @@ def test_weights_before_biases_come_back_to_the_stages_that_had_them(
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(2, 2), pytest.param(3, 1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("stage", "ranks"), some([(2, 2)], [(3, 1)]))
 def test_deepspeed_resumes_one_model_from_a_pipeline(
     stage: int, ranks: int, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import zckpt
 from tests.deepspeed_engine import Spec, resume, train
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.interop.test_reshard_pipeline import LAYERS, pipeline, sliced
+from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -34,7 +35,7 @@ def test_deepspeed_resumes_it(name: str, world_size: int, ranks: int, tmp_path: 
     assert verdict.loss_difference <= (2e-3 if "moe" in name else verdict.loss_tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", some(["bf16"], ["fp32"]))
 def test_slices_have_their_optimizer(dtype: str, tmp_path: Path) -> None:
     """Each tensor-parallel rank numbers its own slices; they are read as whole parameters, and resumed as slices."""
     spec = Spec("tp2_s0", model="megatron", tensor_parallel=2, stage=0, dtype=dtype, groups=2, universal_info=True,
@@ -80,7 +81,7 @@ REGROUPED = [
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [*REGROUPED[:2], *(pytest.param(*one, marks=pytest.mark.nightly) for one in REGROUPED[2:])],
+    some(REGROUPED[:2], REGROUPED[2:]),
     ids=lambda one: one.name if isinstance(one, Spec) else "-".join(map(str, one.values()))[:40],
 )
 def test_deepspeed_resumes_other_stages_and_slices(

@@ -26,6 +26,7 @@ from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import resume_universal, steps_after_one_more
 from tests.gloo import WorkerError
 from tests.logical import assert_same_state
+from tests.pairwise import some
 from tests.plans import write_directory
 from tests.truth import bits
 from zckpt.engine.plan import plan
@@ -81,26 +82,20 @@ TENSOR_PARALLEL = SPECS["tp2_s1_bf16_dp2"]
 CASES = [
     # ranks, stages and element types
     Case(S1_FP32, 2, 1),
-    Case(S1_FP32, 4, 2),
     Case(S2, 4, 2),
     Case(S2_FP16, 2, 2),
     Case(S3, 2, 2),
     Case(S3_ONE_GROUP, 2, 3),
     Case(S3_ONE_GROUP, 2, 1),
-    Case(spec("s2_bf16_1g", groups=1), 2, 3),
     Case(S3_INT_STEP, 2, 3),
-    Case(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 4, 3),
     # optimizers that DeepSpeed's own converter cannot convert
-    Case(S2_SGDM, 2, 2),
     Case(S3_SGDM, 2, 1),
-    Case(spec("s1_bf16_lion", stage=1, optimizer="lion"), 2, 1),
     Case(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 2, 2),
     Case(spec("s2_adagrad", optimizer="adagrad", groups=1), 2, 2),
     Case(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 2, 2),
     # other forms, odd parameters
     Case(spec("s1_bf16opt", stage=1, bf16_optimizer=True), 2, 1),
     Case(ROUND_ROBIN, 2, 2, {"round_robin": False}),
-    Case(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 2, 2),
     Case(spec("s2_palign", parameter_alignment=True), 2, 2),
     Case(spec("s2_frozengroup", frozen_in_group=True), 2, 2),
     Case(spec("s1_empty", stage=1, empty=True), 2, 1),
@@ -109,6 +104,14 @@ CASES = [
     # experts spread over two ranks, then all of them on each; stages of a pipeline
     Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
     Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
+]
+MORE = [
+    Case(S1_FP32, 4, 2),
+    Case(S2_SGDM, 2, 2),
+    Case(spec("s2_bf16_1g", groups=1), 2, 3),
+    Case(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 4, 3),
+    Case(spec("s1_bf16_lion", stage=1, optimizer="lion"), 2, 1),
+    Case(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 2, 2),
 ]
 
 
@@ -121,7 +124,7 @@ def written(source: Path | Checkpoint, directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(CASES, MORE), ids=str)
 def test_deepspeed_loads_it(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     verdict = resume_universal(written(folder, tmp_path), case.target, folder)

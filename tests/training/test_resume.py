@@ -22,6 +22,7 @@ import torch
 
 import zckpt
 from tests.gloo import run
+from tests.pairwise import some
 from tests.training.trainings import BF16, BY_NAME, KINDS, Kind, Training, differences
 
 pytestmark = pytest.mark.interop
@@ -111,7 +112,7 @@ def test_every_run_resumes_all_pairs() -> None:
     assert {name for at, to, name in resumed if at == to} == set(BY_NAME)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "product"])
+@pytest.mark.parametrize("every", some([False], [True]), ids=["pairs", "product"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_resume_goes_on_as_if_nothing_had_happened(
     world_size: int, every: bool, saved: dict[int, tuple[Path, Losses]]

@@ -19,6 +19,7 @@ import torch
 
 import zckpt
 from tests.gloo import WorkerError, run
+from tests.pairwise import some
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.errors import SourceError, TargetError, TargetExistsError, UnsupportedError
 
@@ -72,7 +73,7 @@ def kill(directory: Path, victim: int, share: float) -> int:
     return step
 
 
-@pytest.mark.parametrize("kills", [14, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kills", some([14], [50]))
 def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills: int, tmp_path: Path) -> None:
     chance = random.Random(7)
     shares = [0.0, 2.0, *(chance.random() * 1.2 for _ in range(kills))]  # at once, when all is done, and in between

@@ -11,6 +11,7 @@ import pytest
 
 import zckpt
 from tests.gloo import run
+from tests.pairwise import some
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.compare.digests import read_digests
 from zckpt.errors import TargetError, UsageError
@@ -64,7 +65,7 @@ def test_each_rank_sends_to_the_next_node() -> None:
     assert neighbours(["a", "b", "b", "b"]) == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("fsdp", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fsdp", some([False], [True]))
 def test_no_step_is_lost_with_a_node(fsdp: bool, tmp_path: Path) -> None:
     options = {"every": 2, "fsdp": fsdp, "fingerprint": True}
     [before, again] = run(train, 3, tmp_path, ["a", "b", "b"], [3, 5], options)[1]

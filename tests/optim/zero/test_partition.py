@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.gloo import run
+from tests.pairwise import some
 from zckpt.optim import ZeroOptimizer
 from zckpt.state.partition import (
     FLAT_ALIGNMENT,
@@ -111,7 +112,7 @@ def any_shapes(rank: int, world_size: int) -> None:
     holds()
 
 
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world_size", some([1, 3], [4]))
 def test_any_group_is_cut_as_partition_says(world_size: int) -> None:
     run(any_shapes, world_size)
 

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests.gloo import run
+from tests.pairwise import some
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy
 from tests.training.trainings import BY_NAME, Training, differences
@@ -148,9 +149,7 @@ def failing(rank: int, bucket: str, options: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "what", ["rank-00001", "checkpoint.json", pytest.param("zero_pp_rank_1", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("what", some(["rank-00001", "checkpoint.json"], ["zero_pp_rank_1"]))
 def test_a_rank_that_fails_leaves_nothing(what: str, s3: Served, s3_proxy: Proxy, settings: Settings) -> None:
     s3_proxy.fault = lambda method, path: "503" if what in path and method == "PUT" else None
     for line in run(in_s3, 2, failing, settings, {"format": "deepspeed"} if "zero" in what else {}):

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
-from tests.pairwise import each
+from tests.pairwise import each, some
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
@@ -215,7 +215,7 @@ def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(
     assert unfinished() == []
 
 
-@pytest.mark.parametrize("most", [40, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("most", some([40], [100]))
 def test_faults_while_writing(most: int, s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
     """Requests refused, answers cut, connections dropped."""
     seen = faults = 0
