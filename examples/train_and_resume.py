@@ -24,7 +24,7 @@ from typing import Any
 from killed_ranks import SMALL, Part, Size, Training, run
 
 from zckpt.errors import TargetError, TargetExistsError, UsageError, ZckptError
-from zckpt.storage.durable import written_files
+from zckpt.storage.durable import written
 
 TOLERANCE = 1e-2
 """How far a loss may be from the one of the run left alone, relative to it, where sums over ranks are taken in another
@@ -210,7 +210,7 @@ def draw(plot: Plot, path: Path) -> Path | None:
     axes.legend()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_files([path], overwrite=False) as [partial]:
+        with written([path], overwrite=False) as [partial]:
             figure.savefig(partial, format="png", dpi=120)
     except TargetError:
         raise
