@@ -12,9 +12,9 @@ what lies below a slot (a dict of codes and scales) goes with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
@@ -23,38 +23,27 @@ from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.tree import STATE, Node, OptimizerPart, build, find_optimizers, leaves
-from zckpt.formats.shrinking import Kept, kept_ranges, shares
+from zckpt.formats.shrinking import kept_ranges, shares
 from zckpt.formats.stripped_directory import completed
 from zckpt.formats.stripping import (
-    STRUCTURE,
     UNREFERENCED,
     Edited,
     Request,
     Rewritten,
     Stripping,
     as_it_is,
+    gone,
     replaced,
     rewrite,
 )
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot, Span
 from zckpt.state.ranges import merge, without
-from zckpt.torchfile import Object, TorchFile, dump, read_pickle
+from zckpt.torchfile import ALIGNMENT, Object, TorchFile, dump, read_pickle
 
-ALIGNMENT = 64
-"""Bytes, of which zckpt starts each item at a multiple; torch packs them without."""
+TABLES = ("state_dict_metadata", "planner_data", "storage_data")
 
 Dropped = dict[str, str]
 """Slots that go, by the keys of their items."""
-
-
-@dataclass(slots=True)
-class _Folder:
-    """A folder with a `.metadata`: what it says, and the items that go."""
-
-    name: str
-    path: Path
-    metadata: Metadata
-    dropped: Dropped = field(default_factory=dict)
 
 
 def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
@@ -83,11 +72,14 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             path=checkpoint.source,
             advice="`zckpt convert --to dcp` writes it as torch.save does, and `zckpt strip` takes it from there",
         )
-    folders = [_Folder(name, path, read_metadata(path)) for name, path in directory.folders.items()]
-    if request.slots:
-        _choose(checkpoint, folders, request)
-    own = [file for folder in folders for file in _files(folder, request)]
-    if directory.own is not None and any(MASTER in folder.dropped.values() for folder in folders):
+    own: list[Rewritten] = []
+    masters_go = False
+    for name, path in directory.folders.items():
+        metadata = read_metadata(path)
+        dropped = _dropped(checkpoint, metadata, request) if request.slots else {}
+        masters_go = masters_go or MASTER in dropped.values()
+        own += _files(f"{name}/" if name else "", metadata, dropped, request)
+    if directory.own is not None and masters_go:
         own.append(rewrite(directory.own, OWN_NAME, _without_masters, unreferenced=False))
     return completed(source, directory.path, own, request)
 
@@ -99,20 +91,26 @@ def _without_masters(file: TorchFile) -> Edited:
     return Edited(file.root, changed=True)
 
 
-def _choose(checkpoint: Checkpoint, folders: Iterable[_Folder], request: Request) -> None:
-    """Note the items that go in each folder."""
+def _dropped(checkpoint: Checkpoint, metadata: Metadata, request: Request) -> Dropped:
+    """Return the items that go."""
     masters = any(MASTER in p.slots and WEIGHT not in p.slots for p in checkpoint.parameters.values())
     names = frozenset(checkpoint.wrapped.get(name, name) for name in checkpoint.parameters) | {*checkpoint.parameters}
-    for folder in folders:
-        metadata = folder.metadata
-        items = read_items(metadata)
-        root = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
-        for part in find_optimizers(root):
-            slots: dict[str, dict[str, list[str]]] = {}
-            for parameter, slot, node in _state(part, names | part.names):
-                keys = [leaf.key for leaf in leaves(node) if leaf.key in metadata.paths]
-                slots.setdefault(parameter, {}).setdefault(slot, []).extend(keys)
-            folder.dropped |= _dropped(slots, metadata, request, masters=masters)
+    items, tensors = read_items(metadata), metadata.tensors
+    found: Dropped = {}
+    for part in find_optimizers(build({**items.tensors, **items.objects}, metadata.paths, metadata.path)):
+        slots: dict[str, dict[str, list[str]]] = {}
+        for parameter, slot, node in _state(part, names | part.names):
+            keys = [leaf.key for leaf in leaves(node) if leaf.key in metadata.paths]
+            slots.setdefault(parameter, {}).setdefault(slot, []).extend(keys)
+        every = [(slot, keys) for its in slots.values() for slot, keys in its.items()]
+        shaped = {slot for slot, keys in every if any(key in tensors and tensors[key].shape for key in keys)}
+        for its in slots.values():
+            present = {slot for slot, keys in its.items() if slot in shaped and any(key in tensors for key in keys)}
+            goes = {slot for slot in present if request.drops(slot)}
+            if request.optimizer or (goes and goes == present - {MASTER}):
+                goes = its.keys() - ({MASTER} if masters or not request.optimizer else set())
+            found |= {key: slot for slot in goes for key in its[slot]}
+    return found
 
 
 def _state(part: OptimizerPart, names: frozenset[str]) -> Iterator[tuple[str, str, Node]]:
@@ -129,127 +127,52 @@ def _state(part: OptimizerPart, names: frozenset[str]) -> Iterator[tuple[str, st
                 yield str(parameter), str(slot), node
 
 
-def _dropped(
-    slots: Mapping[str, Mapping[str, Sequence[str]]], metadata: Metadata, request: Request, *, masters: bool
-) -> Dropped:
-    """Return the items that go, given those of the state by parameter and slot."""
-    tensors = metadata.tensors
-    shaped = {
-        slot
-        for its in slots.values()
-        for slot, keys in its.items()
-        if any(k in tensors and tensors[k].shape for k in keys)
-    }
-    found: Dropped = {}
-    for its in slots.values():
-        present = {slot for slot, keys in its.items() if slot in shaped and any(key in tensors for key in keys)}
-        gone = {slot for slot in present if request.drops(slot)}
-        if request.optimizer or (gone and gone == present - {MASTER}):
-            gone = its.keys() - ({MASTER} if masters or not request.optimizer else set())
-        found |= {key: slot for slot in gone for key in its[slot]}
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """An item, or a chunk of one: where it lies, and the node that says so; the slot that it is of, if it goes."""
-
-    info: Object
-    file: str
-    offset: int
-    nbytes: int
-    slot: str | None
-
-    @property
-    def range(self) -> tuple[int, int]:
-        """First byte, and the byte after the last."""
-        return self.offset, self.offset + self.nbytes
-
-
-def _files(folder: _Folder, request: Request) -> Iterator[Rewritten]:
-    """Yield what becomes of a folder's files."""
-    within = f"{folder.name}/" if folder.name else ""
-    about = Path(folder.metadata.path)
-    root = read_pickle(about).root
-    by_file: dict[str, list[_Item]] = {}
-    for item in _items(root, folder.dropped):
-        by_file.setdefault(item.file, []).append(item)
+def _files(within: str, metadata: Metadata, dropped: Dropped, request: Request) -> Iterator[Rewritten]:
+    """Yield what becomes of a folder's files, whose items are those of `.metadata`, which was found well-formed."""
+    index = Path(metadata.path)
+    root = read_pickle(index).root
+    tables: dict[str, Any] = {name: root.get(name) for name in TABLES} if isinstance(root, Object) else {}
+    by_file: dict[str, list[tuple[str | None, Any]]] = {}
+    for which, info in tables["storage_data"].items():
+        parts = info.state if isinstance(info.state, tuple) else (info.state,)
+        where = next(part for part in parts if isinstance(part, dict) and "offset" in part)
+        by_file.setdefault(where["relative_path"], []).append((dropped.get(which.get("fqn")), where))
     shorter = False
     for name, items in by_file.items():
-        path = folder.path / name
+        path = index.parent / name
         nbytes = path.stat().st_size
-        stay = [item for item in items if item.slot is None]
-        gone = [(*item.range, item.slot) for item in items if item.slot is not None]
-        alignment = ALIGNMENT if all(item.offset % ALIGNMENT == 0 for item in items) else 1
-        used = [item.range for item in stay]
+        ranges = [(one["offset"], one["offset"] + one["length"], slot) for slot, one in items]
+        lost = [(low, high, slot) for low, high, slot in ranges if slot is not None]
+        used = [(low, high) for low, high, slot in ranges if slot is None]
+        alignment = ALIGNMENT if all(low % ALIGNMENT == 0 for low, _, _ in ranges) else 1
+        stay = [one for slot, one in items if slot is None]
         if not request.unreferenced:
-            used = without([(0, nbytes)], merge((low, min(high + -high % alignment, nbytes)) for low, high, _ in gone))
+            used = without([(0, nbytes)], merge((low, min(high + -high % alignment, nbytes)) for low, high, _ in lost))
         kept = kept_ranges(used, nbytes, alignment)
         if kept.nbytes == nbytes:
             yield as_it_is(path, within + name)
             continue
         shorter = True
-        kinds = shares(without([(0, nbytes)], kept.ranges), gone)
+        kinds = shares(without([(0, nbytes)], kept.ranges), lost)
         rest = nbytes - kept.nbytes - sum(kinds.values())
         kinds |= {UNREFERENCED: rest} if rest and request.unreferenced else {}
         if not stay:
-            yield Rewritten(within + name, nbytes, None, {**kinds, **_left(nbytes, kinds)})
+            yield gone(path, within + name, kinds)
             continue
-        for item in stay:
-            _place(item, kept.place(item.offset))
-        yield replaced(within + name, nbytes, _cut(path, within + name, kept), kinds)
+        file = TargetFile(within + name, kept.nbytes)
+        for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
+            extent = Extent.whole((high - low,))
+            slot = Slot("file", "uint8", extent.sizes, (Span(extent, str(path), low, "uint8"),))
+            file.holes.append(Hole(start, file.name, slot, extent, "uint8"))
+        for one in stay:
+            one["offset"] = kept.place(one["offset"])
+        yield replaced(file.name, nbytes, file, kinds)
+    name = within + index.name
     if not shorter:
-        yield as_it_is(about, within + about.name)
+        yield as_it_is(index, name)
         return
-    data = _without(root, folder.dropped)
-    yield replaced(
-        within + about.name, about.stat().st_size, TargetFile(within + about.name, len(data), [Literal(0, data)]), {}
-    )
-
-
-def _left(nbytes: int, kinds: dict[str, int]) -> dict[str, int]:
-    """Return what of a file that goes is of no kind yet."""
-    rest = nbytes - sum(kinds.values())
-    return {STRUCTURE: rest} if rest else {}
-
-
-def _mapping(root: object, name: str) -> dict[object, object]:
-    found = root.get(name) if isinstance(root, Object) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _items(root: object, dropped: Dropped) -> Iterator[_Item]:
-    """Yield the items, which `read_metadata` has found to be well-formed."""
-    for index, info in _mapping(root, "storage_data").items():
-        if isinstance(index, Object) and isinstance(info, Object):
-            file, offset, length = (info.get(name) for name in ("relative_path", "offset", "length"))
-            if isinstance(file, str) and isinstance(offset, int) and isinstance(length, int):
-                yield _Item(info, file, offset, length, dropped.get(str(index.get("fqn"))))
-
-
-def _place(item: _Item, offset: int) -> None:
-    """Say where an item lies now."""
-    parts = item.info.state if isinstance(item.info.state, tuple) else (item.info.state,)
-    next(part for part in parts if isinstance(part, dict) and "offset" in part)["offset"] = offset
-
-
-def _without(root: object, dropped: Dropped) -> bytes:
-    """Return the pickle without the items that go."""
-    for name in ("state_dict_metadata", "planner_data"):
-        content = _mapping(root, name)
-        for key in [key for key in content if key in dropped]:
-            del content[key]
-    places = _mapping(root, "storage_data")
-    for index in [one for one in places if isinstance(one, Object) and one.get("fqn") in dropped]:
-        del places[index]
-    return dump(root).data
-
-
-def _cut(path: Path, name: str, kept: Kept) -> TargetFile:
-    """Return a file of some ranges of another."""
-    file = TargetFile(name, kept.nbytes)
-    for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
-        extent = Extent.whole((high - low,))
-        slot = Slot("file", "uint8", extent.sizes, (Span(extent, str(path), low, "uint8"),))
-        file.holes.append(Hole(start, name, slot, extent, "uint8"))
-    return file
+    for table in (one for one in tables.values() if isinstance(one, dict)):
+        for key in [key for key in table if (key.get("fqn") if isinstance(key, Object) else key) in dropped]:
+            del table[key]
+    data = dump(root).data
+    yield replaced(name, index.stat().st_size, TargetFile(name, len(data), [Literal(0, data)]), {})
