@@ -168,9 +168,8 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
     own = os.path.realpath(checkpoint.source)
     claims = {os.path.realpath(path): Claim(FOREIGN, about) for path, about in checkpoint.leftovers.items()}
     claims |= {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
-    others = _other_checkpoints(root, read, own)
     outside = os.path.realpath(root) != own
-    for path, name, about in _below(root, others):
+    for path, name, about in _below(root, read, own):
         real = _resolved(str(path), folders)
         if real in read:
             continue
@@ -205,11 +204,17 @@ def within(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip(os.sep) + os.sep)
 
 
-def _below(root: Path, others: dict[str, str]) -> Iterator[tuple[Path, str, str | None]]:
-    """Yield path, name and what makes it foreign of every file, those of one directory sorted."""
-    waiting: list[tuple[Path, str, str | None, int]] = [(root, "", None, 0)]
+def _below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, str, str | None]]:
+    """Yield path, name and what makes it foreign of every file, those of one directory sorted.
+
+    Directories that hold a checkpoint of their own, of which nothing was read, are foreign: a run's directory has its
+    tags, and a trainer's final model lies beside `checkpoint-500`.
+    """
+    from zckpt.formats import is_checkpoint
+
+    waiting: list[tuple[Path, str, str | None, int, bool]] = [(root, "", None, 0, True)]
     while waiting:
-        directory, prefix, about, depth = waiting.pop()
+        directory, prefix, about, depth, searched = waiting.pop()
         try:
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
         except OSError:
@@ -217,42 +222,18 @@ def _below(root: Path, others: dict[str, str]) -> Iterator[tuple[Path, str, str 
         folders = []
         for entry in entries:
             name = prefix + entry.name
-            if entry.is_dir(follow_symlinks=False) and depth < MAXIMUM_DEPTH:
-                why = about or others.get(os.path.realpath(entry.path))
-                if why is None and entry.name in FOREIGN_FOLDERS:
-                    why = f"in the folder {entry.name}"
-                folders.append((Path(entry.path), f"{name}/", why, depth + 1))
-            else:
+            if not entry.is_dir(follow_symlinks=False) or depth >= MAXIMUM_DEPTH:
                 yield Path(entry.path), name, about
-        waiting.extend(reversed(folders))
-
-
-def _other_checkpoints(root: Path, read: Collection[str], own: str) -> dict[str, str]:
-    """Return the directories that hold a checkpoint of their own, of which nothing was read, by real path.
-
-    A run's directory has its tags, and a trainer's final model lies beside `checkpoint-500`.
-    """
-    from zckpt.formats import is_checkpoint
-
-    found: dict[str, str] = {}
-    waiting = [(root, 0)]
-    while waiting:
-        directory, depth = waiting.pop()
-        try:
-            folders = [Path(e.path) for e in os.scandir(directory) if e.is_dir(follow_symlinks=False)]
-        except OSError:
-            continue
-        for folder in folders:
-            real = os.path.realpath(folder)
-            if real == own or folder.name in FOREIGN_FOLDERS:
                 continue
-            if any(within(path, real) for path in read):
-                waiting.append((folder, depth + 1))
-            elif is_checkpoint(folder):
-                found[real] = "another checkpoint"
-            elif depth < SEARCHED_DEPTH:
-                waiting.append((folder, depth + 1))
-    return found
+            why, real = about, os.path.realpath(entry.path)
+            below = searched and real != own and entry.name not in FOREIGN_FOLDERS
+            if below and not any(within(path, real) for path in read):
+                why = why or ("another checkpoint" if is_checkpoint(Path(entry.path)) else None)
+                below = depth < SEARCHED_DEPTH
+            if why is None and entry.name in FOREIGN_FOLDERS:
+                why = f"in the folder {entry.name}"
+            folders.append((Path(entry.path), f"{name}/", why, depth + 1, below and why is None))
+        waiting.extend(reversed(folders))
 
 
 def _size(path: Path) -> int | None:
