@@ -22,7 +22,6 @@ def test_the_inventory_is_the_same_by_columns(name: str, monkeypatch: pytest.Mon
         (ranges, "FEWEST_COLUMNS", 0),
         (per_parameter, "FEWEST_SHARDS", 0),
         (ranges, "MANY", 1),
-        (ranges, "FEW", 0),
     ):
         monkeypatch.setattr(module, constant, value)
     assert take_inventory(zckpt.open(FIXTURES / name)).as_dict() == expected

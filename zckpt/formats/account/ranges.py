@@ -30,98 +30,69 @@ Ranges = Union[list[Range], "cuts.Ranges"]
 MANY = 1 << 8
 """Ranges from which on an array is faster."""
 
-FEW = 1 << 4
-"""Ranges of one rule in a file up to which they join the others: every array is looked into for each tensor."""
-
 
 class Known:
-    """What is known of the bytes of one file.
+    """What is known of the bytes of one file: by fate and slot, ranges in any order."""
 
-    Parameters
-    ----------
-    listed : mapping of str to list of (int, int, str)
-        By fate: low, high and the slot.
-    cut : mapping of str to list of (str, array)
-        By fate: a slot, and its ranges, sorted, none over another.
-    """
-
-    def __init__(
-        self,
-        listed: Mapping[str, list[tuple[int, int, str]]],
-        cut: Mapping[str, list[tuple[str, cuts.Ranges]]],
-    ) -> None:
-        self.listed: dict[str, list[tuple[int, int, str]]] = {}
-        self.cut: dict[str, list[tuple[str, cuts.Ranges]]] = {}
+    def __init__(self, found: Mapping[str, Mapping[str, Sequence[Ranges]]]) -> None:
+        self._slots: dict[str, dict[str, _Covered]] = {}
         self._covered: dict[str, _Covered] = {}
+        """By fate, what has it or one before it."""
         every: Ranges = []
-        for fate in (fate for fate in ORDER if fate in listed or fate in cut):
-            columns = cut.get(fate, [])
-            few = MANY if sum(len(rows) for _, rows in columns) < MANY else FEW
-            short = [(low, high, slot) for slot, rows in columns if len(rows) < few for low, high in rows.tolist()]
-            self.listed[fate] = sorted([*listed.get(fate, ()), *short])
-            self.cut[fate] = [(slot, rows) for slot, rows in columns if len(rows) >= few]
-            pairs = [(low, high) for low, high, _ in self.listed[fate]]
-            every = _union(every, pairs, [rows for _, rows in self.cut[fate]])
-            self._covered[fate] = _Covered(every)
+        for fate in (fate for fate in ORDER if fate in found):
+            of = {slot: _union(ranges) for slot, ranges in found[fate].items()}
+            every = _union([every, *of.values()])
+            self._slots[fate], self._covered[fate] = {slot: _Covered(of[slot]) for slot in of}, _Covered(every)
 
     @property
     def key(self) -> object:
         """What tells the bytes of this file from those of others; None where there are too many to ask."""
-        if sum(map(len, self.listed.values())) + sum(one.count for one in self._covered.values()) >= MANY:
+        if sum(len(one.lows) for one in self._covered.values()) >= MANY:
             return None
-        digests = [
-            (slot, blake2b(rows.tobytes(), digest_size=16).digest()) for cut in self.cut.values() for slot, rows in cut
-        ]
-        return *((fate, *listed) for fate, listed in self.listed.items()), *digests
+        digest = blake2b(digest_size=16)
+        for fate, slots in self._slots.items():
+            for slot, one in slots.items():
+                digest.update(f"{fate} {slot} {len(one.lows)} ".encode() + one.lows.tobytes() + one.highs.tobytes())
+        return digest.digest()
 
     def shares(self, ranges: Iterable[Range]) -> dict[str, int]:
         """Return how many bytes of some ranges have each fate that any of them has; the rest are no one's."""
         found: dict[str, int] = {}
         before = 0
         for fate, covered in self._covered.items():
-            now = sum(covered.within(low, high) for low, high in ranges)
+            now = sum(covered.below(high) - covered.below(low) for low, high in ranges)
             if now > before:
                 found[fate], before = now - before, now
         return found
 
-    def slots(self, fate: str, low: int, high: int) -> Iterator[str]:
-        """Yield the slots of ranges that lie within [low, high) in part."""
-        listed = self.listed[fate]
-        at = max(bisect_right(listed, (low, low, "\U0010ffff")) - 1, 0)
-        for index in range(at, len(listed)):
-            begin, end, slot = listed[index]
-            if begin >= high:
-                break
-            if end > low:
-                yield slot
-        for slot, rows in self.cut[fate]:
-            first = bisect_right(rows[:, 1], low)
-            if first < len(rows) and rows[first, 0] < high:
-                yield slot
+    def slots(self, fate: str, low: int, high: int) -> list[str]:
+        """Return the slots of ranges that lie within [low, high) in part, as they begin."""
+        found = []
+        for slot, one in self._slots[fate].items():
+            first = bisect_right(one.highs, low)
+            if first < len(one.lows) and one.lows[first] < high:
+                found.append((one.lows[first], slot))
+        return [slot for _, slot in sorted(found)]
 
 
 class _Covered:
     """Ranges, and how many bytes lie in each and those before it."""
 
     def __init__(self, ranges: Ranges) -> None:
-        self._lows: Sequence[int]
-        self._highs: Sequence[int]
+        self.lows: array[int] | memoryview[int]
+        self.highs: array[int] | memoryview[int]
         self._before: Sequence[int]
-        self.count = len(ranges)
         if isinstance(ranges, list):
-            self._lows, self._highs = [low for low, _ in ranges], [high for _, high in ranges]
+            self.lows, self.highs = array("q", [low for low, _ in ranges]), array("q", [high for _, high in ranges])
             self._before = list(accumulate(high - low for low, high in ranges))
         else:
             columns = (ranges[:, 0], ranges[:, 1], (ranges[:, 1] - ranges[:, 0]).cumsum())
-            self._lows, self._highs, self._before = (memoryview(one.data) for one in columns)
+            self.lows, self.highs, self._before = (memoryview(one.data) for one in columns)
 
-    def within(self, low: int, high: int) -> int:
-        """Return how many bytes of [low, high) lie in the ranges."""
-        return self._below(high) - self._below(low)
-
-    def _below(self, at: int) -> int:
-        last = bisect_right(self._lows, at) - 1
-        return self._before[last] - max(self._highs[last] - at, 0) if last >= 0 else 0
+    def below(self, at: int) -> int:
+        """Return how many bytes before one lie in the ranges."""
+        last = bisect_right(self.lows, at) - 1
+        return self._before[last] - max(self.highs[last] - at, 0) if last >= 0 else 0
 
 
 class Coverage:
@@ -182,11 +153,12 @@ class Coverage:
 
     def of(self, path: str) -> Known:
         """Return what is known of a file."""
-        listed: dict[str, list[tuple[int, int, str]]] = {}
+        found: dict[str, dict[str, list[Ranges]]] = {}
         for fate, numbers in self._found.get(path, {}).items():
-            slots = map(self._slots.__getitem__, numbers[2::3])
-            listed[fate] = list(zip(numbers[::3], numbers[1::3], slots, strict=True))
-        cut: dict[str, list[tuple[str, cuts.Ranges]]] = {}
+            listed: dict[int, list[Range]] = {}
+            for low, high, slot in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+                listed.setdefault(slot, []).append((low, high))
+            found[fate] = {self._slots[slot]: [ranges] for slot, ranges in listed.items()}
         same: dict[tuple[int, int], cuts.Ranges] = {}
         for name, files, rules in self._rules:
             index = files.index(path)
@@ -194,11 +166,11 @@ class Coverage:
                 continue
             if (id(rules), index) not in same:
                 same[id(rules), index] = rules.of(index)
-            if len(ranges := same[id(rules), index]):
-                cut.setdefault(STATE, []).append((name, files.offsets[index] + ranges * itemsize(files.dtype)))
+            rows = files.offsets[index] + same[id(rules), index] * itemsize(files.dtype)
+            found.setdefault(STATE, {}).setdefault(name, []).append(rows)
         for runs in self._padding:
-            cut.setdefault(IMPLIED, []).extend(("padding", rows) for rows in runs.within(path) if len(rows))
-        return Known(listed, cut)
+            found.setdefault(IMPLIED, {}).setdefault("padding", []).extend(runs.within(path))
+        return Known(found)
 
 
 def spans_of(slot: Slot) -> Iterator[Span]:
@@ -208,14 +180,15 @@ def spans_of(slot: Slot) -> Iterator[Span]:
         yield from spans
 
 
-def _union(ranges: Ranges, pairs: list[Range], columns: Sequence[cuts.Ranges]) -> Ranges:
-    if isinstance(ranges, list) and not columns:
-        return merge([*ranges, *pairs])
+def _union(several: Sequence[Ranges]) -> Ranges:
+    if all(isinstance(one, list) for one in several) or sum(map(len, several)) < MANY:
+        pairs = [one if isinstance(one, list) else one.tolist() for one in several]
+        return merge((low, high) for one in pairs for low, high in one)
     import numpy as np
 
     from zckpt.state import cuts
 
-    every = np.concatenate([np.array(one, np.int64).reshape(-1, 2) for one in (ranges, pairs, *columns)])
+    every = np.concatenate([np.array(one, np.int64).reshape(-1, 2) for one in several])
     return cuts.merged_ranges(every[:, 0], every[:, 1])
 
 
