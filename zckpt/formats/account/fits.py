@@ -59,7 +59,10 @@ class Fit:
                 self._named.setdefault(step, []).append(number)
         self._others: Fit | None = None
         self._numbered: Fit | None = None
-        self.rule = next((one for one in rules if _ends(one, depth)), None)
+        ends = ((one, len(one.pattern)) for one in rules)
+        self.rule = next(
+            (one for one, n in ends if depth == n or (depth >= n - 1 and one.pattern[-1:] == (REST,))), None
+        )
         if all(one.pattern[-1:] == (REST,) and len(one.pattern) <= depth for one in rules):
             self._others = self  # as it is here it is everywhere below
 
@@ -104,11 +107,3 @@ def text_of(step: object) -> str:
 def place_of(steps: Steps) -> str:
     """Return the steps to a place as text."""
     return "/".join(map(text_of, steps))
-
-
-def _ends(rule: Rule, depth: int) -> bool:
-    """Tell whether a rule, whose steps fit, speaks for what is here."""
-    pattern = rule.pattern
-    if pattern[-1:] == (REST,):
-        return depth >= len(pattern) - 1
-    return len(pattern) == depth

@@ -27,7 +27,7 @@ from zckpt.state.inventory import (
     Item,
     Rule,
 )
-from zckpt.state.ranges import Range
+from zckpt.state.ranges import Range, total
 from zckpt.torchfile import (
     LEAVES,
     FromFile,
@@ -35,6 +35,7 @@ from zckpt.torchfile import (
     Storage,
     Tensor,
     children,
+    each,
     node_of,
     oddity,
     walk_tensors,
@@ -158,7 +159,12 @@ class FileAccount:
 
     def items(self) -> list[Item]:
         """Return what the file holds: one item for each reason, and each thing that is left out by itself."""
-        self._records()
+        for name, _, nbytes, _ in self.file.records:
+            inside = name.partition("/")[2]
+            if inside in _RECORDS or inside.startswith("data/"):
+                self._add(RECORD, IMPLIED, "records of the archive", (inside,), nbytes)
+            else:
+                self._lose(RECORD, "no file of torch.save has such a record", (inside,), nbytes)
         tree, fit = self.file.tree, fit_of(self.file.rules)
         if isinstance(tree, LazyTree):
             self._walk(tree.held, (), fit)
@@ -171,14 +177,6 @@ class FileAccount:
             for (kind, fate, about), one in self._sums.items()
         ]
         return [*sums, *self._lost]
-
-    def _records(self) -> None:
-        for name, _, nbytes, _ in self.file.records:
-            inside = name.partition("/")[2]
-            if inside in _RECORDS or inside.startswith(_DATA):
-                self._add(RECORD, IMPLIED, "records of the archive", (inside,), nbytes)
-            else:
-                self._lose(RECORD, "no file of torch.save has such a record", (inside,), nbytes, trained=False)
 
     def _walk(self, root: object, above: Steps, fit: Fit) -> None:
         """Go through a tree in its order, each object once; nothing recurses."""
@@ -210,9 +208,7 @@ class FileAccount:
             self._value(node, steps, fit.rule)
             return _NOTHING
         seen.add(id(node))
-        fate, about = self._fate(node)
-        if fate:
-            self._take(node, steps, fate, about)
+        if self._take(node, steps):
             return _NOTHING
         if isinstance(node, Slot):
             self._elements([span.reach for span in spans_of(node)], steps, None)
@@ -251,31 +247,24 @@ class FileAccount:
                 continue
             yield step, child
 
-    def _fate(self, node: object) -> tuple[str, str]:
-        """Return the fate of a node that the checkpoint has taken, and under which key; empty where it has not."""
+    def _take(self, node: object, steps: Steps) -> bool:
+        """Account for a node that the checkpoint has taken, or cannot have, with the tensors below it, if it is one."""
         nodes = self.taken.nodes
         own = nodes.get((self.file.path, id(node))) if self._is_named else None
-        found = own or nodes.get(("", id(node)), ("", ""))
-        odd = None if found[0] else oddity(node)
-        return found if odd is None else (LEFT_OUT, f"a tensor {odd}, which zckpt does not write densely")
-
-    def _take(self, node: object, steps: Steps, fate: str, about: str) -> None:
-        """Account for a node that was taken over, with the tensors below it."""
-        waiting, seen, held = [node], set(), 0
-        while waiting:
-            one = waiting.pop()
-            if type(one) in LEAVES or id(one) in seen:
-                continue
-            seen.add(id(one))
-            if isinstance(one, Tensor):
-                low, high = _range(one)
-                self.ranges.setdefault(fate, []).append((low, high))
-                held += high - low
-            waiting.extend(child for _, child in children(one))
+        fate, about = own or nodes.get(("", id(node)), ("", ""))
+        odd = None if fate else oddity(node)
+        if odd is not None:
+            fate, about = LEFT_OUT, f"a tensor {odd}, which zckpt does not write densely"
+        if not fate:
+            return False
+        below = each(node, lambda one: [child for _, child in children(one) if type(child) not in LEAVES])
+        ranges = [_range(one) for one in below if isinstance(one, Tensor)]
+        self.ranges.setdefault(fate, []).extend(ranges)
         if fate == LEFT_OUT:
-            self._lose(TENSOR, about, steps, held, trained=self.file.role in TRAINED_ROLES)
+            self._lose(TENSOR, about, steps, total(ranges))
         else:
-            self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, steps, held)
+            self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, steps, total(ranges))
+        return True
 
     def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
         low, high = _range(tensor)
@@ -295,7 +284,7 @@ class FileAccount:
 
     def _elements(self, ranges: Sequence[Range], steps: Steps, tensor: Tensor | None) -> None:
         """Account for elements by where their bytes are."""
-        nbytes = sum(high - low for low, high in ranges)
+        nbytes = total(ranges)
         if not nbytes:
             self._add(TENSOR, IMPLIED, "tensors without elements", steps)
             return
@@ -306,7 +295,7 @@ class FileAccount:
             reason = "nothing has read it" if lost == nbytes else f"{lost} of {nbytes} bytes are in no parameter"
             if tensor is not None and tensor.subclass is not None:
                 reason += f"; it is a {tensor.subclass.qualified}"
-            self._lose(TENSOR, reason, steps, lost, trained=self.file.role in TRAINED_ROLES)
+            self._lose(TENSOR, reason, steps, lost)
             return
         fate = next(iter(found))
         slots = dict.fromkeys(slot for low, high in ranges for slot in self.known.slots(fate, low, high))
@@ -324,7 +313,7 @@ class FileAccount:
             return True
         if not nbytes:
             reason = "nothing has read it" if rule is None else "no parameter and no param group has it"
-            self._lose(VALUE, reason, steps, 0, trained=False)
+            self._lose(VALUE, reason, steps)
         return False
 
     def _add(self, kind: str, fate: str, about: str, steps: Steps, nbytes: int = 0) -> None:
@@ -334,13 +323,13 @@ class FileAccount:
         one.nbytes += nbytes
         one.count += 1
 
-    def _lose(self, kind: str, reason: str, steps: Steps, nbytes: int, *, trained: bool) -> None:
+    def _lose(self, kind: str, reason: str, steps: Steps, nbytes: int = 0) -> None:
+        trained = kind == TENSOR and self.file.role in TRAINED_ROLES
         self._lost.append(Item(self.shown, place_of(steps), kind, LEFT_OUT, reason, nbytes, trained=trained))
 
 
 _RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment",
                       ".data/serialization_id"})  # fmt: skip
-_DATA = "data/"
 _NOTHING: Iterator[tuple[object, object]] = iter(())
 _VERSIONS = "_metadata"
 _TORCHS = re.compile(r"_has_been_cloned|_fsdp_\w+|_ddp_ignored|_is_buffer|_is_param|persistent|_dynamo_\w+")

@@ -111,49 +111,36 @@ def carry(node: Node, lost: list[str]) -> object:
     if isinstance(node, ObjectItem):
         return carried(node.file, node.node)
     if isinstance(node, TensorItem):
-        return _tensor(node, lost)
+        if node.whole is not None:
+            return FromFile(node.whole, node.path, node.whole.byteorder)
+        lost.append(node.key)
+        return None
     if not isinstance(node, dict):
         raise TypeError(f"{type(node).__name__} is no part of a tree")
     if not is_list(node):
-        found = {str(step): carry(child, lost) for step, child in node.items() if not _is_lost(child, lost)}
-        return _of_one_file(found, list(found.values()), lambda values: dict(zip(found, values, strict=True)))
+        found = {step: carry(child, lost) for step, child in node.items()}
+        gone = {step for step, one in node.items() if isinstance(one, TensorItem) and one.whole is None}
+        return _of_one_file({str(step): value for step, value in found.items() if step not in gone})
     length = max(int(step) for step in node) + 1
     if length > 2 * len(node) + SPARE:
         raise DamagedFileError("a list lacks most of its elements", expected=f"{length} elements", found=len(node))
-    listed = [carry(node[i], lost) if i in node and not _is_lost(node[i], lost) else None for i in range(length)]
-    return _of_one_file(listed, listed, list)
+    return _of_one_file([carry(node[i], lost) if i in node else None for i in range(length)])
 
 
-def _of_one_file(whole: object, values: list[object], join: Callable[[list[object]], object]) -> object:
+def _of_one_file(whole: dict[str, object] | list[object]) -> object:
     """Return a dict or list as one part of a file, where all that is not plain in it lies in the same one."""
+    values = list(_below(whole))
     parts = [value for value in values if isinstance(value, FromFile)]
     about = {(part.path, part.byteorder, part.numpy) for part in parts}
-    if len(about) != 1 or not all(isinstance(value, FromFile) or _is_plain(value) for value in values):
+    others = (one for value in values if not isinstance(value, FromFile) for one in each(value, _below))
+    if len(about) != 1 or any(isinstance(one, FromFile) for one in others):
         return whole
-    return replace(parts[0], node=join([node_of(value) for value in values]))
-
-
-def _is_plain(value: object) -> bool:
-    """Tell whether a carried value is plain data, of no file."""
-    return not any(isinstance(part, FromFile) for part in each(value, _below))
+    nodes = map(node_of, values)
+    return replace(parts[0], node=list(nodes) if isinstance(whole, list) else dict(zip(whole, nodes, strict=True)))
 
 
 def _below(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _is_lost(node: Node, lost: list[str]) -> bool:
-    if isinstance(node, TensorItem) and node.whole is None:
-        lost.append(node.key)
-        return True
-    return False
-
-
-def _tensor(item: TensorItem, lost: list[str]) -> object:
-    if item.whole is None:
-        lost.append(item.key)
-        return None
-    return FromFile(item.whole, item.path, item.whole.byteorder)
 
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -207,41 +194,35 @@ def _optimizers(node: Node, path: Keys, seen: set[int]) -> Iterator[OptimizerPar
         seen.add(id(node.node))
     if content is None:
         return
-    if _is_nested(content):
-        yield OptimizerPart(path, content, False, frozenset(_nested_names(content)))
-    elif _is_flat(content):
-        joined = [str(key).removeprefix(f"{GROUPS}.") for key in content if str(key).startswith(f"{GROUPS}.")]
-        yield OptimizerPart(path, content, True, frozenset(key.rpartition(".")[0] for key in joined))
-    else:
-        for step, child in content.items():
-            yield from _optimizers(child, (*path, step), seen)
+    for is_flat, names in ((False, _nested_names(content)), (True, _flat_names(content))):
+        if names is not None:
+            yield OptimizerPart(path, content, is_flat, frozenset(names))
+            return
+    for step, child in content.items():
+        yield from _optimizers(child, (*path, step), seen)
 
 
-def _is_nested(node: Branch) -> bool:
+def _nested_names(node: Branch) -> list[str] | None:
+    """Return the names that the groups of an optimizer have, numbers aside; None of what is no optimizer's dict."""
     groups = branch(node.get(GROUPS))
-    return (
-        groups is not None
-        and is_list(groups)
-        and all(PARAMS in (branch(group) or {}) for group in groups.values())
-        and (STATE not in node or branch(node[STATE]) is not None)
-    )
-
-
-def _is_flat(node: Branch) -> bool:
-    keys = [key for key in node if isinstance(key, str)]
-    return (
-        len(keys) == len(node)
-        and any(key.startswith(f"{GROUPS}.") for key in keys)
-        and all(key.startswith((f"{GROUPS}.", f"{STATE}.")) for key in keys)
-    )
-
-
-def _nested_names(node: Branch) -> Iterator[str]:
-    for group in (branch(node[GROUPS]) or {}).values():
-        params = (branch(group) or {})[PARAMS]
+    if groups is None or not is_list(groups) or (STATE in node and branch(node[STATE]) is None):
+        return None
+    found = []
+    for group in map(branch, groups.values()):
+        if group is None or PARAMS not in group:
+            return None
+        params = group[PARAMS]
         listed = params.node if isinstance(params, ObjectItem) else None
-        if isinstance(listed, (list, tuple)):
-            yield from (name for name in listed if isinstance(name, str))
+        found += [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+    return found
+
+
+def _flat_names(node: Branch) -> list[str] | None:
+    """Return the names in joined keys of an optimizer's groups; None of what has others, or none."""
+    if not all(isinstance(key, str) and key.startswith((f"{GROUPS}.", f"{STATE}.")) for key in node):
+        return None
+    found = [key.removeprefix(f"{GROUPS}.") for key in map(str, node) if key.startswith(f"{GROUPS}.")]
+    return [key.rpartition(".")[0] for key in found] or None
 
 
 def find_models(
@@ -264,7 +245,10 @@ def find_models(
     chosen = [one for one in candidates if any(one is best for best in found)]
     if not chosen and candidates:
         chosen = _usual(candidates, warnings)
-    chosen = [_bare(one, front=front) for one in chosen]
+    for at, one in enumerate(chosen):
+        names = bare_names(one.tensors, front=front)
+        tensors = {names[name]: tensor for name, tensor in one.tensors.items()}
+        chosen[at] = replace(one, tensors=tensors, filed={new: old for old, new in names.items()})
     if len(chosen) > 1:
         shown = " and ".join(joined(one.path) or "the rest" for one in chosen)
         warnings.append(f"{shown} are read as one model, with these names before those of their tensors")
@@ -345,9 +329,3 @@ def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
         shown = ", ".join(joined(one.path) for one in usual)
         warnings.append(f"several dicts of tensors ({shown}); the model is taken to be {joined(chosen.path)}")
     return [chosen]
-
-
-def _bare(part: ModelPart, *, front: bool) -> ModelPart:
-    names = bare_names(part.tensors, front=front)
-    filed = {new: old for old, new in names.items()}
-    return replace(part, tensors={names[name]: one for name, one in part.tensors.items()}, filed=filed)
