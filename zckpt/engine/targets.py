@@ -74,6 +74,11 @@ class TargetFile:
     checksums: list[Checksum] = field(default_factory=list)
     packs: list[Pack] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, name: str, data: bytes) -> TargetFile:
+        """Return a file of bytes that are known."""
+        return cls(name, len(data), [Literal(0, data)])
+
 
 class Lazily(Collection[Item]):
     """Items that are computed one after the other, again in every iteration.

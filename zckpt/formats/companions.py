@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.state.ranges import Range
 from zckpt.storage.files import is_file, read_json
 from zckpt.torchfile import Tensor, read_torchfile
 
@@ -261,12 +262,15 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
             yield path.relative_to(root).as_posix(), path
 
 
-def copy_of(path: Path, name: str) -> TargetFile:
-    """Return a file that has the bytes of another. `name`: within the target."""
-    nbytes = path.stat().st_size
-    extent = Extent.whole((nbytes,))
-    slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))
-    return TargetFile(name, nbytes, holes=[Hole(0, name, slot, extent, "uint8")] if nbytes else [])
+def copy_of(path: Path, name: str, ranges: Sequence[Range] | None = None) -> TargetFile:
+    """Return a file that has the bytes of another, or some ranges of them. `name`: within the target."""
+    file = TargetFile(name, 0)
+    for low, high in [(0, path.stat().st_size)] if ranges is None else ranges:
+        extent = Extent.whole((high - low,))
+        slot = Slot("file", "uint8", extent.sizes, (Span(extent, str(path), low, "uint8"),))
+        file.holes += [Hole(file.nbytes, name, slot, extent, "uint8")] if high > low else []
+        file.nbytes += high - low
+    return file
 
 
 def _unreadable(error: OSError) -> None:

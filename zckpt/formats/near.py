@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from zckpt.errors import SourceError, UnknownFormatError
+from zckpt.errors import SourceError, UnknownFormatError, listed
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.state.names import is_number
@@ -90,7 +90,7 @@ def settle(
         found = pointer(path) or next(iter(misses), None) or _of_other(path)
         if found is None and unsure is not None and not broken:
             return unsure
-        error = found.error(path) if found is not None else _unknown_file(path)
+        error = found.error(path) if found is not None else _unknown(path)
     if broken:
         error.advice = "; ".join([*([error.advice] if error.advice else []), *map(str, broken)])
     raise error
@@ -157,20 +157,16 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _unknown(path: Path) -> SourceError:
-    from zckpt.formats.registry import formats
-
+    if not path.is_dir():
+        expected = "a file of torch.save or safetensors"
+        return UnknownFormatError("no checkpoint recognised", path=path, expected=expected)
     names = [entry.name for entry in _entries(path)]
-    found = ", ".join(names[:SHOWN_NAMES]) + (f" and {len(names) - SHOWN_NAMES} more" if names[SHOWN_NAMES:] else "")
     return UnknownFormatError(
         "no checkpoint recognised",
         path=path,
         expected=f"one of: {', '.join(one.title for one in formats())}",
-        found=found or "nothing",
+        found=listed(names, most=SHOWN_NAMES) or "nothing",
     )
-
-
-def _unknown_file(path: Path) -> SourceError:
-    return UnknownFormatError("no checkpoint recognised", path=path, expected="a file of torch.save or safetensors")
 
 
 def _parent(path: Path) -> str | None:

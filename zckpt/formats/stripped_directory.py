@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.formats.companions import files_below
 from zckpt.formats.stripping import STRUCTURE, Request, Rewritten, Stripping, as_it_is
 from zckpt.formats.torch_files.strip import notes as format_notes
@@ -65,7 +65,7 @@ def completed(
         said.append("of the run's directory only this checkpoint is written")
         if pointer is not None and is_file(source / pointer):
             data = inner.encode()
-            files.append(Rewritten(pointer, len(data), TargetFile(pointer, len(data), [Literal(0, data)]), {}))
+            files.append(Rewritten(pointer, len(data), TargetFile.of(pointer, data), {}))
     return Stripping(files, tuple(said))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zckpt.engine.plan import plan
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.operations.places import at_path
 from zckpt.operations.target import write_target
@@ -50,4 +50,4 @@ def write_text(place: Path | str, text: str) -> None:
     """Write a text. Raises TargetError: it cannot be written, or what is there is no file."""
     data = text.encode()
     with at_path(place, missing=True) as path:
-        write_target(plan([TargetFile(path.name, len(data), [Literal(0, data)])]), path, overwrite=True)
+        write_target(plan([TargetFile.of(path.name, data)]), path, overwrite=True)

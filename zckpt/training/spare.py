@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engine.plan import plan
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, SourceError, TargetError, UsageError, WorkerError, ZckptError
 from zckpt.formats.companions import copy_of
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, is_own, rank_name
@@ -274,7 +274,7 @@ class Spare:
 
         def finished(partial: Path) -> None:
             [data] = [one for one in documents if one is not None]
-            write_target(plan([TargetFile(DOCUMENT_NAME, len(data), [Literal(0, data)])]), partial / DOCUMENT_NAME)
+            write_target(plan([TargetFile.of(DOCUMENT_NAME, data)]), partial / DOCUMENT_NAME)
 
         with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
             ranks.do(lambda: written(partial))

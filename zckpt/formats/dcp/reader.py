@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from zckpt.errors import UnknownFormatError, UnsupportedError
+from zckpt.errors import UnknownFormatError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.dcp.attach import attach
@@ -41,8 +41,6 @@ FORMAT = "dcp"
 
 STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
 """Keys under which programs keep a dict that has the step."""
-
-SHOWN_KEYS = 6
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -89,7 +87,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         checkpoint.step = next(counted, checkpoint.step)
     if lost:
         checkpoint.warnings.append(
-            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {_shown(lost)}"
+            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {listed(lost)}"
         )
     return checkpoint
 
@@ -123,7 +121,7 @@ def fill(
     """
     models, optimizers, states = _find(checkpoint, root, own, pairs)
     if not models and not optimizers:
-        found = _shown(list(map(str, root)))
+        found = listed(list(map(str, root)))
         raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)
     _place(checkpoint, models)
     attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names))
@@ -204,11 +202,6 @@ def _states(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], pa
     return states
 
 
-def _shown(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
-    return ", ".join(keys[:SHOWN_KEYS]) + more
-
-
 @dataclass(frozen=True, slots=True)
 class Folder:
     """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks."""
@@ -265,7 +258,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         folders[str(folder)] = Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
         describe_files(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
-            checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")
+            checkpoint.warnings.append(f"no rank has saved anything of {listed(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version
     ranks = {rank for file in used if (rank := rank_of(file.path)) is not None}
     checkpoint.world_size = max(len(ranks), 1)
@@ -292,7 +285,7 @@ def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, fil
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)
     if stray:
-        said = f"not part of the checkpoint, which does not name them: {_shown(stray)}"
+        said = f"not part of the checkpoint, which does not name them: {listed(stray)}"
         checkpoint.warnings.append(said)
         checkpoint.leftovers |= {str(folder / name): said for name in stray}
 

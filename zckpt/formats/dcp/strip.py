@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
+from zckpt.formats.companions import copy_of
 from zckpt.formats.dcp.directory import OWN_NAME, find
 from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Metadata, read_metadata
@@ -36,7 +37,7 @@ from zckpt.formats.stripping import (
     replaced,
     rewrite,
 )
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.ranges import merge, without
 from zckpt.torchfile import ALIGNMENT, Object, TorchFile, dump, read_pickle
 
@@ -159,14 +160,9 @@ def _files(within: str, metadata: Metadata, dropped: Dropped, request: Request) 
         if not stay:
             yield gone(path, within + name, kinds)
             continue
-        file = TargetFile(within + name, kept.nbytes)
-        for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
-            extent = Extent.whole((high - low,))
-            slot = Slot("file", "uint8", extent.sizes, (Span(extent, str(path), low, "uint8"),))
-            file.holes.append(Hole(start, file.name, slot, extent, "uint8"))
         for one in stay:
             one["offset"] = kept.place(one["offset"])
-        yield replaced(file.name, nbytes, file, kinds)
+        yield replaced(within + name, nbytes, copy_of(path, within + name, kept.ranges), kinds)
     name = within + index.name
     if not shorter:
         yield as_it_is(index, name)
@@ -175,4 +171,4 @@ def _files(within: str, metadata: Metadata, dropped: Dropped, request: Request) 
         for key in [key for key in table if (key.get("fqn") if isinstance(key, Object) else key) in dropped]:
             del table[key]
     data = dump(root).data
-    yield replaced(name, index.stat().st_size, TargetFile(name, len(data), [Literal(0, data)]), {})
+    yield replaced(name, index.stat().st_size, TargetFile.of(name, data), {})

@@ -82,26 +82,18 @@ def lay_out_items(found: Sequence[Item], world_size: int) -> list[TargetFile]:
     files = [TargetFile(f"__{rank}_0.distcp", 0) for rank in range(world_size)]
     entries = []
     for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):
-        entries.append(_entry(item, [_put(archives, files[rank], value) for rank, value in pieces]))
+        value, chunks = item.value, []
+        tensor = value.slot if isinstance(value, SlotTensor) else value
+        shape = tensor.shape if isinstance(tensor, (Slot, ValueTensor)) else ()
+        for rank, piece in pieces:
+            offsets, sizes = (0,) * len(shape), shape
+            if isinstance(piece, TensorPiece):
+                offsets, sizes = piece.offsets, piece.sizes
+            chunks.append(Chunk(offsets, sizes, files[rank].name, *archives.put(files[rank], piece)))
+        dtype = value.dtype if isinstance(value, (SlotTensor, ValueTensor)) else None
+        entries.append(Entry(item.key, item.path, dtype, shape, tuple(chunks)))
     content = metadata(entries)
-    return [*(file for file in files if file.nbytes), TargetFile(NAME, len(content), [Literal(0, content)])]
-
-
-def _put(archives: Archives, file: TargetFile, value: object) -> Chunk:
-    offset, nbytes = archives.put(file, value)
-    if isinstance(value, TensorPiece):
-        return Chunk(value.offsets, value.sizes, file.name, offset, nbytes)
-    shape = value.shape if isinstance(value, ValueTensor) else ()
-    return Chunk((0,) * len(shape), shape, file.name, offset, nbytes)
-
-
-def _entry(item: Item, chunks: Sequence[Chunk]) -> Entry:
-    value = item.value
-    if isinstance(value, SlotTensor):
-        return Entry(item.key, item.path, value.dtype, value.slot.shape, tuple(chunks))
-    if isinstance(value, ValueTensor):
-        return Entry(item.key, item.path, value.dtype, value.shape, tuple(chunks))
-    return Entry(item.key, item.path, None, (), tuple(chunks))
+    return [*(file for file in files if file.nbytes), TargetFile.of(NAME, content)]
 
 
 def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[list[Piece]]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from zckpt.engine.targets import Lazily, Literal, TargetFile
+from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.format import Job, TargetFiles
@@ -62,7 +62,7 @@ def is_run(job: Job) -> bool:
 
 def with_latest(files: Collection[TargetFile], tag: str, more: Sequence[TargetFile] = ()) -> Lazily[TargetFile]:
     """Return the files of a tag's directory and those of a run's: `latest`, which names it, and others."""
-    rest = [TargetFile(LATEST, len(tag.encode()), [Literal(0, tag.encode())]), *more]
+    rest = [TargetFile.of(LATEST, tag.encode()), *more]
     return Lazily(lambda: chain(files, rest), len(files) + len(rest))
 
 

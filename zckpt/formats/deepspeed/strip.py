@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
@@ -78,7 +78,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         if whole and name == LATEST:
             data = directory.tag.encode()
             is_named = read_head(str(path), LATEST_NBYTES).strip() == data  # else it has named another one
-            new = TargetFile(LATEST, len(data), [Literal(0, data)])
+            new = TargetFile.of(LATEST, data)
             files.append(as_it_is(path, name) if is_named else Rewritten(LATEST, len(data), new, {}))
         elif name not in done:
             files.append(as_it_is(path, name))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.targets import Lazily, Literal, TargetFile
+from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
@@ -66,7 +66,7 @@ def lay_out(job: Job) -> TargetFiles:
     writer = _Ranks(checkpoint, target, units)
     config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
     files = [
-        TargetFile(CONFIG_NAME, len(config), [Literal(0, config)]),
+        TargetFile.of(CONFIG_NAME, config),
         torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, units)),
         *_copies(job),
     ]

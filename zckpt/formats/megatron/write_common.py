@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.compare.logical import parameter_values, single
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.consolidated.model import model_tensors
@@ -322,7 +322,7 @@ def _step(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
 def text_file(name: str, text: str) -> TargetFile:
     """Return a small file of text."""
     data = text.encode()
-    return TargetFile(name, len(data), [Literal(0, data)])
+    return TargetFile.of(name, data)
 
 
 def shards_of(value: object) -> dict[str, object]:

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.directory import NAME as INDEX
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
@@ -205,7 +205,7 @@ def _items(items: Items, folder: str, world_size: int) -> list[TargetFile]:
         offset, nbytes = archives.put(files[rank], node)
         entries.append(Entry(key, (), None, (), (Chunk((), (), names[rank], offset, nbytes),)))
     content = metadata(entries, paths=False, flattened=items.flattened)
-    index = TargetFile(f"{folder}/{INDEX}", len(content), [Literal(0, content)])
+    index = TargetFile.of(f"{folder}/{INDEX}", content)
     return [*(file for file in files if file.nbytes), index]
 
 

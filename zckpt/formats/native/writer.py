@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zckpt.engine.plan import check_covered
-from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, rank_name
@@ -228,7 +228,7 @@ def lay_out_document(members: Mapping[str, object], identity: str, files: Sequen
         "files": [{**asdict(one), "header_crc32": f"{one.header_crc32:08x}"} for one in files],
     }
     text = encode({**head, **members})
-    return TargetFile(DOCUMENT_NAME, len(text), [Literal(0, text)])
+    return TargetFile.of(DOCUMENT_NAME, text)
 
 
 def _parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:

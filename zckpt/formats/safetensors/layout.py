@@ -154,4 +154,4 @@ def lay_out_directory(
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
-    return [*files, TargetFile(f"{stem}.safetensors.index.json", len(text), [Literal(0, text)])]
+    return [*files, TargetFile.of(f"{stem}.safetensors.index.json", text)]

@@ -256,7 +256,7 @@ class Stencil:
         if len(stem) != self._size:
             return None
         data = stem.join(self._between)
-        return TargetFile(name, len(data), [Literal(0, data)])
+        return TargetFile.of(name, data)
 
 
 def _stem(name: str) -> str:

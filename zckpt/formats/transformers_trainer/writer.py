@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.assets import CONFIG_NAME, copies_of, find_assets, is_adapter
@@ -125,7 +125,7 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
             f"Trainer logs, evaluates and saves {often}"
         )
     text = (json.dumps(known, indent=2, sort_keys=True) + "\n").encode()
-    return TargetFile(STATE_NAME, len(text), [Literal(0, text)])
+    return TargetFile.of(STATE_NAME, text)
 
 
 def _arguments(checkpoint: Checkpoint) -> Mapping[object, object]:

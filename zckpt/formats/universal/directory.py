@@ -54,9 +54,9 @@ def is_own(name: str) -> bool:
 def latest_universal(target_name: str) -> TargetFile:
     """Return the file that goes next to a universal checkpoint's directory and names it."""
     data = target_name.encode()
-    from zckpt.engine.targets import Literal, TargetFile
+    from zckpt.engine.targets import TargetFile
 
-    return TargetFile(LATEST_NAME, len(data), [Literal(0, data)])
+    return TargetFile.of(LATEST_NAME, data)
 
 
 def parameter_file(parameter: str, stem: str) -> str:
