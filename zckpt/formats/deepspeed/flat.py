@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.groups import optimizer_order
 from zckpt.formats.deepspeed.rank_state import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
-from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Shape, Slot
+from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
 from zckpt.torchfile import Tensor
 
@@ -113,7 +113,7 @@ class Partitions:
 
     def tensors(self, key: str) -> list[Tensor | None]:
         """Return what each rank has of a slot."""
-        return [m.masters[self.index] if key == MASTER else m.tensors[self.index].get(key) for m in self.members]
+        return [member.tensor(self.index, key) for member in self.members]
 
     def cases(self) -> Iterator[Case]:
         """Yield the cases of the ranks: whole partitions in the rigid form, possibly stripped ones in the elastic."""
@@ -432,5 +432,5 @@ class FlatRank(Rank):
 
     def _claim(self, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
         if name in self.trained:
-            raise LayoutError(f"{name} is in two param groups", found=f"groups {self.trained[name][2]} and {group}")
-        self.trained[name] = (shape, slots, group)
+            raise LayoutError(f"{name} is in two param groups", found=f"groups {self.trained[name].group} and {group}")
+        self.trained[name] = Parameter(name, shape, self.model.dtype, slots, group)

@@ -6,9 +6,11 @@ The padding of a shard is memory that nobody initialised; it is never read.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
@@ -16,10 +18,8 @@ from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.rank_state import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of, element_slots, quantised_keys, weight_in
-from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import MASTER, WEIGHT, Extent, Padding, PaddingSpan, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
-from zckpt.torchfile import Tensor
 
 if TYPE_CHECKING:
     from zckpt.state.cuts import Ranges
@@ -72,7 +72,8 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
             )
     world, walk = len(members), _walk(shapes, members[0], len(members))
     for member in members[1:]:
-        if (sizes := _sizes(member)) != _sizes(members[0]) and _walk(shapes, member, world) != walk:
+        sizes = [master.numel for master in member.masters]
+        if sizes != [master.numel for master in members[0].masters] and _walk(shapes, member, world) != walk:
             raise _mismatch(member, world, shapes, sizes)
     places: dict[int, list[tuple[int, int]]] = {}
     lines: dict[tuple[int, str], Line] = {}
@@ -82,7 +83,7 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
         places.setdefault(index, []).append((at, numel))
         for key in (MASTER, *sorted(keys[index])):
             if (index, key) not in lines:
-                held = [m.masters[index] if key == MASTER else m.tensors[index].get(key) for m in members]
+                held = [member.tensor(index, key) for member in members]
                 lines[index, key] = Line(held, [member.path for member in members])
             line = lines[index, key]
             tensor = next((tensor for tensor in line.tensors if tensor is not None), None)
@@ -197,25 +198,18 @@ class FrozenPadding:
                     yield PaddingSpan(WEIGHT, model.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
-def _sizes(member: OptimizerShard) -> list[int]:
-    return [master.numel for master in member.masters]
-
-
 def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:
     """Return for each parameter its sub-group and where its shard starts there, in elements."""
-    sizes = _sizes(member)
-    found, index, at = [], 0, 0
+    sizes = [master.numel for master in member.masters]
+    ends, found, begin = list(accumulate(sizes)), [], 0
     for name, shape in shapes.items():
         numel = shard_numel(math.prod(shape), world)
-        while numel and index < len(sizes) and at == sizes[index]:
-            index, at = index + 1, 0
-        if numel and (index == len(sizes) or at + numel > sizes[index]):
+        index = min((bisect_right if numel else bisect_left)(ends, begin), len(sizes) - 1)
+        if not sizes or begin + numel > ends[index]:
             raise _mismatch(member, world, shapes, sizes)
-        found.append((name, min(index, len(sizes) - 1), at))
-        at += numel
-    while index < len(sizes) and at == sizes[index]:
-        index, at = index + 1, 0
-    if index < len(sizes):
+        found.append((name, index, begin - ends[index] + sizes[index]))
+        begin += numel
+    if begin != sum(sizes):
         raise _mismatch(member, world, shapes, sizes)
     return found
 
@@ -239,28 +233,19 @@ def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot
     LayoutError
         A shard is missing or of the wrong size.
     """
-    shards: list[tuple[ModelShard, Tensor]] = []
-    for model in models:
-        tensor = (model.frozen_fragments or {}).get(name)
-        if tensor is not None:
-            shards.append((model, tensor))
+    held = [(model.frozen_fragments or {}).get(name) for model in models]
+    shards = [tensor for tensor in held if tensor is not None]
     if not shards:
         return None
-    world, numel = len(models), math.prod(shape)
-    if len(shards) != world or any(t.numel != shard_numel(numel, world) for _, t in shards):
+    width = shard_numel(math.prod(shape), len(models))
+    if len(shards) != len(models) or any(tensor.numel != width for tensor in shards):
         raise LayoutError(
             f"shards of frozen parameter {name} do not add up",
-            path=shards[0][0].path,
-            expected=f"{shard_numel(numel, world)} elements on each of {world} ranks",
-            found=[t.numel for _, t in shards][:16],
+            path=next(model.path for model, tensor in zip(models, held, strict=True) if tensor is not None),
+            expected=f"{width} elements on each of {len(models)} ranks",
+            found=[tensor.numel for tensor in shards][:16],
         )
-    spans = []
-    for position, (model, tensor) in enumerate(shards):
-        start, count = shard_share(numel, world, position)
-        if count:
-            extent = Extent.flat(shape, start, count)
-            spans.append(span_of(tensor, model.path, extent))
-    return Slot(WEIGHT, shards[0][1].dtype, shape, tuple(spans))
+    return Slot(WEIGHT, shards[0].dtype, shape, Line(held, [model.path for model in models]).spans(shape, 0, width))
 
 
 class ShardedRank(Rank):
@@ -303,16 +288,13 @@ class ShardedRank(Rank):
         for name, shape in cut.shapes.items():
             if cut.sub_groups[name] not in group_of:
                 raise LayoutError(f"sub-group {cut.sub_groups[name]} is in no param group", path=members[0].path)
-            self.trained[name] = (shape, cut.slots[name], group_of[cut.sub_groups[name]])
+            group = group_of[cut.sub_groups[name]]
+            self.trained[name] = Parameter(name, shape, self.model.dtype, cut.slots[name], group)
         for index, its_subs in enumerate(subs):
-            names = [name for name, (_, _, group) in self.trained.items() if group == index]
+            names = [name for name, one in self.trained.items() if one.group == index]
             self.add_group(index, its_subs, names)
         self.add_values(group_of, {sub: read[sub] for sub in group_of})
         state.padding = by_group(cut.padding, group_of)
-
-    def weight(self, name: str, shape: Shape, slot: Slot) -> dict[str, Slot]:  # noqa: ARG002
-        """Return nothing: in the file, its tensor is empty."""
-        return {}
 
     def frozen(self, name: str, slot: Slot) -> Slot | None:
         """Return the weight of a parameter that is not trained, from the shards in each rank's model file."""

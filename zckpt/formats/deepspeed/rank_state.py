@@ -8,6 +8,7 @@ is kept as a buffer is.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
@@ -28,7 +29,7 @@ from zckpt.formats.deepspeed.values import (
     weight_in,
 )
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Parameter, ParamGroup, Shape, Slot
+from zckpt.state import WEIGHT, Parameter, ParamGroup, Slot
 
 
 class Rank:
@@ -61,7 +62,7 @@ class Rank:
         module = {name: slot_of(WEIGHT, tensor, self.model.path) for name, tensor in self.model.module.items()}
         self.held = module | {name: slot for name, slot in weights.items() if name not in module}
         self.own = own_keys(members, firsts) if members else set()
-        self.trained: dict[str, tuple[Shape, dict[str, Slot], int]] = {}
+        self.trained: dict[str, Parameter] = {}
 
     def state_of(self, shared: Mapping[str, str], spread: Spread) -> RankState:
         """Put together what the files say.
@@ -83,23 +84,12 @@ class Rank:
         if self.state.transposed:
             from zckpt.formats.deepspeed.zenflow import transposed
 
-            for name, (shape, slots, group) in self.trained.items():
-                its = transposed(Parameter(name, shape, "", slots))
-                self.trained[name] = its.shape, its.slots, group
+            self.trained = {name: transposed(one) for name, one in self.trained.items()}
         self.place(shared)
         return self.state
 
     def read(self, spread: Spread) -> None:
         """Read the optimizer's files: groups, and shape, slots and group of each trained parameter."""
-
-    def weight(self, name: str, shape: Shape, slot: Slot) -> dict[str, Slot]:
-        """Return the weight of a trained parameter."""
-        if slot.shape != shape:
-            path = next((span.path for span in slot.spans), None)
-            raise LayoutError(
-                f"{name} has two shapes", path=path, expected=f"{shape} as in param_shapes", found=slot.shape
-            )
-        return {WEIGHT: slot}
 
     def frozen(self, name: str, slot: Slot) -> Slot | None:  # noqa: ARG002  # of the others
         """Return the weight of a parameter that is not trained; None where no file has it."""
@@ -133,9 +123,12 @@ class Rank:
             elif name in module and (owner := aliases.get(name)) is not None and (owner in held or owner in trained):
                 state.parameters[name] = Parameter(name, (), slot.dtype, tied_to=owner)
             elif name in trained:
-                shape, slots, group = trained[name]
-                slots = {**self.weight(name, shape, slot), **slots}
-                state.parameters[name] = Parameter(name, shape, slot.dtype, slots, group)
+                own, weight = trained[name], {} if self.parameterwise else {WEIGHT: slot}  # in whose files it is empty
+                if weight and slot.shape != own.shape:
+                    path = next((span.path for span in slot.spans), None)
+                    expected = f"{own.shape} as in param_shapes"
+                    raise LayoutError(f"{name} has two shapes", path=path, expected=expected, found=slot.shape)
+                state.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots})
             elif name in module and self.is_beside(name, slot):
                 state.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
             elif (frozen := self.frozen(name, slot)) is not None:
@@ -144,7 +137,7 @@ class Rank:
                 lost.append(name)
         if lost:
             state.warnings.append(f"{self.model.path}: no file holds the values of {listed(lost)}; left out")
-        for name, (shape, slots, group) in trained.items():
+        for name, own in trained.items():
             if name not in state.parameters and is_expert(name):  # which has a file of its own
                 number = expert_number(name)
                 raise ShardError(
@@ -153,7 +146,7 @@ class Rank:
                     code=MISSING_FILE,
                     parameters=[name],
                 )
-            state.parameters.setdefault(name, Parameter(name, shape, self.model.dtype, slots, group))
+            state.parameters.setdefault(name, own)
         complete_aliases(state.parameters)
         self.note_copies()
 

@@ -175,6 +175,10 @@ class OptimizerShard(_OfRank):
     version: str | None = None
     order: Shape | None = None
 
+    def tensor(self, index: int, key: str) -> Tensor | None:
+        """Return what the file has of a slot of a group."""
+        return self.masters[index] if key == MASTER else self.tensors[index].get(key)
+
     def element_tensors(self, index: int, keys: Set[str]) -> dict[str, Tensor]:
         """Return the master of a group and those of its tensors that have one of the keys, by slot."""
         return {MASTER: self.masters[index], **{k: t for k, t in self.tensors[index].items() if k in keys}}
