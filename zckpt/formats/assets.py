@@ -6,17 +6,16 @@ They are copied as they are, from the directory that was opened, the checkpoint'
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import SourceError, UsageError
+from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint
 from zckpt.state.names import PEFT
-from zckpt.storage.files import read_head
+from zckpt.storage.files import entries_of, read_head
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -92,13 +91,5 @@ def copies_of(assets: dict[str, Path]) -> list[TargetFile]:
 
 
 def _assets_in(directory: Path) -> dict[str, Path]:
-    return {path.name: path for path in _files(directory) if _NAMES.fullmatch(path.name)}
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    try:
-        if directory.is_dir():
-            with os.scandir(directory) as entries:
-                yield from (Path(entry.path) for entry in sorted(entries, key=lambda one: one.name) if entry.is_file())
-    except OSError as error:
-        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
+    every = entries_of(directory) if directory.is_dir() else []
+    return {one.name: Path(one.path) for one in every if _NAMES.fullmatch(one.name) and one.is_file()}

@@ -31,7 +31,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.ranges import Range
-from zckpt.storage.files import is_file, read_json
+from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(
@@ -65,7 +65,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
     `directory`: the one that was opened.
     """
     known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
-    entries = sorted((entry for entry in os.scandir(directory) if entry.is_file()), key=lambda entry: entry.name)
+    entries = [entry for entry in entries_of(directory) if entry.is_file()]
     models = []
     for entry in entries:
         path = Path(entry.path)

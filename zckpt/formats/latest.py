@@ -12,9 +12,9 @@ LATEST_NBYTES = 4096
 """It holds one directory name; a longer file is something else."""
 
 
-def latest_name(source: Path) -> str | None:
-    """Return what a run's `latest` holds; None if there is no such file."""
-    latest = source / LATEST
+def latest_name(source: Path, file: str = LATEST) -> str | None:
+    """Return what a run's `latest`, or the like, holds; None if there is no such file."""
+    latest = source / file
     return read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip() if is_file(latest) else None
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, listed
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.state.names import is_number
-from zckpt.storage.files import is_file, read_head
+from zckpt.storage.files import entries_of, is_file, read_head
 
 HEAD_NBYTES = 512
 
@@ -149,11 +148,7 @@ def _names(path: Path) -> Iterator[str]:
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(path) as entries:
-            return sorted(islice(entries, MAXIMUM_FOLDERS), key=lambda entry: entry.name)
-    except OSError:
-        return []
+    return entries_of(path, lenient=True)[:MAXIMUM_FOLDERS]
 
 
 def _unknown(path: Path) -> SourceError:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST
-from zckpt.errors import SourceError, UnknownFormatError, listed
+from zckpt.errors import UnknownFormatError, listed
 from zckpt.formats.format import NearMiss
+from zckpt.storage.files import entries_of
 
 LINK = "latest-rank0.pt"
 
@@ -42,11 +43,6 @@ class LastStep:
     unfinished: tuple[str, ...] = ()
 
 
-def is_tag(tag: str) -> bool:
-    """Tell whether a tag may name a folder below another."""
-    return "\0" not in tag and not {"", ".", ".."} & set(tag.split("/"))
-
-
 def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearMiss | None:
     """Return the last of a run's folders; None where it has none that is whole.
 
@@ -64,7 +60,7 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
     UnknownFormatError
         Composer's link names something that is not there.
     """
-    names = _names(run)
+    names = [entry.name for entry in entries_of(run)]
     by_program = [
         {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
         for pattern in (_TITAN, _COMPOSER)
@@ -88,7 +84,7 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
 
 def last_file(run: Path) -> LastStep | NearMiss | None:
     """Return the last of Composer's files in a directory; None where it has none. Errors are those of `last_folder`."""
-    names = _names(run)
+    names = [entry.name for entry in entries_of(run)]
     found = {name: _order(match) for name in names if (match := _COMPOSER_FILE.fullmatch(name))}
     if not found:
         return None
@@ -125,11 +121,3 @@ def _last(run: Path, found: dict[str, tuple[int, ...]]) -> LastStep | NearMiss:
             f"give the one that is meant, such as {run / names[-1]}",
         )
     return LastStep(run / names[-1])
-
-
-def _names(run: Path) -> list[str]:
-    try:
-        with os.scandir(run) as entries:
-            return sorted(entry.name for entry in entries)
-    except OSError as error:
-        raise SourceError("cannot be read", path=run, found=error.strerror) from error

@@ -7,7 +7,6 @@ format's own.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from zckpt.formats.registry import find_format, formats
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.storage.files import opened
+from zckpt.storage.files import entries_of, opened
 from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
@@ -94,11 +93,7 @@ def _defects(source: Path, directories: Sequence[Path]) -> Iterator[SourceError]
 
 
 def _below(directory: Path, depth: int) -> Iterator[Path]:
-    try:
-        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
+    for entry in entries_of(directory, lenient=True):
         if entry.is_file():
             yield Path(entry.path)
         elif depth and entry.is_dir(follow_symlinks=False):

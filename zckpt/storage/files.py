@@ -109,6 +109,20 @@ def is_file(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(path)  # noqa: PTH113  # pathlib raises where a name is too long
 
 
+def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[os.DirEntry[str]]:
+    """Return what a directory holds, sorted by name.
+
+    Raises SourceError: it cannot be read; if `lenient` it holds nothing then.
+    """
+    try:
+        with os.scandir(path) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        if lenient:
+            return []
+        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+
+
 def check_nbytes(path: str, nbytes: int) -> None:
     """Raise unless a file can be opened for reading and has so many bytes.
 

@@ -21,7 +21,7 @@ from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
-from zckpt.storage.files import collector_paused, opened
+from zckpt.storage.files import collector_paused, entries_of, opened
 from zckpt.torchfile import read_torchfile, walk_tensors
 
 _Account = tuple[list[Item], dict[str, int]]
@@ -215,12 +215,8 @@ def _below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, 
     waiting: list[tuple[Path, str, str | None, int, bool]] = [(root, "", None, 0, True)]
     while waiting:
         directory, prefix, about, depth, searched = waiting.pop()
-        try:
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except OSError:
-            continue
         folders = []
-        for entry in entries:
+        for entry in entries_of(directory, lenient=True):
             name = prefix + entry.name
             if not entry.is_dir(follow_symlinks=False) or depth >= MAXIMUM_DEPTH:
                 yield Path(entry.path), name, about

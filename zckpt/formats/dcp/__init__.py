@@ -19,8 +19,9 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import listed
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
-from zckpt.formats.steps import is_tag, last_folder
+from zckpt.formats.steps import last_folder
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:

@@ -9,13 +9,11 @@ DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Tra
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.errors import SourceError
-from zckpt.storage.files import is_file, read_head
+from zckpt.storage.files import entries_of, is_file, read_head
 
 NAME = ".metadata"
 """Of the pickle that says what is where, in each folder."""
@@ -61,11 +59,7 @@ def find(path: Path) -> Directory | None:
     """
     if not path.is_dir():
         return None
-    try:
-        with os.scandir(path) as listed:
-            entries = sorted(listed, key=lambda entry: entry.name)
-    except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+    entries = entries_of(path)
     if (path / NAME).is_file():
         others = tuple(path / LIGHTNING_NAME for entry in entries if entry.name == LIGHTNING_NAME)
         own = path / OWN_NAME
@@ -89,12 +83,9 @@ def is_own(name: str) -> bool:
 
 def lacks_metadata(path: Path) -> bool:
     """Tell whether a directory, or one of Accelerate's folders in it, has items and nothing that says what they are."""
-    try:
-        with os.scandir(path) as entries:
-            folders = [path, *(Path(e.path) for e in entries if _FOLDER.fullmatch(e.name) and e.is_dir())]
-        return any(_RANK.fullmatch(p.name) for one in folders if not is_file(one / NAME) for p in one.iterdir())
-    except OSError:
-        return False
+    inner = (one for one in entries_of(path, lenient=True) if _FOLDER.fullmatch(one.name) and one.is_dir())
+    without = [one for one in (path, *(Path(entry.path) for entry in inner)) if not is_file(one / NAME)]
+    return any(rank_of(entry.name) is not None for one in without for entry in entries_of(one, lenient=True))
 
 
 def is_megatrons(path: Path) -> bool:

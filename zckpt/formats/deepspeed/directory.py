@@ -23,6 +23,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.latest import is_tag, latest_name
+from zckpt.storage.files import entries_of
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -184,11 +185,8 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
 
 
 def _shards(directory: Path) -> list[Shard]:
-    try:
-        names = [entry.name for entry in os.scandir(directory) if entry.is_file()]
-    except OSError as error:
-        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
-    return list(filter(None, (classify(name, str(directory / name)) for name in sorted(names))))
+    files = (one for one in entries_of(directory) if one.is_file())
+    return list(filter(None, (classify(one.name, str(directory / one.name)) for one in files)))
 
 
 def _is_tag_directory(directory: Path) -> bool:
@@ -231,7 +229,7 @@ def _tag_of(directory: Path, source: Path) -> str:
 
 
 def _tags(source: Path) -> list[str]:
-    return sorted(e.name for e in os.scandir(source) if e.is_dir() and _is_tag_directory(Path(e.path)))
+    return [e.name for e in entries_of(source) if e.is_dir() and _is_tag_directory(Path(e.path))]
 
 
 def _listed(source: Path) -> str:

@@ -11,16 +11,15 @@ STATE/pytorch_model_fsdp[_I]_rankR.bin, optimizer_I_rankR.bin        Accelerate,
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
-from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, listed
+from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
-from zckpt.storage.files import is_file, read_head, read_json
+from zckpt.storage.files import entries_of, is_file, read_head, read_json
 from zckpt.storage.ownership import Owned
 
 FORMAT = "fsdp-rank-files"
@@ -112,7 +111,7 @@ def find(search: Search) -> Directory | NearMiss | None:
 
 def has_rank_files(directory: Path) -> bool:
     """Tell by names whether a directory has files of ranks."""
-    return directory.is_dir() and any(_is_of_a_rank(one.name) for one in _entries(directory) if one.is_file())
+    return directory.is_dir() and any(_is_of_a_rank(one.name) for one in entries_of(directory) if one.is_file())
 
 
 def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory | NearMiss | None:
@@ -230,7 +229,7 @@ def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) ->
 def _rank_files(directory: Path) -> Iterator[tuple[str, int, int, str]]:
     """Yield kind, world size, rank and name of each file of a rank; 0 is a world size that names do not say."""
     indexes: dict[str, set[str]] = {}
-    for name in sorted(one.name for one in _entries(directory) if one.is_file()):
+    for name in (one.name for one in entries_of(directory) if one.is_file()):
         match = _RANK_FILE.fullmatch(name)
         if match is not None:
             yield match[1], int(match[2]), int(match[3]), name
@@ -259,11 +258,4 @@ def _is_of_a_rank(name: str) -> bool:
 
 
 def _folders(directory: Path) -> list[Path]:
-    return [Path(entry.path) for entry in _entries(directory) if entry.is_dir()]
-
-
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    try:
-        return list(os.scandir(directory))
-    except OSError as error:
-        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
+    return [Path(entry.path) for entry in entries_of(directory) if entry.is_dir()]

@@ -19,7 +19,7 @@ from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, Unsup
 from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
-from zckpt.formats.latest import LATEST_NBYTES, is_name
+from zckpt.formats.latest import is_name, latest_name
 from zckpt.storage.files import is_file, read_head
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -172,9 +172,9 @@ def _tracked(run: Path) -> Place | None:
     Megatron-DeepSpeed has such a file, too, beside DeepSpeed's `latest`.
     """
     tracker = run / TRACKER
-    if not is_file(tracker):
+    text = latest_name(run, TRACKER)
+    if text is None:
         return None
-    text = read_head(str(tracker), LATEST_NBYTES).decode("utf-8", "replace").strip()
     folder = folder_of(text)
     here = _here(run / folder, tracker) if is_name(folder) else None
     if here is not None or (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.storage.files import read_head
+from zckpt.storage.files import entries_of, read_head
 from zckpt.storage.ownership import Owned
 
 DOCUMENT_NAME = "checkpoint.json"
@@ -50,10 +49,7 @@ OWNED = Owned(is_own, is_native)
 
 def rank_files(path: Path) -> list[str]:
     """Return the names in a directory that are names of ranks' files, sorted; none where it cannot be read."""
-    try:
-        return sorted(entry.name for entry in os.scandir(path) if _RANK.fullmatch(entry.name))
-    except OSError:
-        return []
+    return [entry.name for entry in entries_of(path, lenient=True) if _RANK.fullmatch(entry.name)]
 
 
 def identity_of(path: Path) -> str | None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.errors import SourceError, listed
+from zckpt.errors import listed
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.storage.files import is_file
+from zckpt.storage.files import entries_of, is_file
 
 STATE_NAME = "trainer_state.json"
 PIPELINE_NAME = "model_index.json"
@@ -83,11 +83,7 @@ def find(path: Path) -> Directory | NearMiss | None:
     """Find the models and optimizers of a directory; None where they are another format's, or a model by itself."""
     if not path.is_dir():
         return None
-    try:
-        with os.scandir(path) as listing:
-            entries = sorted(listing, key=lambda entry: entry.name)
-    except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+    entries = entries_of(path)
     names = {entry.name for entry in entries if entry.is_file()}
     if _is_anothers(path, names, entries):
         return None
@@ -142,8 +138,4 @@ def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, h
 
 
 def _files(folder: Path) -> set[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return {entry.name for entry in entries if entry.is_file()}
-    except OSError:
-        return set()
+    return {entry.name for entry in entries_of(folder, lenient=True) if entry.is_file()}

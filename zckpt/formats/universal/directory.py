@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from zckpt.codes import LATEST
 from zckpt.errors import CONTROLS, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.directory import MODEL, classify
-from zckpt.formats.latest import LATEST_NBYTES, is_name
-from zckpt.storage.files import is_file, read_head
+from zckpt.formats.latest import is_name, latest_name
+from zckpt.storage.files import is_file
 
 if TYPE_CHECKING:
     from zckpt.engine.targets import TargetFile
@@ -99,15 +99,14 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
         return named if named is not None and _is_universal(named) else None
     if _is_universal(source):
         return source
-    latest = source / LATEST_NAME
-    if not is_file(latest) or is_file(source / "latest"):
+    name = latest_name(source, LATEST_NAME)
+    if name is None or is_file(source / "latest"):
         return None
-    name = read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip()
     if is_name(name) and _is_universal(source / name):
         return source / name
     raise UnknownFormatError(
         "names no universal checkpoint",
-        path=latest,
+        path=source / LATEST_NAME,
         expected="the name of a directory next to it",
         found=repr(name[:80]),
         code=LATEST,

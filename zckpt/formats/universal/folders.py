@@ -22,14 +22,13 @@ training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
-from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
 from zckpt.formats.deepspeed.gpt_model import known_rules
@@ -41,6 +40,7 @@ from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, pa
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.storage.files import entries_of
 from zckpt.torchfile import Global, Object, Tensor, TorchFile, node_of, plain
 
 EXPERT_KEY = "is_expert_param"
@@ -114,12 +114,8 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile])
     DamagedFileError
         A file of it holds something else.
     """
-    try:
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX) and entry.is_file())
-    except FileNotFoundError:
-        names = []
-    except OSError as error:
-        raise SourceError("cannot be read", path=folder, found=error.strerror) from error
+    listed = entries_of(folder) if folder.is_dir() else []
+    names = [entry.name for entry in listed if entry.name.endswith(SUFFIX) and entry.is_file()]
     if MASTER_STEM + SUFFIX not in names:
         raise LayoutError("no values of this parameter", path=folder / (MASTER_STEM + SUFFIX), expected="a file",
                           code=MISSING_FILE, parameters=[folder.name])  # fmt: skip

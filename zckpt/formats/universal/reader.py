@@ -11,13 +11,12 @@ Param groups have their hyperparameters from the optimizer's file, and their nam
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, listed
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep import common, router_names, with_layers
@@ -50,6 +49,7 @@ from zckpt.state import (
 )
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.storage.files import entries_of
 from zckpt.torchfile import Digests, Object, Tensor, TorchFile, alike, plain, read_torchfile
 
 CUT_KEYS = OWN_KEYS | {
@@ -113,10 +113,7 @@ def _read_models(directory: Path) -> tuple[list[list[ModelShard]], list[ModelSha
     Apart from these, those of ZeRO-3 that say nothing more, where there are also files with whole weights. Raises
     ShardError: there is none, or one is missing.
     """
-    try:
-        found = [classify(entry.name, entry.path) for entry in os.scandir(directory) if entry.is_file()]
-    except OSError as error:
-        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
+    found = [classify(entry.name, entry.path) for entry in entries_of(directory) if entry.is_file()]
     shards = sorted((s for s in found if s is not None and s.role == MODEL), key=lambda s: s.order)
     whole = [s for s in shards if s.dp_rank is None]
     if not shards:
@@ -448,7 +445,7 @@ class _Reading:
 
     def warn(self) -> None:
         known = {*self.checkpoint.parameters, *self.module}
-        unknown = sorted(e.name for e in os.scandir(self.folder) if e.is_dir() and e.name not in known)
+        unknown = [one.name for one in entries_of(self.folder) if one.is_dir() and one.name not in known]
         if unknown:
             self.checkpoint.warnings.append(f"folders that no model file names are left out: {listed(unknown)}")
         if self.first.zero_option("round_robin_gradients") and not self.rest:

@@ -6,7 +6,6 @@ number only, next to a word that speaks of ranks or optimizers, and what they ho
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import ShardError, SourceError, UnknownFormatError
+from zckpt.errors import ShardError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
+from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def find(path: Path) -> Directory | None:
     """
     if not path.is_dir():
         return None
-    names = _names(path)
+    names = [one.name for one in entries_of(path) if one.name.endswith(READ_SUFFIXES) and one.is_file()]
     metadata = _metadata(path) if METADATA_NAME in names else None
     if metadata is not None:
         models = tuple(path / name for name in names if _MODEL.fullmatch(name))
@@ -109,13 +109,6 @@ def optimizer_key(root: object) -> object:
     if len(found) != 1:
         raise KeyError
     return found[0]
-
-
-def _names(path: Path) -> list[str]:
-    try:
-        return sorted(e.name for e in os.scandir(path) if e.name.endswith(READ_SUFFIXES) and e.is_file())
-    except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
 
 
 def _metadata(path: Path) -> TorchFile | None:
