@@ -83,10 +83,9 @@ class DeepSpeed(Format):
 
     def recut(self, job: Job) -> TargetFiles:
         """Return a run or a tag directory, as the source is one."""
-        from zckpt.formats.deepspeed import without_zero
         from zckpt.formats.deepspeed.writer import recut
 
-        return without_zero.recut(job) if without_zero.is_without_zero(job.checkpoint) else recut(job)
+        return recut(job)
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes, of_all
-from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY, Cut, cut_parameters
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.per_parameter import Cut, cut_parameters
+from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup

@@ -16,17 +16,13 @@ from typing import TYPE_CHECKING
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.rank_state import Rank
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of, element_slots, quantised_keys, weight_in
 from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
 if TYPE_CHECKING:
     from zckpt.state.cuts import Ranges
-
-
-GROUPS_KEY = "ds_zero_partition_groups"
-"""In an optimizer file: which ranks share a sub-group, where not all do, see `auto_ep_shards`."""
 
 
 @dataclass(slots=True)

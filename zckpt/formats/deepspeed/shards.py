@@ -40,6 +40,9 @@ MODEL_KEYS = frozenset({
 })  # fmt: skip
 """Keys that DeepSpeed itself writes into a model file; all others are the client's."""
 
+GROUPS_KEY = "ds_zero_partition_groups"
+"""In an optimizer file: which ranks share a sub-group, where not all do, see `auto_ep_shards`."""
+
 BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}
 """Those that are about the run's files and counters, which another program has no need of."""
 

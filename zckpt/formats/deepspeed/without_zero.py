@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
+from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.other_files import in_run, is_run
 from zckpt.formats.deepspeed.pipeline import layer_names
 from zckpt.formats.deepspeed.restage import stage_states
@@ -54,13 +54,7 @@ COPIED_RANKS = (
 )
 
 
-def is_without_zero(checkpoint: Checkpoint) -> bool:
-    """Tell whether a checkpoint is DeepSpeed's of stage 0."""
-    origin = origin_of(checkpoint)
-    return origin is not None and not origin.members and bool(origin.ranks) and checkpoint.zero_stage == 0
-
-
-def recut(job: Job) -> TargetFiles:
+def recut(job: Job, origin: Origin) -> TargetFiles:
     """Return a run or a tag directory, as the source is one.
 
     Raises
@@ -71,9 +65,6 @@ def recut(job: Job) -> TargetFiles:
         More than the number of data-parallel ranks is to change.
     """
     checkpoint, options = job.checkpoint, job.options
-    origin = origin_of(checkpoint)
-    if origin is None or not isinstance(options, RecutOptions):
-        raise UnsupportedError("is no checkpoint of DeepSpeed")
     _check(checkpoint, options)
     regrouped = [
         one for one in _OF_MODEL_PARALLEL if getattr(options, one) not in (None, _degrees(checkpoint).get(one))
@@ -120,9 +111,6 @@ def _degrees(checkpoint: Checkpoint) -> dict[str, int]:
 def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     check_world_size(options.world_size)
     topology, same = checkpoint.topology, _degrees(checkpoint)
-    if options.slice_rules is not None:
-        raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
-                         found="--slice-rules")  # fmt: skip
     names = [one.name for one in fields(options) if one.name not in ("world_size", SLICED_EXPERTS, *_OF_MODEL_PARALLEL)]
     asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
     if options.sliced_experts not in (None, checkpoint.details.get(SLICED_EXPERTS)):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
-from zckpt.formats.deepspeed.per_parameter import GROUPS_KEY
+from zckpt.formats.deepspeed.shards import GROUPS_KEY
 from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, TargetRank, Unpartitioned
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import (

@@ -124,11 +124,16 @@ def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions
 def recut(job: Job) -> TargetFiles:
     """Return the files of a DeepSpeed checkpoint, cut for other ranks; errors are those of `decide`."""
     checkpoint = job.checkpoint
-    if origin_of(checkpoint) is None:
+    origin = origin_of(checkpoint)
+    if origin is None:
         return _one_model(job)
     if job.options.slice_rules is not None:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
                          found="--slice-rules")  # fmt: skip
+    if not origin.members and origin.ranks and checkpoint.zero_stage == 0:
+        from zckpt.formats.deepspeed import without_zero
+
+        return without_zero.recut(job, origin)
     target = _decide(checkpoint, job.options)
     frozen = alone_among_frozen(target)
     if frozen:
