@@ -47,7 +47,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.companions import copy_of
 from zckpt.formats.consolidated.model import model_tree, trained_tensors
-from zckpt.formats.deepspeed.directory import MODEL, classify
+from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, serve
 from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.torch_files.writer import lay_out
@@ -360,13 +360,13 @@ def _numpy_classes() -> list[Any]:
 def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
     """Make a run directory of empty files, under the names that the engine looks for; yield it, and the tag."""
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
-    names = [f"{prefix}{name.removeprefix('bf16_')}" if name.endswith("optim_states.pt") else name
-             for name in served.names]  # fmt: skip
+    tag = served.target.origin.directory.tag
     with names_folder() as folder:
-        Path(folder, served.tag).mkdir()
-        for name in names:
-            Path(folder, served.tag, name).touch()
-        yield folder, served.tag
+        Path(folder, tag).mkdir()
+        for shard, _ in served.files.values():
+            own = prefix if shard.role == OPTIMIZER else ""
+            Path(folder, tag, own + shard.name.removeprefix("bf16_")).touch()
+        yield folder, tag
 
 
 @contextmanager

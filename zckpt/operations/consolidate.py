@@ -161,7 +161,7 @@ def consolidate(
                 found="its own, which are carried" if slots else "no --slots",
             )
         groups = found.param_groups
-        stated = read_hyperparameters(Path(hyperparameters), len(groups))
+        stated = read_hyperparameters(hyperparameters, len(groups))
         found = replace(found, param_groups=with_hyperparameters(groups, stated))
     named = found
     if not slots and found.unnamed and found.parameters:  # an optimizer that only numbers its parameters

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import aliases
@@ -72,7 +71,11 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
                     aligned and flat, first.bf16_optimizer, tp=degree,
                     transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage),
                     lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
-    given = _given(target, options)
+    path, given = options.hyperparameters, None
+    if path is not None and not is_bare(first):
+        raise UsageError("the checkpoint has hyperparameters, and they are carried", found=f"--hyperparameters {path}")
+    if path is not None:
+        given = read_hyperparameters(path, len(checkpoint.param_groups), elastic=target.elastic)
     _refuse_form(target, options)
     _refuse_axes(target, options)
     states, dealt = stage_states(checkpoint, origin, degree, options)
@@ -106,18 +109,6 @@ def _lacks_frozen(origin: Origin, checkpoint: Checkpoint) -> bool:
     if not origin.ranks or origin.members[0].stage != 1:
         return bool(origin.ranks) and origin.model.content.get("frozen_param_shapes", ()) is None
     return any(owner not in checkpoint.parameters for owner in (origin.model.shared or {}).values())
-
-
-def _given(target: Target, options: RecutOptions) -> list[dict[str, object]] | None:
-    """Return the hyperparameters that a user gave for a checkpoint that has none."""
-    if options.hyperparameters is None:
-        return None
-    path = Path(options.hyperparameters)
-    if not is_bare(target.origin.members[0]):
-        raise UsageError("the checkpoint has hyperparameters, and they are carried", found=f"--hyperparameters {path}")
-    if target.elastic:
-        raise UsageError("the elastic form holds no hyperparameters", path=path, expected="--rigid, or --stage 3")
-    return read_hyperparameters(path, len(target.checkpoint.param_groups))
 
 
 def _refuse_form(target: Target, options: RecutOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +18,17 @@ TUPLES = frozenset({"betas", "etas", "step_sizes"})
 Group = dict[str, object]
 
 
-def read_hyperparameters(path: Path, count: int) -> list[Group]:
+def read_hyperparameters(path: str | os.PathLike[str], count: int, *, elastic: bool = False) -> list[Group]:
     """Return the hyperparameters of each of `count` param groups.
 
     Raises
     ------
     UsageError
-        The file cannot be read, or holds something else.
+        The file cannot be read, or holds something else; or the target's form, an elastic one, holds none.
     """
-    found = given_json(path)
+    if elastic:
+        raise UsageError("the elastic form holds no hyperparameters", path=path, expected="--rigid, or --stage 3")
+    found = given_json(Path(path))
     if not isinstance(found, list) or len(found) != count or not all(isinstance(one, dict) and one for one in found):
         raise UsageError(
             "does not hold the hyperparameters of each param group",

@@ -9,8 +9,9 @@ What a live engine of DeepSpeed is, to those who lay out files for it: data only
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -18,7 +19,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
-from zckpt.formats.deepspeed.documents import Document, documents
+from zckpt.formats.deepspeed.documents import documents
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
@@ -49,51 +50,32 @@ class Served:
     target: Target
     training: Training
     notes: list[str] = field(default_factory=list)
-    _files: dict[tuple[object, ...], tuple[Shard, Document]] = field(init=False)
-    _laid_out: dict[str, TargetFile] = field(default_factory=dict)
+    files: dict[tuple[object, ...], tuple[Shard, Callable[[], TargetFile]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Name the files."""
-        every = [(classify(one.name, one.name), one) for one in documents(self.target)]
-        self._files = {shard.identity: (shard, one) for shard, one in every if shard is not None}
-
-    @property
-    def tag(self) -> str:
-        """The name of the checkpoint's directory."""
-        return self.target.origin.directory.tag
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of all files."""
-        return [one.name for _, one in self._files.values()]
+        """Name the files, each of which is laid out once."""
+        for one in documents(self.target):
+            shard = classify(one.name, one.name)
+            if shard is not None:
+                self.files[shard.identity] = shard, cache(lambda one=one: torch_writer.lay_out(one.name, one.tree()))
 
     def file(self, path: str) -> TargetFile:
-        """Return a file by its name; it is laid out once.
-
-        Raises
-        ------
-        UsageError
-            It is none of this checkpoint.
-        """
+        """Return a file by its name. Raises UsageError: it is none of this checkpoint."""
         shard = classify(Path(path).name, path)
-        found = None if shard is None else self._files.get(shard.identity)
-        if found is None:
+        if shard is None or shard.identity not in self.files:
             raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=path)
-        name = found[1].name
-        if name not in self._laid_out:
-            self._laid_out[name] = torch_writer.lay_out(name, found[1].tree())
-        return self._laid_out[name]
+        return self.files[shard.identity][1]()
 
     def of_rank(self, *, optimizer: bool) -> Iterator[TargetFile]:
         """Yield the files that this rank loads."""
         training, layers = self.training, () if self.training.pipeline is None else self.training.pipeline.layers
-        for shard, one in self._files.values():
+        for shard, laid_out in self.files.values():
             if shard.role == PIPELINE_LAYER:
                 own = shard.layer in layers and (shard.mp_rank or 0) == training.mp_rank % training.tensor_parallel
             else:
                 own = shard.mp_rank == training.mp_rank and shard.dp_rank in (None, training.rank)
             if own and (optimizer or shard.role != OPTIMIZER):
-                yield self.file(one.name)
+                yield laid_out()
 
     def complete(self, keys: Collection[str]) -> None:
         """Let param groups have the engine's own of some hyperparameters, before any file is laid out."""

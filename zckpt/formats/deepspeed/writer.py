@@ -76,11 +76,9 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
-        if options.elastic and stage != 3:
-            raise UsageError("the elastic form holds no hyperparameters", path=options.hyperparameters,
-                             expected="--rigid, or --stage 3")  # fmt: skip
-        given = read_hyperparameters(Path(options.hyperparameters), len(checkpoint.param_groups))
-        checkpoint = replace(checkpoint, param_groups=with_hyperparameters(checkpoint.param_groups, given))
+        groups, elastic = checkpoint.param_groups, bool(options.elastic) and stage != 3
+        given = read_hyperparameters(options.hyperparameters, len(groups), elastic=elastic)
+        checkpoint = replace(checkpoint, param_groups=with_hyperparameters(groups, given))
         options = replace(options, hyperparameters=None)
     keys = with_tied_keys(checkpoint, options)
     converted = foreign.as_deepspeed(checkpoint, stage=stage, staged=bool(stages_asked(options)), bf16=bf16)
