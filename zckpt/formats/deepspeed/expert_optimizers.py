@@ -39,7 +39,7 @@ from zckpt.formats.deepspeed.experts import (
     layer_of,
     named_degree,
 )
-from zckpt.formats.deepspeed.group_order import order_like
+from zckpt.formats.deepspeed.groups import order_like
 from zckpt.formats.deepspeed.shards import Files, ModelShard
 from zckpt.formats.deepspeed.stage0 import Numbered, keep_other_state, mark_frozen
 from zckpt.formats.deepspeed.values import copies_of

@@ -23,8 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zckpt.codes import MISSING_FILE
-from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
+from zckpt.errors import LayoutError, UnsupportedError, listed
 from zckpt.formats.deepspeed.auto_ep import auto_experts
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
@@ -251,14 +250,3 @@ def _check_order(spread: Spread, degree: int, local: Mapping[str, int], files: E
                 expected=f"mp_rank {writer}",
                 found=f"mp_rank {listed([str(one) for one in sorted(found)])}",
             )
-
-
-def lost_ranks(mp_rank: int) -> ShardError:
-    """Return the error for a model-parallel rank of a mixture of experts of which there is no model file."""
-    return ShardError(
-        f"no model file of mp_rank {mp_rank}",
-        expected=f"mp_rank_{mp_rank:02d}_model_states.pt",
-        advice="DeepSpeed does not write it where experts are spread over fewer ranks than there are tensor-parallel "
-        "ones: what only it would hold is lost. Else give the directory that holds it with --root",
-        code=MISSING_FILE,
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
@@ -36,39 +35,26 @@ GROWS_WITH_RMS = frozenset({"exp_avg_sq"})
 """Adafactor, which keeps an `RMS`, adds a constant to squared gradients (Transformers 5.23)."""
 
 
-@dataclass(frozen=True, slots=True)
-class FlatGroup:
-    """A param group as its flat buffer holds it.
-
-    Parameters
-    ----------
-    shapes : dict of str to tuple
-        In the order of the buffer.
-    pads : sequence of int, or None
-        Alignment pad after each parameter, in elements.
-    mappings_hold : bool
-        Whether `param_slice_mappings` follow the order of the buffer.
-    """
-
-    index: int
-    shapes: Shapes
-    pads: Sequence[int] | None
-    mappings_hold: bool
-
-
 class Partitions:
     """A flat group as the ranks that share it have it.
 
     Parameters
     ----------
-    group : FlatGroup
+    index : int
+        The group's.
+    shapes : dict of str to tuple
+        In the order of the buffer.
     members : sequence of OptimizerShard
         The ranks that share the group, in order.
+    mappings_hold : bool
+        Whether `param_slice_mappings` follow the order of the buffer.
 
     Attributes
     ----------
     aside : list of frozenset of str
         For each rank the keys of tensors that do not have a value for each element, whatever their size.
+    whole : dict of str to Slot
+        Momenta of whole matrices, of which ranks have copies; see `muon`.
 
     Raises
     ------
@@ -80,13 +66,16 @@ class Partitions:
     Versions before 0.4 padded to the world size only; whichever rule fits the tensors of all ranks is the one.
     """
 
-    def __init__(self, group: FlatGroup, members: Sequence[OptimizerShard]) -> None:
-        self.group, self.members, self.index = group, members, group.index
-        self.names, self.numels = list(group.shapes), [math.prod(shape) for shape in group.shapes.values()]
-        self.starts = flat_starts(self.numels, group.pads)
-        self.aside = [quantised_keys(member.tensors[group.index]) for member in members]
+    def __init__(self, index: int, shapes: Shapes, members: Sequence[OptimizerShard], *, mappings_hold: bool) -> None:
+        self.index, self.shapes, self.members, self.mappings_hold = index, shapes, members, mappings_hold
+        self.names, self.numels = list(shapes), [math.prod(shape) for shape in shapes.values()]
+        pads = members[0].alignment_paddings
+        self.starts = flat_starts(self.numels, pads[index] if pads else None)
+        self.aside = [quantised_keys(member.tensors[index]) for member in members]
+        self.whole: dict[str, Slot] = {}
+        self.copies: list[Duplicate] = []
         total, world = self.starts[-1], len(members)
-        found = [member.masters[group.index].numel for member in members]
+        found = [member.masters[index].numel for member in members]
 
         def misfits(partition: int) -> list[int]:
             least = [partition - flat_padding(total, partition, rank) for rank in range(world)]
@@ -99,7 +88,7 @@ class Partitions:
             for position in range(world):
                 self._check_rank(position)
             raise LayoutError(
-                f"group {group.index}: partitions do not fit the parameters",
+                f"group {index}: partitions do not fit the parameters",
                 path=members[wrong[0]].path,
                 expected=f"{first} elements on each of {world} ranks for {total} in all, padding aside",
                 found=f"{found[:16]} on ranks {[m.rank for m in members][:16]}",
@@ -157,7 +146,7 @@ class Partitions:
         for key in (MASTER, *sorted(keys & {key for member in self.members for key in member.tensors[self.index]})):
             held, dtype = self._checked(key)
             line = Line(held, [member.path for member in self.members])
-            for name, shape, start in zip(self.names, self.group.shapes.values(), self.starts, strict=False):
+            for name, shape, start in zip(self.names, self.shapes.values(), self.starts, strict=False):
                 slots[name][key] = Slot(key, dtype, shape, line.spans(shape, start, self.partition))
         return slots, paddings, padded
 
@@ -194,7 +183,7 @@ class Partitions:
     def _recorded(self, position: int) -> dict[str, tuple[int, int]] | None:
         """Return what a rank's file records of its shares; None where it records none, or wrong ones."""
         mappings = self.members[position].mappings
-        if mappings is None or not self.group.mappings_hold:
+        if mappings is None or not self.mappings_hold:
             return None
         held = mappings[self.index] if self.index < len(mappings) else {}
         return {name: address for name, address in held.items() if address[1]}
@@ -282,8 +271,8 @@ class Partitions:
 
 def flat_groups(
     model: ModelShard, members: Sequence[OptimizerShard], known: Mapping[str, Shape], spread: Spread
-) -> list[FlatGroup]:
-    """Return the groups as their flat buffers hold them.
+) -> list[Shapes]:
+    """Return shapes by name for each group, in the order of its flat buffer.
 
     Parameters
     ----------
@@ -299,9 +288,8 @@ def flat_groups(
     LayoutError
         The groups do not follow from what the files hold.
     """
-    reordered = model.zero_option("round_robin_gradients") and not model.zero_option("parameter_alignment")
     first, shapes = members[0], model.param_shapes
-    if shapes is None and reordered:
+    if shapes is None and model.reorders:
         raise UnsupportedError("no param_shapes, and slice mappings are wrong under round_robin_gradients")
     if shapes is None:
         shapes = []
@@ -333,7 +321,7 @@ def flat_groups(
                 path=first.path,
                 expected=f"{len(group)} paddings",
             )
-    return [FlatGroup(index, group, pads[index] if pads else None, not reordered) for index, group in enumerate(shapes)]
+    return shapes
 
 
 def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
@@ -370,65 +358,64 @@ class FlatRank(Rank):
         if model.uses_zenflow:
             from zckpt.formats.deepspeed.zenflow import are_transposed, flipped
 
-            state.transposed = are_transposed(self.held, [group.shapes for group in groups])
+            state.transposed = are_transposed(self.held, groups)
             if state.transposed:
-                groups = [replace(group, shapes=flipped(group.shapes)) for group in groups]
+                groups = list(map(flipped, groups))
         cuts = [
-            [Partitions(group, ranks) for ranks in spread.sharing(members, group.index, list(group.shapes))]
-            for group in groups
+            [
+                Partitions(index, shapes, ranks, mappings_hold=not model.reorders)
+                for ranks in spread.sharing(members, index, list(shapes))
+            ]
+            for index, shapes in enumerate(groups)
         ]
-        momenta = self._whole_momenta([cut for of_group in cuts for cut in of_group])
+        for cut in (cut for of_group in cuts for cut in of_group):
+            self._find_whole_momenta(cut)
         keys = element_slots(case for of_group in cuts for cut in of_group for case in cut.cases())
-        per_rank = experts_per_rank(name for group in groups for name in group.shapes)
+        per_rank = experts_per_rank(name for shapes in groups for name in shapes)
         paths = {member.path for member in members}
         read: dict[int, set[str]] = {}
-        for group, of_group in zip(groups, cuts, strict=True):
+        for index, (shapes, of_group) in enumerate(zip(groups, cuts, strict=True)):
             ep = len(of_group)
-            check_shapes(group.shapes, self.auto, ep)
-            state.degrees.append(ep if any(map(is_expert, group.shapes)) else None)
+            check_shapes(shapes, self.auto, ep)
+            state.degrees.append(ep if any(map(is_expert, shapes)) else None)
             state.expert_parallel = max(state.expert_parallel, ep)
             names: dict[str, None] = {}
             of_auto: dict[str, list[dict[str, Slot]]] = {}
             for expert_rank, cut in enumerate(of_group):
-                per_element = keys[group.index].difference(*cut.aside)
+                per_element = keys[index].difference(*cut.aside)
                 slots, padding, padding_spans = cut.cut(per_element)
-                whole, copies = momenta.get(id(cut), ({}, []))
-                read[group.index] = per_element | {slot.name for slot in whole.values()}
-                state.duplicates += copies if members[0] in spread.members[:1] else []
-                for name, slot in whole.items():
+                read[index] = per_element | {slot.name for slot in cut.whole.values()}
+                state.duplicates += cut.copies if members[0] in spread.members[:1] else []
+                for name, slot in cut.whole.items():
                     slots[name][slot.name] = slot
                 # Of experts that are spread over all tensor-parallel ranks, each says what its own files have.
                 own = zip(cut.members, padding, strict=True)
                 state.padding += [one for member, one in own if member.path in paths]
                 state.padding_spans.append([one for one in padding_spans if one.path in paths])
-                renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
-                for name, shape in group.shapes.items():
+                renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in shapes}
+                for name, shape in shapes.items():
                     if name in self.auto:
                         of_auto.setdefault(name, []).append(slots[name])
                     else:
-                        self._claim(renamed[name], shape, slots[name], group.index)
-                order = optimizer_order(list(group.shapes), model, members[0].partition_count[group.index])
+                        self._claim(renamed[name], shape, slots[name], index)
+                order = optimizer_order(list(shapes), model, members[0].partition_count[index])
                 names |= dict.fromkeys(renamed[name] for name in order)
             for name, parts in of_auto.items():
                 of_experts = of_all(parts)
-                self._claim(name, of_experts[MASTER].shape, of_experts, group.index)
-            self.add_group(group.index, [group.index], list(names))
+                self._claim(name, of_experts[MASTER].shape, of_experts, index)
+            self.add_group(index, [index], list(names))
         self.add_values({index: index for index in read}, read)
 
-    def _whole_momenta(self, cuts: Sequence[Partitions]) -> dict[int, tuple[dict[str, Slot], list[Duplicate]]]:
-        """Return Muon's momenta of whole matrices and their copies, for groups that have such; see `muon`."""
-        found = {}
-        for cut in cuts:
-            first = cut.members[0]
-            hyperparameters = first.groups[cut.index] if cut.index < len(first.groups) else {}
-            if hyperparameters.get("use_muon") is True:
-                from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
+    def _find_whole_momenta(self, cut: Partitions) -> None:
+        first = cut.members[0]
+        hyperparameters = first.groups[cut.index] if cut.index < len(first.groups) else {}
+        if hyperparameters.get("use_muon") is True:
+            from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
 
-                config, partition = self.model.config, first.bf16_optimizer
-                if keeps_whole_matrices(hyperparameters, config, partition=partition) and is_whole(cut):
-                    cut.aside = [keys | {MOMENTUM} for keys in cut.aside]
-                    found[id(cut)] = whole_slots(cut)
-        return found
+            partition = first.bf16_optimizer
+            if keeps_whole_matrices(hyperparameters, self.model.config, partition=partition) and is_whole(cut):
+                cut.aside = [keys | {MOMENTUM} for keys in cut.aside]
+                cut.whole, cut.copies = whole_slots(cut)
 
     def _claim(self, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
         if name in self.trained:

@@ -77,7 +77,7 @@ def whole_slots(cut: Partitions) -> tuple[dict[str, Slot], list[Duplicate]]:
         at = 0
         for share in shares:
             tensor = member.tensors[cut.index][MOMENTUM]
-            name, shape = cut.names[share.index], cut.group.shapes[cut.names[share.index]]
+            name, shape = cut.names[share.index], cut.shapes[cut.names[share.index]]
             span = span_of(tensor, member.path, Extent.whole(shape), first=at)
             slot = Slot(MOMENTUM, tensor.dtype, shape, (span,))
             if found.setdefault(name, slot) is not slot:

@@ -24,9 +24,9 @@ from zckpt.formats.deepspeed.directory import (
     PIPELINE_LAYER,
     TagDirectory,
 )
-from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
+from zckpt.formats.deepspeed.expert_ranks import expert_files, spread_over
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, check_empty, is_expert
-from zckpt.formats.deepspeed.group_order import in_one_order
+from zckpt.formats.deepspeed.groups import in_one_order
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.rank_state import Rank
@@ -238,11 +238,14 @@ class _Files:
         own = [m for m in self.models if m.mp_rank == mp_rank]
         shards = [o for o in self.optimizers if o.mp_rank == mp_rank]
         if not own:
-            raise (
-                lost_ranks(mp_rank)
-                if self.experts
-                else ShardError(f"no model file of mp_rank {mp_rank}", code=MISSING_FILE)
+            advice = (
+                "DeepSpeed does not write it where experts are spread over fewer ranks than there are tensor-parallel "
+                "ones: what only it would hold is lost. Else give the directory that holds it with --root"
             )
+            expected = f"mp_rank_{mp_rank:02d}_model_states.pt"
+            known = (expected, advice) if self.experts else (None, None)
+            raise ShardError(f"no model file of mp_rank {mp_rank}", expected=known[0], advice=known[1],
+                             code=MISSING_FILE)  # fmt: skip
         if not shards and (
             is_unsaved(self.models, self.optimizers) or not any(m.content.get("param_shapes") for m in own)
         ):

@@ -120,6 +120,11 @@ class ModelShard(_OfRank):
         return section(self.config, "zero_optimization").get(name) is True
 
     @property
+    def reorders(self) -> bool:
+        """Whether flat buffers have an order of their own, of which slice mappings do not know."""
+        return self.zero_option("round_robin_gradients") and not self.zero_option("parameter_alignment")
+
+    @property
     def uses_zenflow(self) -> bool:
         """Whether the configuration turns ZenFlow on, see `zenflow`."""
         return section(self.config, "zero_optimization").get("zenflow") is not None
@@ -158,7 +163,7 @@ class OptimizerShard(_OfRank):
     mappings : list of dict of str to (start, numel), or None
         Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it.
     order : tuple of int, or None
-        Where the groups are in the file, if not in this order (`group_order`).
+        Where the groups are in the file, if not in this order (`groups`).
     """
 
     shard: Shard
