@@ -140,22 +140,20 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
         )
     ranks = Ranks()
     processes = ranks.world_size if world_size is None else world_size
-    return ranks.of_first(lambda: _prepared(Path(checkpoint), processes))
 
+    def prepared() -> str | None:
+        path = Path(checkpoint)
+        source = path if is_trainers(path) or _CHECKPOINT.fullmatch(path.name) else _newest(path)
+        if source is None:
+            return None
+        if not is_trainers(source):
+            raise SourceError("no checkpoint of a Trainer", path=source, expected=f"a directory with {TRAINER_STATE}")
+        topology = open_checkpoint(source).topology if find(source) is not None else None
+        if topology is None or topology.dp * topology.tp * topology.pp == processes:
+            return str(source)
+        return str(_copy(source, topology, processes))
 
-def _prepared(path: Path, processes: int) -> str | None:
-    """Return the path of a checkpoint for some processes, which may be a new copy."""
-    source = path if is_trainers(path) or _CHECKPOINT.fullmatch(path.name) else _newest(path)
-    if source is None:
-        return None
-    if not is_trainers(source):
-        raise SourceError("no checkpoint of a Trainer", path=source, expected=f"a directory with {TRAINER_STATE}")
-    if find(source) is None:
-        return str(source)
-    topology = open_checkpoint(source).topology
-    if topology.dp * topology.tp * topology.pp == processes:
-        return str(source)
-    return str(_copy(source, topology, processes))
+    return ranks.of_first(prepared)
 
 
 def _newest(output: Path) -> Path | None:

@@ -27,7 +27,12 @@ def save_third_again(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "without_exchange"), [("save_fourth", False), ("save_third_again", False), ("save_third_again", True)]
+    ("act", "without_exchange"),
+    [
+        ("save_fourth", False),
+        ("save_third_again", True),
+        pytest.param("save_third_again", False, marks=pytest.mark.nightly),
+    ],
 )
 def test_whenever_a_save_is_killed_the_run_goes_on_and_nothing_is_left(
     act: str, without_exchange: bool, tmp_path: Path

@@ -30,7 +30,7 @@ from zckpt.optim import files
 pytestmark = pytest.mark.interop
 
 FLIPPED_NBYTES = 64
-AT_MOST = 16  # records of a checkpoint that are damaged
+AT_MOST = 6  # records of a checkpoint that are damaged; `make test-all` damages all
 
 
 def records(path: Path) -> list[Sum]:
@@ -59,11 +59,11 @@ def flipped(one: Sum, rank: int) -> Iterator[None]:
     dist.barrier()
 
 
-def damage_each(rank: int, world_size: int, path: Path, source: str, family: str) -> tuple[int, int]:
+def damage_each(rank: int, world_size: int, path: Path, source: str, family: str, most: int) -> tuple[int, int]:
     """Damage one record after the other; return how many were refused, and how many a load does not depend on."""
     truth, refused, unread = Truth(FIXTURES / source), 0, 0
     every = records(path)
-    for one in every[:: -(-len(every) // AT_MOST)]:
+    for one in every[:: -(-len(every) // most)]:
         inner, model, optimizer, dtype = build(source, family)
         with flipped(one, rank):
             try:
@@ -77,31 +77,33 @@ def damage_each(rank: int, world_size: int, path: Path, source: str, family: str
 
 
 CASES = [
-    ("s2_bf16_dp4", None, "zero2", 3, 11), ("s3_bf16_dp3", None, "fsdp", 2, 12), ("s1_fp32_dp3", None, "adamw", 2, 12),
-    ("s2_bf16_dp4", "zckpt", "zero1", 3, 12), ("s2_bf16_dp4", "zckpt", "fsdp", 2, 12),
-    ("s2_bf16_dp4", "dcp", "redundancy", 2, 12), ("s2_bf16_dp4", "universal", "zero2", 2, 9),
+    ("s2_bf16_dp4", None, "zero2", 3), ("s3_bf16_dp3", None, "fsdp", 2), ("s1_fp32_dp3", None, "adamw", 2),
+    ("s2_bf16_dp4", "zckpt", "zero1", 3), ("s2_bf16_dp4", "zckpt", "fsdp", 2), ("s2_bf16_dp4", "dcp", "redundancy", 2),
+    ("s2_bf16_dp4", "universal", "zero2", 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "to", "family", "world_size", "least"), CASES)
+@pytest.mark.parametrize("most", [AT_MOST, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("source", "to", "family", "world_size"), CASES)
 def test_every_record_that_is_damaged_is_refused_or_not_needed(
-    source: str, to: str | None, family: str, world_size: int, least: int, tmp_path: Path
+    source: str, to: str | None, family: str, world_size: int, most: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "x"
     if to is None:
         shutil.copytree(FIXTURES / source, path)
     else:
         zckpt.convert(FIXTURES / source, path, to=to)
-    told = run(damage_each, world_size, path, source, family)
-    assert len(set(told)) == 1
-    assert told[0][0] >= least
+    told = run(damage_each, world_size, path, source, family, most)
+    [(refused, unread)] = set(told)
+    assert refused >= 4
+    assert refused > 2 * unread
 
 
 def load_by_dcp(rank: int, world_size: int, path: Path, source: str, members: list[int] | None) -> int:
     """Damage one record after the other for `dcp.load`; return how many were refused by all that load."""
     refused = 0
     group = None if members is None else dist.new_group(members)
-    for one in [one for one in records(path) if one.nbytes > FLIPPED_NBYTES]:
+    for one in [one for one in records(path) if one.nbytes > FLIPPED_NBYTES][::6]:
         _, model, optimizer, _ = build(source, "fsdp" if members is None else "adamw")
         with flipped(one, rank):
             if members is not None and rank not in members:
@@ -124,7 +126,7 @@ def load_by_dcp(rank: int, world_size: int, path: Path, source: str, members: li
 def test_ranks_of_dcp_put_together_what_they_read(members: list[int] | None, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "x", to="zckpt", world_size=2)
     told = run(load_by_dcp, 3, tmp_path / "x", "s2_bf16_dp4", members)
-    assert all(count >= 12 for rank, count in enumerate(told) if members is None or rank in members), told
+    assert all(count >= 4 for rank, count in enumerate(told) if members is None or rank in members), told
 
 
 def one_by_one(rank: int, world_size: int, folder: Path, family: str) -> None:

@@ -174,7 +174,7 @@ def open_for(
     """
     own = [name for group in order for name in group]
     renamed = names is not None or naming.changes
-    found = open_checkpoint(path, tag=tag, names=names) if renamed else _open(path, order, tag, strict=strict)
+    found = open_checkpoint(path, tag=tag, names=names) if renamed else _open(path, order, own, tag, strict=strict)
     if dequantize:
         [found] = with_floats(found)
     if renamed:
@@ -190,9 +190,10 @@ def open_for(
     return found
 
 
-def _open(path: str | os.PathLike[str], order: Order, tag: str | None, *, strict: bool) -> OpenedCheckpoint:
-    """Open a checkpoint with the optimizer's names for numbers, where numbers are all that it has."""
-    own = [name for group in order for name in group]
+def _open(
+    path: str | os.PathLike[str], order: Order, own: Sequence[str], tag: str | None, *, strict: bool
+) -> OpenedCheckpoint:
+    """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
     try:
         found = open_checkpoint(path, tag=tag)
     except (UnsupportedError, LayoutError):
@@ -202,39 +203,32 @@ def _open(path: str | os.PathLike[str], order: Order, tag: str | None, *, strict
         raise
     if not own or not found.is_numbered:
         return found
-    try:
-        return _numbered(found, path, order, own, tag)
-    except UsageError:
-        if strict:
-            raise
-        return found
-
-
-def _numbered(
-    found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, own: Sequence[str], tag: str | None
-) -> OpenedCheckpoint:
-    """Return a checkpoint with the optimizer's names for numbers, unless what is known already says otherwise."""
     known_by_values = any(MASTER in one.slots for one in found.parameters.values())
     theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
     if not found.unnamed and (theirs != ours or known_by_values):
         return found
+    error, cause = None, None
     if theirs != ours:
-        raise UsageError(
+        error = UsageError(
             "the optimizer's parameters are only numbered, and this optimizer's param groups are of other sizes",
             path=os.fspath(path),
             expected=", ".join(map(str, ours)),
             found=", ".join(map(str, theirs)),
             advice="make the optimizer of the parameters that were saved",
         )
-    try:
-        return open_checkpoint(path, tag=tag, names=own)
-    except ZckptError as error:
-        if not found.unnamed:
-            return found
-        raise UsageError(
-            f"the optimizer's parameters are only numbered, and this optimizer's order does not fit: {error.message}",
-            path=os.fspath(path),
-            expected=error.expected,
-            found=error.found,
-            advice="give names=, those of all parameters in the order in which they were saved",
-        ) from error
+    else:
+        try:
+            return open_checkpoint(path, tag=tag, names=own)
+        except ZckptError as failure:
+            cause = failure
+            error = UsageError(
+                "the optimizer's parameters are only numbered, and this optimizer's order does not fit: "
+                f"{failure.message}",
+                path=os.fspath(path),
+                expected=failure.expected,
+                found=failure.found,
+                advice="give names=, those of all parameters in the order in which they were saved",
+            )
+    if strict and found.unnamed:
+        raise error from cause
+    return found

@@ -167,37 +167,32 @@ def value_of(node: Node, file: FromFile | None = None) -> Value:
 
     `file`: where the tensors below it are. Raises SourceError: the tensors cannot be read.
     """
-    return _Reading().value_of(node, file)
+    made: dict[int, Value] = {}  # what is shared in a tree, or leads back to itself, does so in its values
 
-
-class _Reading:
-    """Makes the values of one tree; what is shared or leads back to itself in it does so in them."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Value] = {}
-
-    def value_of(self, node: Node, file: FromFile | None) -> Value:
+    def value(node: Node, file: FromFile | None) -> Value:
         if isinstance(node, FromFile):
-            return self.value_of(node.node, node)
-        if id(node) in self._made:
-            return self._made[id(node)]
+            return value(node.node, node)
+        if id(node) in made:
+            return made[id(node)]
         if isinstance(node, Tensor) and file is not None:
             found: Value = _read(node, file)
         elif (rule := _RULES.get(type(node))) is not None:
             return rule(node)
         elif isinstance(node, Mapping):
-            found = self._made[id(node)] = OrderedDict() if isinstance(node, (OrderedMapping, DefaultMapping)) else {}
-            found.update((self.value_of(key, file), self.value_of(one, file)) for key, one in node.items())
+            found = made[id(node)] = OrderedDict() if isinstance(node, (OrderedMapping, DefaultMapping)) else {}
+            found.update((value(key, file), value(one, file)) for key, one in node.items())
         elif type(node) is list:
-            found = self._made[id(node)] = []
-            found.extend(self.value_of(one, file) for one in node)
+            found = made[id(node)] = []
+            found.extend(value(one, file) for one in node)
         elif type(node) in (tuple, set, frozenset):
-            values = [self.value_of(one, file) for one in node]
-            found = self._made.get(id(node), type(node)(values))  # a tuple within itself exists by now
+            values = [value(one, file) for one in node]
+            found = made.get(id(node), type(node)(values))  # a tuple within itself exists by now
         else:
             return node
-        self._made[id(node)] = found
+        made[id(node)] = found
         return found
+
+    return value(node, file)
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:

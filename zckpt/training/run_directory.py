@@ -21,7 +21,6 @@ import shutil
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, shown
 from zckpt.formats.latest import latest_name
@@ -110,19 +109,25 @@ def read_record(directory: Path) -> Record:
     Raises SourceError: what has its name is none, or of a later version.
     """
     path = directory / RECORD
+
+    def written(name: object, identity: object) -> Written:
+        if not isinstance(name, str) or not isinstance(identity, str) or not NAME.fullmatch(name):
+            raise ValueError(f"a checkpoint called {name!r}")
+        return Written(name, identity)
+
     try:
         if path.lstat().st_size > MAXIMUM_NBYTES or not path.is_file():
-            raise DamagedFileError("is no record of a Checkpointer", path=path)
+            raise ValueError("no file, or too large")  # noqa: TRY301  # told as all that is wrong with it
         found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
+        if (found["format"], found["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"{found['format']}, version {found['version']}")  # noqa: TRY301
+        saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
+        return Record(saved) if saving is None else Record(saved, written(*saving[:2]), str(saving[2]))
     except FileNotFoundError:
         return Record()
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError("is no record of a Checkpointer", path=path, found=str(error)) from error
-    try:
-        return _parsed(found)
-    except (TypeError, KeyError, ValueError, IndexError) as error:
+    except (TypeError, KeyError, ValueError, IndexError, RecursionError) as error:
         raise DamagedFileError(
             "is no record of a Checkpointer",
             path=path,
@@ -130,19 +135,6 @@ def read_record(directory: Path) -> Record:
             found=f"{type(error).__name__}: {error}",
             advice="use a directory of its own for the run",
         ) from error
-
-
-def _parsed(found: Any) -> Record:  # noqa: ANN401  # what JSON holds
-    if (found["format"], found["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"{found['format']}, version {found['version']}")
-    saved, saving = tuple(_saved(*row) for row in found["saved"]), found["saving"]
-    return Record(saved) if saving is None else Record(saved, _saved(*saving[:2]), str(saving[2]))
-
-
-def _saved(name: object, identity: object) -> Written:
-    if not isinstance(name, str) or not isinstance(identity, str) or not NAME.fullmatch(name):
-        raise ValueError(f"a checkpoint called {name!r}")
-    return Written(name, identity)
 
 
 def latest_of(directory: Path) -> str | None:

@@ -27,9 +27,9 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,15 +150,10 @@ class Spare:
         told = About(new_identity(), given["step"], ranks.world_size, tuple(follows), time.time_ns())
         about = ranks.from_first(told)
         directory = self.directory / about.identity
-        try:
+        with _removed_if_failed(directory):
             done = ranks.do(lambda: _write_own(ranks, directory, about.identity, prepared))
             every = ranks.gather(done.own)
             ranks.of_first(lambda: write_whole(done.part, every, about.identity, directory))
-        except WorkerError:  # others may have what is to be gone on with
-            raise
-        except ZckptError:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
         ranks.do(lambda: self._tell(directory, about))
         if self._senders is not None:
             self._sending = _POOL.submit(self._send_all, self._senders, directory)
@@ -182,14 +177,9 @@ class Spare:
 
     def _send_all(self, ranks: Ranks, directory: Path) -> None:
         """Send this rank's files to the next node, and forget what was kept before."""
-        try:
+        with _removed_if_failed(directory):
             for name in (rank_name(ranks.rank, ranks.world_size), DOCUMENT_NAME):
                 self._send(ranks, directory, name)
-        except WorkerError:
-            raise
-        except ZckptError:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
         ranks.do(lambda: self._remove(but=directory))
 
     def _remove(self, *, but: Path | None = None) -> None:
@@ -292,6 +282,17 @@ class Spare:
             self.finish()
         if self._is_first_of_node and not keep:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@contextmanager
+def _removed_if_failed(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except WorkerError:  # others may have what is to be gone on with
+        raise
+    except ZckptError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def neighbours(nodes: Sequence[str]) -> list[int | None]:
