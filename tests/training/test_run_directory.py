@@ -14,7 +14,6 @@ import torch
 
 import zckpt
 from zckpt.errors import DamagedFileError, TargetError, TargetExistsError, UsageError
-from zckpt.training.run_directory import RunPlace
 
 RECORD = "checkpointer.json"
 
@@ -243,11 +242,11 @@ def test_a_save_that_was_killed_before_it_could_say_so_is_resumed_from_and_prune
 ) -> None:
     run = saved(tmp_path, 1, 2, keep=2)
 
-    def killed(place: RunPlace, name: str) -> None:
+    def killed(checkpointer: zckpt.Checkpointer, written: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RunPlace, "write_latest", killed)
+        patch.setattr(zckpt.Checkpointer, "_name_and_prune", killed)
         with pytest.raises(KeyboardInterrupt):
             run.save(3, model=model_of(3))
     assert (tmp_path / "latest").read_text() == name_of(2)

@@ -61,11 +61,9 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
     latest = beside_it(path, "latest")
     ranks.of_first(lambda: check_text(latest))
     with written_together(path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
-        if model is None:
-            tensors = OrderedDict((name, p.detach()) for p, name in names.items())
-        else:
-            tensors = OrderedDict(bare(model).state)
-        experts = experts_of(optimizer, names, list(tensors))
+        parameters = {name: p for p, name in names.items()}
+        its = Bare({name: p.detach() for name, p in parameters.items()}, parameters) if model is None else bare(model)
+        experts = experts_of(optimizer, names, list(its.state))
         config = _config(optimizer, experts)
         prefix = "bf16_" if optimizer.groups[0].flat.dtype == torch.bfloat16 else ""
         state = with_objects(optimizer.make_state_dict(names))
@@ -75,19 +73,19 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
             },
         }  # fmt: skip
         dense = OrderedDict[str, torch.Tensor]()
-        for name, tensor in tensors.items():
+        for name, tensor in its.state.items():
             layer, number = experts.file_of(name)
             if layer is None:
                 dense[name] = tensor
             elif experts.places[layer].is_first:
                 file = f"layer_{list(experts.per_rank).index(layer)}_expert_{number}_mp_rank_{mp_rank:02d}"
                 # of its own memory: a file has all of a tensor's, and that of parameters is a whole group's
-                its = files.setdefault(f"{file}_model_states.pt", OrderedDict())
-                its[experts.named(name)] = tensor.detach().clone()
+                of_expert = files.setdefault(f"{file}_model_states.pt", OrderedDict())
+                of_expert[experts.named(name)] = tensor.detach().clone()
         if optimizer.rank == 0:
             # what DeepSpeed gives back as the client's state; what it keeps itself goes before it
             client = {key: value for key, value in beside.items() if key not in ("lr_scheduler", "extra")}
-            about = {**_model(optimizer, model, names, target.step, beside, dense), "ds_config": config}
+            about = {**_model(optimizer, its, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
                 counts = experts.per_rank.items()
                 about["num_experts"] = [count * experts.places[layer].degree for layer, count in counts]
@@ -129,7 +127,7 @@ def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
 
 def _model(
     optimizer: ZeroOptimizer,
-    model: torch.nn.Module | None,
+    its: Bare,
     names: Mapping[torch.Tensor, str],
     step: int | None,
     beside: Mapping[str, Any],
@@ -142,7 +140,7 @@ def _model(
     ]
     slices = model_rank(optimizer.model_parallel)[1]
     trained = {p: name for p, name in names.items() if p in optimizer._place}
-    tied, rest, buffers = Bare({}, {}).roles(trained) if model is None else bare(model).roles(trained)
+    tied, rest, buffers = its.roles(trained)
     every = {name: p for p, name in names.items() if p not in trained} | rest
     frozen = {name: p for name, p in every.items() if not is_expert(name)}
     return {

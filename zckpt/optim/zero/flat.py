@@ -15,6 +15,8 @@ D-Adaptation: all tensors together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -250,7 +252,6 @@ class FlatOptimizer(ShardedOptimizer):
         self._place: dict[torch.Tensor, Member] = {}
         """Where the parameters are that are trained, in the optimizer's order, not that of the buffers."""
 
-        self._names: dict[str, torch.Tensor] | None = None
         super().__init__(params, optimizer_class, process_group, defaults)
         self._make_local(list(map(_local_group, self.param_groups, self.groups)))
         self._refuse_per_tensor(type(self.optim))  # which a function may have made
@@ -285,7 +286,7 @@ class FlatOptimizer(ShardedOptimizer):
             kept = [index for index, p in enumerate(one["params"]) if p in self._place or p not in new]
             one.update(param_groups.selected(one, kept))
         super().add_param_group(group)
-        self._names = None
+        self.__dict__.pop("_names", None)
         is_expert, process_group = bool(group.get("moe", False)), self.process_group
         if is_expert:
             name: Any = group.get("name")
@@ -306,20 +307,20 @@ class FlatOptimizer(ShardedOptimizer):
 
     # --- names
 
+    @cached_property
+    def _names(self) -> dict[str, torch.Tensor]:
+        if not all("param_names" in group for group in self.param_groups):
+            raise ValueError("the parameters have no names: make the optimizer of (name, parameter) pairs")
+        pairs = (zip(group["param_names"], group["params"], strict=True) for group in self.param_groups)
+        return dict(chain.from_iterable(pairs))
+
     def names(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name, those that are frozen too. Raises ValueError if they have none."""
-        if self._names is None:
-            found: dict[str, torch.Tensor] = {}
-            for group in self.param_groups:
-                if "param_names" not in group:
-                    raise ValueError("the parameters have no names: make the optimizer of (name, parameter) pairs")
-                found |= zip(group["param_names"], group["params"], strict=True)
-            self._names = found
         return dict(self._names)
 
     def find(self, name: str) -> Member:
         """Return the group of a parameter and its position there. Raises ValueError for a strange or frozen name."""
-        parameter = (self._names or self.names()).get(name)
+        parameter = self._names.get(name)
         if parameter is None:
             raise ValueError(f"no parameter {name}")
         if parameter not in self._place:
