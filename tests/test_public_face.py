@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import zckpt
 from tests.cli.console import FIXTURES, environment
 from tests.truth import Truth, assert_same, bits
+from zckpt.errors import DamagedFileError
 
 READ = [
     "s0_bf16_dp2", "s1_bf16_dp2_bf16opt", "s1_fp32_dp3_palign", "s2_bf16_dp2_rr", "s2_bf16_dp2_elastic",
@@ -244,3 +246,26 @@ def test_errors_carry_their_data_and_survive_pickling() -> None:
     assert caught.value.path == str(FIXTURES / "absent")
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["s0_bf16_dp2", "s3_bf16_dp2"])
+def test_what_is_read_is_held_against_the_checksums_that_lie_there(name: str, tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / name, tmp_path / name)
+    opened = zckpt.open(tmp_path / name)
+    fc1 = opened.parameters["fc1.weight"].slots["exp_avg"].spans[0]
+    damaged = bytearray(Path(fc1.path).read_bytes())
+    damaged[fc1.offset] ^= 1
+    Path(fc1.path).write_bytes(damaged)
+
+    def refused() -> int:
+        every = [(one.name, slot) for one in opened.parameters.values() for slot in one.slots]
+        return sum(isinstance(outcome(*each), DamagedFileError) for each in every)
+
+    def outcome(parameter: str, slot: str) -> object:
+        try:
+            return opened.read(parameter, slot)
+        except DamagedFileError as error:
+            return error
+
+    assert refused() == refused() == 1
+    assert opened.read("fc1.weight", "exp_avg", verify=False).any()

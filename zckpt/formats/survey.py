@@ -7,7 +7,8 @@ format's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from zckpt.engine.checking import Checks, Sum
@@ -159,13 +160,13 @@ def checksums_by_path(checkpoints: Sequence[Checkpoint]) -> Callable[[str], list
     damaged; another file that cannot be read as its kind has none.
     """
     known = {file.path: (file, find_format(one.format)) for one in checkpoints for file in one.files}
+    return partial(_checksums_of, known)
 
-    def find(path: str) -> list[Sum]:
-        if path in known:
-            return checksums(*known[path])
-        try:
-            return checksums(SourceFile(path, Path(path).stat().st_size, "other"), None)
-        except (SourceError, OSError):
-            return []
 
-    return find
+def _checksums_of(known: Mapping[str, tuple[SourceFile, Format | None]], path: str) -> list[Sum]:
+    if path in known:
+        return checksums(*known[path])
+    try:
+        return checksums(SourceFile(path, Path(path).stat().st_size, "other"), None)
+    except (SourceError, OSError):
+        return []

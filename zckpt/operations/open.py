@@ -23,9 +23,9 @@ Source = Place | Checkpoint
 class OpenedCheckpoint(Checkpoint):
     """A Checkpoint whose tensors can be read, as `open` returns it."""
 
-    __slots__ = ("__weakref__",)  # what is remote is let go of with it
+    __slots__ = ("__weakref__", "_checks")  # what is remote is let go of with it
 
-    def read(self, name: str, slot: str | None = None) -> torch.Tensor:
+    def read(self, name: str, slot: str | None = None, *, verify: bool = True) -> torch.Tensor:
         """Read one slot of one parameter, and only its bytes.
 
         Parameters
@@ -35,6 +35,8 @@ class OpenedCheckpoint(Checkpoint):
         slot : str, optional
             By default the master if there is one, else the weight. State that bitsandbytes or torchao has quantised is
             read as float32, under Adam's names.
+        verify : bool
+            Hold records against the checksums in their files, once calls have read all of them.
 
         Returns
         -------
@@ -47,17 +49,32 @@ class OpenedCheckpoint(Checkpoint):
             There is no such parameter or slot.
         MissingPackageError
             torch is not installed.
+        DamagedFileError
+            They are not as they were written.
         SourceError
             The files cannot be read.
         """
         require_torch("read()")
         import torch
 
+        from zckpt.engine.checking import Checks
         from zckpt.engine.tensors import TensorRead, read_tensors
+        from zckpt.formats.survey import checksums_by_path
 
         found = self._slot(name, slot)
         tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
-        read_tensors([TensorRead(found, Extent.whole(found.shape), tensor)])
+        wanted = [TensorRead(found, Extent.whole(found.shape), tensor)]
+        if not verify:
+            read_tensors(wanted)
+            return tensor
+        if not hasattr(self, "_checks"):
+            self._checks = Checks()
+            self._checks.find = checksums_by_path([self])
+        checks = self._checks
+        read_tensors(wanted, checks=checks)
+        if checks.wrong:
+            del self._checks  # another call finds what is damaged again
+        checks.refuse()
         return tensor
 
     def _slot(self, name: str, slot: str | None) -> Slot:
