@@ -7,17 +7,16 @@ optimizer    the optimizer as one file
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option
 from zckpt.formats.suffixes import OWN_MODEL
+from zckpt.formats.torch_files import TorchDirectory
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
@@ -28,7 +27,7 @@ class ModelOptions:
     dtype: str = dtype_option()
 
 
-class Consolidated(Format):
+class Consolidated(TorchDirectory):
     """A directory with a Hugging Face model, `optimizer.pt` and `metadata.pt`."""
 
     name = "consolidated"
@@ -68,12 +67,6 @@ class Consolidated(Format):
             file = model.lay_out_file(job.target.name, job.checkpoint, dtype=job.options.dtype)
             return TargetFiles([file], is_file=True)
         return TargetFiles(model.lay_out(job.checkpoint, dtype=job.options.dtype))
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Take slots out of the torch files."""
-        from zckpt.formats.torch_files.strip import strip_directory
-
-        return strip_directory(checkpoint, source, request)
 
 
 FORMATS = (Consolidated(),)

@@ -71,4 +71,14 @@ class TorchSave(Format):
         return Stripping([file], notes(request))
 
 
+class TorchDirectory(Format):
+    """A directory of torch files, and of safetensors."""
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take slots out of every file that has some."""
+        from zckpt.formats.torch_files.strip import strip_directory
+
+        return strip_directory(checkpoint, source, request)
+
+
 FORMATS = (TorchSave(),)

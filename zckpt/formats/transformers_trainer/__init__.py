@@ -19,16 +19,15 @@ writer          what the Trainer resumes from       states          schedulers, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
+from zckpt.formats.torch_files import TorchDirectory
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
@@ -48,7 +47,7 @@ _OWN = r"(?:optimizer|scheduler|scaler|zckpt)\.pt|rng_state(?:_[0-9]+)?\.pth|tra
 """A pattern of the files that a directory has of its own besides its model's, as zckpt writes it."""
 
 
-class TransformersTrainer(Format):
+class TransformersTrainer(TorchDirectory):
     """A directory that the Trainer, Accelerate or PEFT saved, without DeepSpeed and DCP."""
 
     name = "transformers-trainer"
@@ -82,12 +81,6 @@ class TransformersTrainer(Format):
         from zckpt.formats.transformers_trainer.writer import lay_out
 
         return lay_out(job)
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Take slots out of the torch files."""
-        from zckpt.formats.torch_files.strip import strip_directory
-
-        return strip_directory(checkpoint, source, request)
 
 
 FORMATS = (TransformersTrainer(),)

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option, option
+from zckpt.formats.torch_files import TorchDirectory
 from zckpt.formats.zero_redundancy.directory import OWNED, find
 
 if TYPE_CHECKING:
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
@@ -39,7 +39,7 @@ class Options:
     dtype: str = dtype_option()
 
 
-class ZeroRedundancy(Format):
+class ZeroRedundancy(TorchDirectory):
     """PyTorch's ZeroRedundancyOptimizer."""
 
     name = "zero-redundancy"
@@ -70,12 +70,6 @@ class ZeroRedundancy(Format):
 
         ranks, dtype = job.options.world_size, job.options.dtype
         return TargetFiles(lay_out(job.checkpoint, world_size=ranks or 1, per_rank=ranks is not None, dtype=dtype))
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Take slots out of every torch file."""
-        from zckpt.formats.torch_files.strip import strip_directory
-
-        return strip_directory(checkpoint, source, request)
 
 
 FORMATS = (ZeroRedundancy(),)
