@@ -7,9 +7,7 @@ its source and goes out under others; elements stay where they lie, and the plan
     document    a map, as JSON says it
     axes        how the elements of a tensor are arranged: "(heads half two) in"
     sizes       what the letters are, from the tensors' shapes and a configuration
-    match       which rules of a map the names of a checkpoint follow, and in which direction
-    parts       the arrangement, the slots and the state of a tensor that is put together from others
-    apply       a checkpoint under the other names
+    apply       which rules of a map names follow, and in which direction; a checkpoint under the other names
     inside      names in what a checkpoint carries along
 """
 

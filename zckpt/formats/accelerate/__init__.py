@@ -8,10 +8,6 @@ DIR/pytorch_model_fsdp.bin, optimizer.bin, pytorch_model_fsdp_1.bin ... FSDP, FU
 
 DIR/scheduler.bin, random_states_R.pkl, sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...     in each of them
 DIR/zckpt.pt                                                    what none of these has room for
-
-split       a checkpoint's models, each with its optimizer
-states      schedulers, random states, all that is carried
-writer      the files
 """
 
 from __future__ import annotations

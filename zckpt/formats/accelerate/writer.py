@@ -4,21 +4,23 @@ Masters are written as the models' weights, so that they go on in their precisio
 Without FSDP, parameters are numbered, by the order of each param group, and `load_state` wants each model in one file.
 Under FSDP they have names. DCP wants every value that the optimizer in memory has: what other programs' param groups
 lack, and what their steps are not, has torch's default and torch's form.
+
+scheduler.bin            the source's, if it is one; else that of a LambdaLR at the source's step
+random_states_R.pkl      Accelerate's own or the Trainer's; else none, and Accelerate goes on with its seed
+sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...      only where the source is Accelerate's
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.accelerate.split import Parts, parts_of
-from zckpt.formats.accelerate.states import OWN as STATES
-from zckpt.formats.accelerate.states import state_files
+from zckpt.evidence import refuse_unnamed
 from zckpt.formats.assets import copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
@@ -33,7 +35,103 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar
+from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What Accelerate prepares.
+
+    Parameters
+    ----------
+    whole : Checkpoint
+        All of it, with the param groups in the order of `optimizers`.
+    models : list of Checkpoint
+        Only the tensors count.
+    optimizers : list of Checkpoint
+        Only the param groups count, and the parameters that are in them.
+    """
+
+    whole: Checkpoint
+    models: list[Checkpoint]
+    optimizers: list[Checkpoint]
+
+
+def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
+    """Split a checkpoint into what Accelerate has prepared.
+
+    `paired`: whether each optimizer has to be of one model, as under FSDP, whose optimizers have names. Raises
+    UnsupportedError: optimizers of some of the models only, or of several at once.
+    """
+    refuse_unnamed(checkpoint, "so that it is not known whose state Accelerate is to find where")
+    models = checkpoint.models()
+    if not models:
+        if checkpoint.optimizers():
+            raise _unpaired(checkpoint, "one model, or which parameters are of which")
+        return Parts(checkpoint, [checkpoint], [checkpoint] if checkpoint.param_groups else [])
+    apart = [_of_model(checkpoint, name) for name in models]
+    if not checkpoint.optimizers() and not paired:
+        return Parts(checkpoint, apart, [checkpoint] if checkpoint.param_groups else [])
+    if sum(len(one.param_groups) for one in apart) != len(checkpoint.param_groups):
+        raise _unpaired(checkpoint, "an optimizer for each model")
+    if checkpoint.param_groups and any(len({g.optimizer for g in one.param_groups}) != 1 for one in apart):
+        raise _unpaired(checkpoint, "one optimizer for each model")
+    return Parts(_arranged(checkpoint, models), apart, apart if checkpoint.param_groups else [])
+
+
+def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
+    return UnsupportedError(
+        "Accelerate pairs models and optimizers by their numbers, and these cannot be paired",
+        expected=expected,
+        found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
+        advice="`--to zckpt` holds all of them",
+    )
+
+
+def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:
+    """Return what is of one model under its own names; param groups only where all of their parameters are."""
+    prefix = f"{model}."
+    groups = [
+        at
+        for at, one in enumerate(checkpoint.param_groups)
+        if one.parameters and all(name.startswith(prefix) for name in one.parameters)
+    ]
+    new = {old: at for at, old in enumerate(groups)}
+
+    def bare(one: Parameter) -> Parameter:
+        tied = None if one.tied_to is None else one.tied_to.removeprefix(prefix)
+        group = None if one.group is None else new.get(one.group)
+        return replace(one, name=one.name.removeprefix(prefix), tied_to=tied, group=group)
+
+    own = [bare(one) for name, one in checkpoint.parameters.items() if name.startswith(prefix)]
+    buffers = [bare(one) for name, one in checkpoint.buffers.items() if name.startswith(prefix)]
+    return replace(
+        checkpoint,
+        parameters={one.name: one for one in own},
+        buffers={one.name: one for one in buffers},
+        param_groups=[
+            replace(group, parameters=[name.removeprefix(prefix) for name in group.parameters])
+            for group in map(checkpoint.param_groups.__getitem__, groups)
+        ],
+    )
+
+
+def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:
+    """Return a checkpoint whose param groups follow each other as its models do."""
+
+    def model_of(at: int) -> int:
+        name = checkpoint.param_groups[at].parameters[0]
+        return next(number for number, model in enumerate(models) if name.startswith(f"{model}."))
+
+    order = sorted(range(len(checkpoint.param_groups)), key=model_of)
+    new = {old: at for at, old in enumerate(order)}
+    parameters = {
+        name: one if one.group is None else replace(one, group=new[one.group])
+        for name, one in checkpoint.parameters.items()
+    }
+    return replace(checkpoint, parameters=parameters, param_groups=[checkpoint.param_groups[at] for at in order])
+
 
 MODEL, OPTIMIZER, FSDP_MODEL = "model", "optimizer", "pytorch_model_fsdp"
 SHARDED, FULL = "sharded", "full"
@@ -52,7 +150,8 @@ DEFAULTS: dict[str, object] = {
 STEP = "step"
 
 _OWN = re.compile(
-    r"model(?:_[0-9]+)?\.safetensors|pytorch_model_fsdp(?:_[0-9]+)?\.bin|optimizer(?:_[0-9]+)?\.bin|zckpt\.pt"
+    r"model(?:_[0-9]+)?\.safetensors|(?:pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin"
+    r"|(?:custom_checkpoint|random_states)_[0-9]+\.pkl|(?:scaler|zckpt)\.pt"
 )
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 
@@ -62,7 +161,7 @@ def is_own(name: str) -> bool:
     folder, slash, file = name.partition("/")
     if slash:
         return _FOLDER.fullmatch(folder) is not None and is_dcps(file)
-    return _OWN.fullmatch(name) is not None or STATES.fullmatch(name) is not None
+    return _OWN.fullmatch(name) is not None
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -181,3 +280,45 @@ def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:
         said = "initial_lr, which the source does not have, is the rate of now: schedulers do not look at it again"
         notes += [] if said in notes else [said]
     return tree
+
+
+SCHEDULER = "scheduler"
+
+_CARRIED = {
+    re.compile(r"(?:sampler|dl_state_dict)(?:_[0-9]+)?"): ".bin",
+    re.compile(r"custom_checkpoint_[0-9]+"): ".pkl",
+    re.compile(r"scaler"): ".pt",
+    re.compile(r"scheduler_[0-9]+"): ".bin",
+}
+"""Keys under which Accelerate's files are carried, and what the files' names end with."""
+
+
+def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes: list[str]) -> dict[str, object]:
+    """Return the content of all these files, by name.
+
+    `optimizers`: with the param groups of each; `notes`: gets what was written by rule, and what is missing.
+    """
+    found: dict[str, object] = {}
+    for number, one in enumerate(optimizers):
+        key = f"{SCHEDULER}_{number}" if number else SCHEDULER
+        found[f"{key}.bin"] = _scheduler(one, key, notes)
+    for key, value in checkpoint.metadata.items():
+        suffix = next((suffix for pattern, suffix in _CARRIED.items() if pattern.fullmatch(key)), None)
+        if suffix is not None:
+            found.setdefault(f"{key}{suffix}", value)
+    states = random_states_of_accelerate(checkpoint)
+    if not states:
+        notes.append("no random state is in the source that Accelerate takes: it goes on with the program's seed")
+    return found | states
+
+
+def _scheduler(optimizer: Checkpoint, key: str, notes: list[str]) -> object:
+    metadata = optimizer.metadata
+    if key in metadata:
+        return metadata[key]
+    own = {"lr_scheduler": metadata["lr_scheduler"]} if key == SCHEDULER and "lr_scheduler" in metadata else {}
+    before = len(notes)
+    found = scheduler(replace(optimizer, metadata=own), notes, name=f"{key}.bin")
+    if len(notes) > before:
+        notes[-1] += "; with several processes Accelerate steps it once for each, unless it is told otherwise"
+    return found

@@ -6,19 +6,21 @@ data     tensors end to end, without holes, in row-major order, little-endian
 
 DIR/model-00001-of-0000N.safetensors ...
 DIR/model.safetensors.index.json       {"metadata": {"total_size"}, "weight_map": {name: file}}
+
+Where the index was left behind, the names of shards tell which they are, and that all are there.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zckpt.codes import TRUNCATED
-from zckpt.errors import DamagedFileError
-from zckpt.formats.safetensors import unindexed
+from zckpt.errors import DamagedFileError, ShardError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
@@ -118,7 +120,7 @@ def _files(source: Path) -> list[Path]:
         return [source]
     index = source / INDEX_NAME
     if not index.is_file():
-        return [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else unindexed.shards(source)
+        return [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else _shards(source)
     return indexed_files(index)
 
 
@@ -145,7 +147,11 @@ def weight_map(index: Path) -> dict[str, str]:
 def is_safetensors(path: Path) -> bool:
     """Tell whether a file or directory is this format, by its names and first bytes."""
     if path.is_dir():
-        return is_file(path / INDEX_NAME) or is_file(path / WHOLE_NAME) or unindexed.is_there(path)
+        return (
+            is_file(path / INDEX_NAME)
+            or is_file(path / WHOLE_NAME)
+            or any(_SHARD.fullmatch(one.name) for one in path.iterdir())
+        )
     with opened(path) as file:
         head = file.at(0, min(9, file.nbytes))
     return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= file.nbytes
@@ -238,3 +244,26 @@ def _slot(
     shape = extent.sizes
     span = Span(extent, path, start + at, dtype)
     return Slot(WEIGHT, dtype, shape, (span,) if nbytes else ()), end
+
+
+_SHARD = re.compile(r"((?:diffusion_pytorch_)?model)-([0-9]{5})-of-([0-9]{5})\.safetensors")
+
+
+def _shards(source: Path) -> list[Path]:
+    """Return the shards in a directory, in their order. Raises ShardError: they are not all that their names count."""
+    found = {match.groups(): one for one in sorted(source.iterdir()) if (match := _SHARD.fullmatch(one.name))}
+    kinds = sorted({(stem, count) for stem, _, count in found})
+    if len(kinds) != 1:
+        several = ", ".join(f"{stem}-*-of-{count}" for stem, count in kinds)
+        raise ShardError("shards of several models, and no index", path=source, expected="those of one", found=several)
+    [(stem, count)] = kinds
+    wanted = [f"{number:05d}" for number in range(1, int(count) + 1)]
+    missing = [number for number in wanted if (stem, number, count) not in found]
+    if missing or len(found) != len(wanted):
+        raise ShardError(
+            "without an index, all shards have to be there, and no others",
+            path=source,
+            expected=f"{len(wanted)} files {stem}-*-of-{count}.safetensors",
+            found=f"{len(found)}" + (f", without {stem}-{missing[0]}-of-{count}.safetensors" if missing else ""),
+        )
+    return list(found.values())

@@ -5,7 +5,6 @@ content         which dicts are models, which are optimizers, and which optimize
 tensors         tensors as slots and spans, single values as numbers
 state_dicts     an optimizer's state dict in each of its forms
 optimizer       its state as slots and param groups, with names for its parameters
-gathered        what can be noticed of state that FSDP1 has lost
 writer          a tree with tensors as a file that torch.load reads
 strip           a file without its optimizer's slots
 """

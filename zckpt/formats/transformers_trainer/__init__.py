@@ -12,8 +12,8 @@ DIR/zckpt.pt                                                       written by zc
 
 directory       which files are there               readings        whose state each number of an optimizer is
 model           the weights, and their order        architectures   the orders that models of transformers have
-reader          all of it as a Checkpoint           groups          param groups as the Trainer has them
-writer          what the Trainer resumes from       states          schedulers, random states
+reader          all of it as a Checkpoint           states          schedulers, random states
+writer          what the Trainer resumes from
 """
 
 from __future__ import annotations
