@@ -227,6 +227,8 @@ def test_random_states_of_another_node_come_along(tmp_path: Path) -> None:
     assert [one for one in done.notes if "random states" in one] == [
         "no random states for rank 2: the Trainer goes on without"
     ]
+    zckpt.convert(here, tmp_path / "own", to="zckpt", roots=[there])
+    assert {"rng_state_0", "rng_state_1"} <= zckpt.open(tmp_path / "own").metadata.keys()
 
 
 def test_tag_directory_comes_out_alone(tmp_path: Path) -> None:

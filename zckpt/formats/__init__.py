@@ -88,7 +88,7 @@ def open_checkpoint(
     if path.is_dir() and not found_by.lists_files:
         from zckpt.formats.companions import read_companions
 
-        read_companions(checkpoint, path)
+        read_companions(checkpoint, path, search.roots)
     return checkpoint
 
 

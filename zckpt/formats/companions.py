@@ -59,13 +59,18 @@ METADATA_ROLE = "metadata"
 """Of files that hold neither a model nor an optimizer."""
 
 
-def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
+def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path] = ()) -> None:
     """Add what a directory holds besides what was read; a file that cannot be read is not added.
 
-    `directory`: the one that was opened.
+    `directory`: the one that was opened; `roots`: the same on other nodes, which keep what is of their ranks only.
     """
     known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
     entries = [entry for entry in entries_of(directory) if entry.is_file()]
+    names = {entry.name for entry in entries}
+    for entry in (entry for root in roots for entry in entries_of(root)):
+        if entry.name not in names and CARRIED.fullmatch(entry.name) and entry.is_file():
+            names.add(entry.name)
+            entries.append(entry)
     models = []
     for entry in entries:
         path = Path(entry.path)
@@ -83,7 +88,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
     note_models(checkpoint, models, directory)
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
-    _note_gaps(checkpoint, [entry.name for entry in entries])
+    _note_gaps(checkpoint, sorted(names))
 
 
 def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
