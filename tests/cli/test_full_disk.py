@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, environment
-from tests.pairwise import each
+from tests.pairwise import each, some
 
 SCRIPT = 'mount -t tmpfs -o "$1" none "$2" || exit 99; shift 2; "$@"; status=$?; find "$0" -mindepth 1; exit $status'
 """$0 the mount point again, $1 the mount options, $2 the mount point, then a command; prints what is left there."""
@@ -50,7 +50,7 @@ def test_nothing_is_left_on_a_full_disk(verb: str, options: str, tmp_path: Path)
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", some(["reshard"], VERBS.keys() - {"reshard"}))
 def test_the_same_disk_with_room_is_written(verb: str, tmp_path: Path) -> None:
     place = tmp_path / "disk"
     first, *rest = VERBS[verb]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -70,6 +71,7 @@ def test_every_parameter_has_its_shape_dtype_slots_and_standing(name: str) -> No
             assert owners == set(truth.kind(slot))
 
 
+@functools.cache
 def described(name: str) -> dict[str, Any]:
     """What is said of a fixture, without the cost of a process."""
     document: dict[str, Any] = json.loads(json.dumps(zckpt.inspect(FIXTURES / name).as_dict()))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.pairwise import some
 from tests.truth import assert_slots_equal
 from zckpt.errors import (
     DamagedFileError,
@@ -55,7 +56,7 @@ def test_every_slot_is_bit_equal_to_what_the_ranks_had(name: str) -> None:
     assert opened.warnings == []
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some([*KINDS][1::2], [*KINDS][0::2]))
 def test_the_verbs_work_on_it(name: str, tmp_path: Path) -> None:
     source = OTHER / name / "ckpt"
     assert zckpt.verify(source, deep=True).findings == []

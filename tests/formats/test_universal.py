@@ -36,7 +36,7 @@ WRITTEN = [
     "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "s0_bf16_dp2", "s1_bf16_dp2_bf16opt", "s1_bf16_dp2_empty",
     "s1_bf16_dp3_fused", "s1_fp32_dp3_palign", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_adagrad1g", "s2_bf16_dp2_bf16master",
     "s2_bf16_dp2_client", "s2_bf16_dp2_cpuadam", "s2_bf16_dp2_elastic", "s2_bf16_dp2_frozengroup",
-    "s2_bf16_dp2_lion", "s2_bf16_dp2_rr", "s2_bf16_dp2_ucinfo", "s2_bf16_dp2_untied", "s2_bf16_dp2_zerodim",
+    "s2_bf16_dp2_rr", "s2_bf16_dp2_lion", "s2_bf16_dp2_ucinfo", "s2_bf16_dp2_untied", "s2_bf16_dp2_zerodim",
     "s2_fp16_dp2", "s3_bf16_dp2_fused", "s3_bf16_dp2_nofrozen", "s3_bf16_dp2_sgdm", "s3_bf16_dp2_subgroup",
     "s3_bf16_dp4", "s3_fp32_dp2", "tp2_s2_fp32_dp2", "tp2_s3_bf16_dp2", "universal/s2_bf16_dp4",
     "universal/s3_bf16_dp2",

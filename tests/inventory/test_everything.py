@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.inventory.sources import LEFT_OUT, SOURCES
+from tests.pairwise import each
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.state import Checkpoint
@@ -168,8 +169,7 @@ FORGETFUL: list[Callable[[Checkpoint, random.Random], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("forget", FORGETFUL, ids=lambda forget: forget.__name__)
-@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("name", "forget"), each(ONE_OF_EACH, FORGETFUL))
 def test_what_an_adapter_forgets_is_left_out(name: str, forget: Callable[[Checkpoint, random.Random], str]) -> None:
     for seed in range(3):
         checkpoint = open_checkpoint(SOURCES[name])

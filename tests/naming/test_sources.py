@@ -8,6 +8,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
+from tests.pairwise import each
 from tests.test_imports import without
 from tests.truth import Truth, assert_same
 
@@ -29,9 +30,11 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("to", WAYS)
-@pytest.mark.parametrize(("name", "map_"), [(name, one) for name, (_, maps) in SOURCES.items() for one in maps])
-def test_all_state_is_mapped_and_comes_back(name: str, map_: str, to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mapped", "to"), each([(name, one) for name, (_, maps) in SOURCES.items() for one in maps], WAYS)
+)
+def test_all_state_is_mapped_and_comes_back(mapped: tuple[str, str], to: str, tmp_path: Path) -> None:
+    name, map_ = mapped
     source, config = FIXTURES / name, {**SOURCES[name][0], "padded_vocab_size": 80, "vocab_size": 67}
     done = zckpt.convert(source, tmp_path / "there", to=to, map=map_, map_config=config, verify=True, **WAYS[to])
     assert done.verified > 0

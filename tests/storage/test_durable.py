@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairwise import each
 from tests.plans import write_directory
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.targets import Hole, Literal, TargetFile
@@ -437,8 +438,7 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             run.kill()
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("target", ["t", "d"])
+@pytest.mark.parametrize(("target", "overwrite"), each(["t", "d"], [False, True]))
 def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(target, overwrite, other_run, tmp_path):
     made = copying(tmp_path, "t")
     with pytest.raises(TargetError, match="another run is writing this target"):

@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.pairwise import some
 from zckpt.engine.plan import plan
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.torch_files.writer import (
@@ -846,7 +847,7 @@ RUNS = [
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", some(RUNS[::3], [run for run in RUNS if run not in RUNS[::3]]))
 def test_deepspeed_unpickles_its_own_classes_from_our_files(tmp_path, run, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: F401  # its classes are named by the files

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import zckpt
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.pairwise import each
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
@@ -27,9 +28,9 @@ NAMES = ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"]
 EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
 
 
-@pytest.mark.parametrize(("world_size", "experts"), [(1, 1), (2, 2), (4, 4), (6, 2), (3, 1), (8, 4), (40, 4)])
-@pytest.mark.parametrize("name", NAMES)
-def test_everything_arrives(name: str, world_size: int, experts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "spread"), each(NAMES, [(1, 1), (2, 2), (4, 4), (6, 2), (3, 1), (8, 4), (40, 4)]))
+def test_everything_arrives(name: str, spread: tuple[int, int], tmp_path: Path) -> None:
+    world_size, experts = spread
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, expert_parallel_size=experts)
     found, truth = zckpt.open(tag), Truth(FIXTURES / name)
