@@ -38,9 +38,8 @@ from zckpt.formats.deepspeed.tp_rules import (
     Rules,
     info_for,
 )
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
-from zckpt.state.ranges import merge as merge_ranges
-from zckpt.state.ranges import without
+from zckpt.formats.deepspeed.values import copies_of
+from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
 from zckpt.state.views import concat, narrow, placed
 from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
@@ -127,15 +126,11 @@ class VocabularyPadding:
                 continue
             rule = self.rules.rule(name, [state.parameters[name].shape for state in self.states], padded=False)
             for state, shares in zip(self.states, rule.shares, strict=False):
-                parameter = state.parameters[name]
-                taken = merge_ranges((one.source, one.source + one.size) for one in shares)
-                rows = [(low, high - low) for low, high in without([(0, parameter.shape[rule.dim])], taken)]
-                held = [(key, slot) for key, slot in parameter.slots.items() if slot.shape]
-                for key, span in (
-                    (key, s) for key, slot in held for one in rows for s in narrow(slot, rule.dim, *one).spans
-                ):
-                    low, high = span.reach
-                    yield PaddingSpan(key, span.path, low, high - low)
+                size = sum(share.size for share in shares)  # of a vocabulary's slice the first rows
+                for key, slot in state.parameters[name].slots.items():
+                    for span in narrow(slot, 0, size, slot.shape[0] - size).spans if slot.shape else ():
+                        low, high = span.reach
+                        yield PaddingSpan(key, span.path, low, high - low)
 
 
 def _copies(states: Sequence[RankState], merged: RankState, rules: Rules) -> Iterator[Duplicate]:
@@ -150,18 +145,18 @@ def _copies(states: Sequence[RankState], merged: RankState, rules: Rules) -> Ite
                 for source, target, size in copies if key in whole.slots and slot.shape else ():
                     copy, part = narrow(slot, rule.dim, source, size), narrow(whole.slots[key], rule.dim, target, size)
                     yield Duplicate("parameter", name, name, copy, part, state.mp_rank)
+    read = {
+        name: {key: slot for key, slot in own.slots.items() if key in (used := merged.parameters[name].slots)
+               and used[key].spans == slot.spans and not used[key].replicas}
+        for name, own in first.parameters.items()
+        if name not in first.whole  # which is read from the files of all ranks, and the same everywhere
+    }  # fmt: skip
     for state in states[1:]:
-        for name, parameter in state.parameters.items():
-            if name in state.whole:  # it is read from the files of all ranks, and the same everywhere
-                continue
-            for key, slot in parameter.slots.items():
-                own, used = first.parameters[name].slots.get(key), merged.parameters[name].slots.get(key)
-                if own is not None and used is not None and used.spans == own.spans != slot.spans and not used.replicas:
-                    yield Duplicate("parameter", name, name, slot, own, state.mp_rank)
+        for name, slots in read.items():
+            yield from copies_of(name, state.parameters[name].slots, slots, state.mp_rank)
         for name, buffer in state.buffers.items():
-            kept = first.buffers.get(name)
-            if kept is not None and kept.shape == buffer.shape:
-                yield Duplicate("buffer", name, name, buffer.slots[WEIGHT], kept.slots[WEIGHT], state.mp_rank)
+            if name in first.buffers:
+                yield from copies_of(name, buffer.slots, first.buffers[name].slots, state.mp_rank, kind="buffer")
 
 
 def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -> UnsupportedError:
