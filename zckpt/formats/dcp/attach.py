@@ -32,7 +32,6 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[OptimizerState], names: 
     known = _names_of_numbers(checkpoint, optimizers, names)
     taken: set[str] = set()
     kept: list[OptimizerState] = []
-    members: list[list[str]] = []
     unnamed: list[str] = []
     for at, optimizer in enumerate(optimizers):
         _complete(checkpoint, optimizer)
@@ -46,14 +45,20 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[OptimizerState], names: 
         taken.update(found.values())
         kept.append(optimizer)
         for group in optimizer.groups:
-            index = len(members)
-            members.append([found[label] for label in group.members])
-            for label in group.members:
-                _give(checkpoint, optimizer, label, found[label], index)
-            unnamed += [str(n) for n in group.members if found[n] in checkpoint.unnamed and isinstance(n, int)]
-    groups = [(group, optimizer.name) for optimizer in kept for group in optimizer.groups]
-    for (group, name), its, shared in zip(groups, members, common_values(kept), strict=True):
-        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, its, shared, name))
+            index, its = len(checkpoint.param_groups), [found[label] for label in group.members]
+            checkpoint.param_groups.append(ParamGroup(group.hyperparameters, its, {}, optimizer.name))
+            for label, name in zip(group.members, its, strict=True):
+                slots = optimizer.state.get(label, {})
+                if name in checkpoint.buffers:  # an optimizer has it, so that it is none
+                    checkpoint.parameters[name] = checkpoint.buffers.pop(name)
+                parameter = checkpoint.parameters.get(name)
+                parameter = parameter or keep_number(checkpoint, name, shape_of(slots), is_kept=bool(slots))
+                parameter.group = index
+                with about(optimizer.path):
+                    place(parameter, slots)
+                unnamed += [str(label)] if name in checkpoint.unnamed and isinstance(label, int) else []
+    for one, shared in zip(checkpoint.param_groups, common_values(kept), strict=True):
+        one.state = shared
     note_numbers(checkpoint, unnamed)
 
 
@@ -71,16 +76,6 @@ def _complete(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
         raise UnsupportedError(f"state of parameters that are in no param group: {shown}", path=optimizer.path)
     optimizer.groups[0].members += others
     checkpoint.warnings.append(f"no list names {shown}, which have state; they are put into the only param group")
-
-
-def _give(checkpoint: Checkpoint, optimizer: OptimizerState, label: Label, name: str, index: int) -> None:
-    slots = optimizer.state.get(label, {})
-    if name in checkpoint.buffers:  # an optimizer has it, so that it is none
-        checkpoint.parameters[name] = checkpoint.buffers.pop(name)
-    parameter = checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape_of(slots), is_kept=bool(slots))
-    parameter.group = index
-    with about(optimizer.path):
-        place(parameter, slots)
 
 
 def _names_of_numbers(

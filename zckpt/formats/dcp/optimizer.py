@@ -8,17 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.evidence import shown_shape
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
-from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry, raw
+from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
 from zckpt.formats.torch_files.state_dicts import shared_values
 from zckpt.formats.torch_files.tensors import read_scalars
 from zckpt.state import Parameter, Scalar
-from zckpt.torchfile import Digests, Tensor
+from zckpt.torchfile import Digests, FromFile, Tensor, walk_tensors
 
 Label = str | int
 """A parameter as the file names it: a name, or a number."""
@@ -145,14 +144,16 @@ def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
     for key, node in content.items():
         if isinstance(node, TensorItem) and not node.shape and node.whole is not None:
             found[str(key)] = read_scalars(node.spans[0].path, [node.whole])[0]
-        elif isinstance(node, ObjectItem):
-            found[str(key)] = raw(node)
         else:
-            found[str(key)] = _carried(node, f"{key} of a param group")
+            found[str(key)] = _value(node, f"{key} of a param group")
     return found
 
 
-def _carried(node: Node, what: str) -> object:
+def _value(node: Node, what: str) -> object:
+    """Return what is no slot, an object with its file only where tensors are below it."""
+    if isinstance(node, ObjectItem):
+        held = next(walk_tensors(node.node), None)
+        return node.node if held is None else FromFile.of(node.file, node.node)
     lost: list[str] = []
     value = carry(node, lost)
     if lost:
@@ -168,10 +169,8 @@ def place(parameter: Parameter, slots: Mapping[str, Node]) -> None:
     for key, node in slots.items():
         if isinstance(node, TensorItem):
             parameter.slots[key] = node.slot(key)
-        elif isinstance(node, ObjectItem):
-            parameter.state[key] = raw(node)
         else:
-            parameter.state[key] = _carried(node, f"{key} of {parameter.name}")
+            parameter.state[key] = _value(node, f"{key} of {parameter.name}")
 
 
 def shape_of(slots: Mapping[str, Node]) -> tuple[int, ...] | None:
@@ -181,7 +180,13 @@ def shape_of(slots: Mapping[str, Node]) -> tuple[int, ...] | None:
 
 def common_values(optimizers: Sequence[OptimizerState]) -> list[dict[str, object]]:
     """Return, for each group, the single values that all of its parameters with any state share, as their step."""
-    steps = _read_steps(optimizers)
+    held: dict[str, dict[int, Tensor]] = {}
+    for node in (slots.get("step") for optimizer in optimizers for slots in optimizer.state.values()):
+        if isinstance(node, TensorItem) and node.shape == () and node.whole is not None:
+            held.setdefault(node.spans[0].path, {})[id(node)] = node.whole
+    steps: dict[int, Scalar] = {}
+    for path, its in held.items():  # file by file
+        steps.update(zip(its, read_scalars(path, list(its.values())), strict=True))
 
     def single(slots: Mapping[str, Node]) -> dict[str, object]:
         values = {
@@ -194,19 +199,3 @@ def common_values(optimizers: Sequence[OptimizerState]) -> list[dict[str, object
         for optimizer in optimizers
         for group in optimizer.groups
     ]
-
-
-def _read_steps(optimizers: Sequence[OptimizerState]) -> dict[int, Scalar]:
-    """Read every step that is a tensor, file by file; by the identity of its item."""
-    scalars: list[tuple[str, int, Tensor]] = []
-    for optimizer in optimizers:
-        for slots in optimizer.state.values():
-            node = slots.get("step")
-            if isinstance(node, TensorItem) and node.shape == () and node.whole is not None:
-                scalars.append((node.spans[0].path, id(node), node.whole))
-    found: dict[int, Scalar] = {}
-    for path, members in groupby(sorted(scalars, key=lambda one: one[0]), key=lambda one: one[0]):
-        listed = list(members)
-        numbers = read_scalars(path, [tensor for _, _, tensor in listed])
-        found.update(zip((identity for _, identity, _ in listed), numbers, strict=True))
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from zckpt.errors import UnknownFormatError, UnsupportedError, listed
@@ -322,24 +323,21 @@ def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) ->
 
 def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | None:
     """Return the step that the program counted: at the root, next to the model, or where its trainer keeps it."""
-    places: list[Node] = [root, *(root.get(key) for key in STEP_PLACES)]
+    places: list[Node] = [root]
     for path in paths:
         node: Node = root
         for step in path[:-1]:
-            node = node[step] if isinstance(node, dict) else None
-            places += [node, *(node.get(key) for key in STEP_PLACES)] if isinstance(node, dict) else []
-    for place in places:
-        for key in STEP_KEYS:
-            found = _whole_number(place.get(key)) if isinstance(place, dict) else None
+            node = node.get(step) if isinstance(node, dict) else None
+            places.append(node)
+    near = [one for place in places if isinstance(place, dict) for one in (place, *map(place.get, STEP_PLACES))]
+    for ways in ([(key,) for key in STEP_KEYS], [COMPOSERS_STEP]):
+        for place, way in product(near, ways):
+            node = place
+            for key in way:
+                node = node.get(key) if isinstance(node, dict) else None
+            found = _whole_number(node)
             if found is not None:
                 return found
-    for place in places:
-        clock = place
-        for key in COMPOSERS_STEP:
-            clock = clock.get(key) if isinstance(clock, dict) else None
-        found = _whole_number(clock)
-        if found is not None:
-            return found
     return checkpoint.most_steps
 
 

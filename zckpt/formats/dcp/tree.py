@@ -25,7 +25,7 @@ from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import AVERAGES, STATE_DICT_KEYS, is_called_like, words
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state.names import aligned, bare_names
-from zckpt.torchfile import FromFile, each, node_of, walk_tensors
+from zckpt.torchfile import FromFile, each, node_of
 
 Leaf = TensorItem | ObjectItem
 Node = object
@@ -95,12 +95,6 @@ def leaves(node: Node) -> Iterator[Leaf]:
             yield from leaves(child)
     elif isinstance(node, (TensorItem, ObjectItem)):
         yield node
-
-
-def raw(item: ObjectItem) -> object:
-    """Return an object as a torch file's reader gives it, with its file only where tensors are below it."""
-    held = next(walk_tensors(item.node), None)
-    return item.node if held is None else FromFile.of(item.file, item.node)
 
 
 def carry(node: Node, lost: list[str]) -> object:
