@@ -204,7 +204,8 @@ class _Reading:
             saved = _SAVED.fullmatch(name)
             if match:
                 key = match["module"], "lora_embedding" in match[0][len(match["module"]) :]
-                factors.setdefault(key, {})[match["factor"]] = _best(self.checkpoint.owner(filed))
+                slots = self.checkpoint.owner(filed).slots
+                factors.setdefault(key, {})[match["factor"]] = slots.get(MASTER) or slots[WEIGHT]
                 adapters.add(match["adapter"] or UNNAMED)
             elif _ADDED.search(f".{name}") and not saved:
                 strange.append(name)
@@ -224,7 +225,8 @@ class _Reading:
         if not factors and not found.replaced:
             raise UsageError("holds no adapter", path=self.checkpoint.source, expected="tensors called lora_A, lora_B")
         found.products = [self._product(module, embedding, both) for (module, embedding), both in factors.items()]
-        found.saved = frozenset(name for name in found.replaced if self._is_saved(name))
+        modules = self.settings.get("modules_to_save") or []
+        found.saved = frozenset(name for name in found.replaced if any(f".{one}." in f".{name}" for one in modules))
         return found
 
     def _product(self, module: str, is_embedding: bool, factors: Mapping[str, Slot]) -> Product:
@@ -277,12 +279,3 @@ class _Reading:
             return self.patterns.match(pattern, name)
         except ValueError as error:
             raise SourceError(f"unusable pattern, {error}", path=self.path, found=brief(pattern)) from error
-
-    def _is_saved(self, name: str) -> bool:
-        """Tell whether a tensor is of a module that the configuration lists as saved with the adapter."""
-        modules = self.settings.get("modules_to_save") or []
-        return any(f".{module}." in f".{name}" for module in modules)
-
-
-def _best(parameter: Parameter) -> Slot:
-    return parameter.slots.get(MASTER) or parameter.slots[WEIGHT]

@@ -169,8 +169,12 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     models = tree.get("models")
     if models is not None:
         checkpoint.details["models"] = as_names(models, file.path)
-    if tree.get("masters") is True:
-        _give_masters(checkpoint)
+    for one in checkpoint.parameters.values() if tree.get("masters") is True else ():
+        weight = one.slots.get(
+            WEIGHT
+        )  # one without a master is one: only what is not exact in the model is there twice
+        if one.group is not None and weight is not None:
+            one.slots.setdefault(MASTER, replace(weight, name=MASTER))
     as_masters(checkpoint, as_mapping(tree.get("dtypes", {}), file.path), file.path)
 
 
@@ -201,14 +205,6 @@ def _parameter(checkpoint: Checkpoint, name: object, path: str) -> Parameter:
     if name not in checkpoint.parameters:
         raise DamagedFileError(f"parameter {name} is not there", path=path)
     return checkpoint.parameters[str(name)]
-
-
-def _give_masters(checkpoint: Checkpoint) -> None:
-    """Note that a trained weight without a master is one: only what the model does not hold exactly is kept twice."""
-    for parameter in checkpoint.parameters.values():
-        weight = parameter.slots.get(WEIGHT)
-        if parameter.group is not None and weight is not None:
-            parameter.slots.setdefault(MASTER, replace(weight, name=MASTER))
 
 
 MAXIMUM_VALUES = 1 << 17

@@ -61,7 +61,11 @@ def survey_files(source: Path) -> Survey:
     for path in paths:
         try:
             if path.suffix == SAFETENSORS_SUFFIX:
-                surveyed.files.append(_safetensors(path))
+                from zckpt.formats.safetensors.file import read_header
+
+                slots, _, nbytes = read_header(path)
+                used = sum(slot.nbytes for slot in slots.values())
+                surveyed.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used))
             elif path.suffix in READ_SUFFIXES or path == source:
                 surveyed.files.append(describe(read_torchfile(path), "file"))
         except UnknownFormatError:
@@ -70,13 +74,6 @@ def survey_files(source: Path) -> Survey:
             surveyed.errors.append(error)
     surveyed.errors += _defects(source, sorted({path.parent for path in paths} if source.is_dir() else ()))
     return surveyed
-
-
-def _safetensors(path: Path) -> SourceFile:
-    from zckpt.formats.safetensors.file import read_header
-
-    slots, _, nbytes = read_header(path)
-    return SourceFile(str(path), nbytes, "model", tensor_nbytes=sum(slot.nbytes for slot in slots.values()))
 
 
 def _defects(source: Path, directories: Sequence[Path]) -> Iterator[SourceError]:

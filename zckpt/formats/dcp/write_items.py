@@ -100,7 +100,8 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     found = {item.key: item for item in items_of(root)}
     others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
     for key, value in others.items():
-        if key not in root and _is_readable(value) and (keys == NESTED or not _is_tensor(value)):
+        is_named = keys == NESTED or not isinstance(node_of(value), TENSORS)  # else it would be one of the model's
+        if key not in root and _is_readable(value) and is_named:
             more = list(_opened((key,), value, None))
             new = {item.key for item in more}
             if len(new) == len(more) and not new & found.keys():
@@ -147,11 +148,6 @@ def _flattened(optimizer: Mapping[str, Any]) -> dict[str, object]:
         for name in group["params"]:
             found.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
     return found
-
-
-def _is_tensor(value: object) -> bool:
-    """Tell whether a value besides model and optimizer would be taken for one of the model's, next to its names."""
-    return isinstance(node_of(value), TENSORS)
 
 
 def _check_size(dicts: list[dict[object, object]]) -> None:
@@ -238,7 +234,9 @@ def _is_exact(value: object) -> bool:
         elif type(node) is list and _is_opened(node):
             waiting.extend(node)
         elif isinstance(node, Tensor):
-            if not _is_all_of_its_storage(node) or node.storage.key in storages:
+            plain = not (node.requires_grad or node.is_parameter or node.attributes)
+            whole = node.is_contiguous and node.numel > 0 and node.nbytes == node.storage.nbytes
+            if not (plain and whole) or node.storage.key in storages:
                 return False
             storages.add(node.storage.key)
         elif type(node) is tuple:  # which is one item, as it is
@@ -249,11 +247,6 @@ def _is_exact(value: object) -> bool:
         elif type(node) not in VALUES:
             return False
     return bool(storages)
-
-
-def _is_all_of_its_storage(tensor: Tensor) -> bool:
-    plain = not (tensor.requires_grad or tensor.is_parameter or tensor.attributes)
-    return plain and tensor.is_contiguous and tensor.numel > 0 and tensor.nbytes == tensor.storage.nbytes
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -222,13 +222,34 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
         State that a universal checkpoint cannot hold.
     """
     slices = Slices(checkpoint)
-    states = {p.name: _state(checkpoint, p) for p in checkpoint.parameters.values() if p.group is not None}
-    needed = [_needed(checkpoint, group.parameters, states) for group in checkpoint.param_groups]
+    states: dict[str, dict[str, object]] = {}
+    needed: list[dict[str, object]] = []  # of every parameter of a group: slots by element type, and the step
+    for group in checkpoint.param_groups:
+        needed.append({})
+        for name in group.parameters:
+            own = parameter_values(checkpoint, checkpoint.parameters[name])
+            if clash := [key for key in own if key in TAKEN]:
+                raise UnsupportedError(
+                    f"{name} has a slot {clash[0]!r}, which is the name of something else here",
+                    advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+                )
+            # a single value that its group has too is taken as that, which is known already
+            known = {key: group.state[key] for key in own if key in group.state and isinstance(own[key], Slot)}
+            states[name] = {**own, **known}
+            for key, value in states[name].items():
+                if key == STEP_STEM:
+                    needed[-1].setdefault(key, value)
+                elif isinstance(value, Slot) and value.shape == checkpoint.parameters[name].shape:
+                    needed[-1].setdefault(key, value.dtype)
     for parameter in checkpoint.parameters.values():
-        if parameter.group is None:
-            yield _untrained(checkpoint.owner(parameter.name), parameter.name)
-        else:
+        if parameter.group is not None:
             yield _trained(parameter, states[parameter.name], needed[parameter.group], slices.keys(parameter))
+            continue
+        slot, files = weight(checkpoint.owner(parameter.name)), dict[str, object]()
+        if not slot.dtype.startswith("complex"):  # as DeepSpeed writes it; codes of a quantised weight are not cast
+            dtype = "float32" if is_floating(slot.dtype) else slot.dtype
+            files[MASTER_STEM] = {"param": SlotTensor(slot, dtype, f"{MASTER_STEM}/{parameter.name}")}
+        yield Folder(parameter.name, files)
 
 
 def weight(parameter: Parameter) -> Slot:
@@ -243,45 +264,6 @@ def weight(parameter: Parameter) -> Slot:
     if slot is None:
         raise UnsupportedError(f"no file holds the values of {parameter.name}")
     return slot
-
-
-def _state(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:
-    """Return a parameter's state; a single value that its group has too is taken as that, which is known already."""
-    state = parameter_values(checkpoint, parameter)
-    common = checkpoint.param_groups[parameter.group].state if parameter.group is not None else {}
-    known = {key: common[key] for key, value in state.items() if key in common and isinstance(value, Slot)}
-    clash = [key for key in state if key in TAKEN]
-    if clash:
-        raise UnsupportedError(
-            f"{parameter.name} has a slot {clash[0]!r}, which is the name of something else here",
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
-        )
-    return {**state, **known}
-
-
-def _needed(checkpoint: Checkpoint, names: list[str], states: dict[str, dict[str, object]]) -> dict[str, object]:
-    """Return what every parameter of a group must have: slots by element type, and the step."""
-    needed: dict[str, object] = {}
-    for name in names:
-        shape = checkpoint.parameters[name].shape
-        for key, value in states[name].items():
-            if key == STEP_STEM:
-                needed.setdefault(key, value)
-            elif isinstance(value, Slot) and value.shape == shape:
-                needed.setdefault(key, value.dtype)
-    return needed
-
-
-def _untrained(owner: Parameter, name: str) -> Folder:
-    """Return the folder of a frozen parameter, or of another name of one: its weight, as DeepSpeed writes it.
-
-    Codes of a quantised weight are no numbers to cast.
-    """
-    slot = weight(owner)
-    if slot.dtype.startswith("complex"):
-        return Folder(name)
-    dtype = "float32" if is_floating(slot.dtype) else slot.dtype
-    return Folder(name, {MASTER_STEM: {"param": SlotTensor(slot, dtype, f"{MASTER_STEM}/{name}")}})
 
 
 def _trained(
