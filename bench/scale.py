@@ -132,12 +132,10 @@ def planned(options: argparse.Namespace) -> None:
 
     def write(plan, names, **_):
         print(f"planned   {time.perf_counter() - start:8.1f} s")
-        batches = (
-            written._Task(batch, None)
-            for path, one in zip(names, plan.files, strict=True)
-            for batch in written._batches(path, one, written.BATCH_NBYTES, sys.maxsize, Checks())
-        )
-        portions = Portions(plan.copy_nbytes, written._task_nbytes, written._reads, written._writes)
+        most = written.BATCH_NBYTES
+        batches = written._together(zip(names, plan.files, strict=True), most, sys.maxsize, Checks(), most)
+        paths = lambda task: (one.path for one in task)  # noqa: E731
+        portions = Portions(plan.copy_nbytes, written._task_nbytes, written._reads, paths)
         run = partial(written.run_task, written.write_batch)
         for task in tasks_of(run, batches, portions, 16):
             size = len(pickle.dumps((results_of, task), protocol=5))

@@ -26,7 +26,8 @@ from operator import attrgetter
 from pathlib import Path
 
 from zckpt.codes import CHECKSUM
-from zckpt.engine.plan import FilePlan, Piece, Strided
+from zckpt.engine.plan import Piece, Strided
+from zckpt.engine.targets import Checksum
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
@@ -361,7 +362,7 @@ def crc_of(path: str, start: int, end: int, tiles: Iterable[Seen], sources: Sour
     return crc
 
 
-def patch_checksums(path: Path, one: FilePlan, written: Iterable[Seen]) -> None:
+def patch_checksums(path: Path, checksums: Iterable[Checksum], written: Iterable[Seen]) -> None:
     """Compute each checksum that a target states of itself and put it where it belongs.
 
     `path`: under which the file is written; `written`: of the file, as far as they were summed.
@@ -369,7 +370,7 @@ def patch_checksums(path: Path, one: FilePlan, written: Iterable[Seen]) -> None:
     seen = sorted(written, key=attrgetter("offset"))
     starts = [each.offset for each in seen]
     with path.open("r+b") as file, Sources() as sources:
-        for checksum in one.file.checksums:
+        for checksum in checksums:
             within = seen[bisect_left(starts, checksum.start) : bisect_left(starts, checksum.end)]
             tiles = _tiles(each for each in within if each.offset + each.nbytes <= checksum.end)
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)

@@ -21,7 +21,7 @@ class Cut:
     spans: CutSpans
     start: int
     numel: int
-    position: int
+    position: int = 0
 
     @property
     def end(self) -> int:

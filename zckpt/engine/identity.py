@@ -13,6 +13,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 
+from zckpt.engine.checking import Seen
 from zckpt.engine.copy import ComputedPiece
 from zckpt.engine.packs import Pack, PackedSlot
 from zckpt.engine.plan import Piece
@@ -28,23 +29,30 @@ PLAIN = (str, int, float, type(None))
 
 AnyPiece = Piece | Pack | CutPiece | Literal
 
+Ranges = tuple[list[Seen], list[Seen]]
+"""What was written, and read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Pieces of one file, of this name within the target, that one worker writes in order; the size of its buffer.
 
     What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
-    `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`.
+    `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`. With others, `most` bytes are
+    read together. Of a journal: its key there, and what an earlier run wrote and read of it.
     """
 
     path: str
     name: str
-    pieces: tuple[AnyPiece, ...]
     checksummed: bool
+    pieces: tuple[AnyPiece, ...]
     buffer_nbytes: int = 0
+    most: int = 0
     watched: frozenset[str] = frozenset()
     recorded: bool = False
     direct: bool = False
+    key: str | None = None
+    done: Ranges | None = None
 
 
 def key_of(batch: Batch) -> str | None:

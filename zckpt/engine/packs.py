@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zckpt.engine.fine import MOST_NBYTES, Cut
-from zckpt.engine.together import element, ranges_of, read_together
+from zckpt.engine.together import arrays_of, element, ranges_of, read_together
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans
 from zckpt.state.cuts import Column, Cuts
@@ -103,17 +103,12 @@ class PackedSlot:
     def shares(self, low: int, high: int, ranks: Sequence[int], sources: Sources, most: int) -> npt.NDArray[np.uint8]:
         """Return elements [low, high), shares of whole parameters, of some ranks: a row for each."""
         numbers = range(*np.searchsorted(self.position, (low, high)).tolist())
-        read: list[Cut] = []
-        for number in numbers:
-            read.append(self.cut(number, 0, int(self.cuts.numel[number]), read[-1].end if read else 0))
-        memory = np.empty(read[-1].end // self.itemsize, element(self.itemsize))
-        read_together(read, memory.view(np.uint8).data, sources, most)
-        first, last = min(ranks), max(ranks)
-        found = np.zeros((last + 1 - first, high - low), memory.dtype)
-        for one, number in zip(read, numbers, strict=True):
+        whole = (self.cut(number, 0, int(self.cuts.numel[number]), 0) for number in numbers)
+        first, last, kind = min(ranks), max(ranks), element(self.itemsize)
+        found = np.zeros((last + 1 - first, high - low), kind)
+        for number, array in zip(numbers, arrays_of(whole, sources, most), strict=True):
             begin, width = int(self.position[number]) - low, int(self.share[number])
-            at = one.position // self.itemsize
-            values = memory[at + min(first * width, one.numel) : at + min((last + 1) * width, one.numel)]
+            values = array.view(kind)[first * width : (last + 1) * width]
             rows = len(values) // width
             found[:rows, begin : begin + width] = values[: rows * width].reshape(rows, width)
             found[rows : rows + 1, begin : begin + len(values) % width] = values[rows * width :]

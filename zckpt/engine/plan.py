@@ -177,7 +177,7 @@ class Fill:
         """The elements by their rule, if that cuts them finely."""
         if isinstance(self.copies, tuple) or not isinstance(self.hole.slot.spans, CutSpans):
             return None
-        return Cut(self.hole.slot.spans, self.hole.extent.start, self.hole.extent.numel, 0)
+        return Cut(self.hole.slot.spans, self.hole.extent.start, self.hole.extent.numel)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.together import read_together
+from zckpt.engine.together import arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget, grouped
 from zckpt.errors import UnsupportedError
 from zckpt.state import CutSpans, Extent, Slot, Span
@@ -206,7 +206,7 @@ def _reads(batch: Sequence[Block]) -> Iterator[str]:
     for block in batch:
         for source in block.sources:
             if isinstance(source, CutSpans):
-                yield from Cut(source, block.start, block.numel, 0).paths()
+                yield from Cut(source, block.start, block.numel).paths()
             else:
                 yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
 
@@ -275,21 +275,14 @@ def _cut_nbytes(block: Block) -> int:
 
 def _read_cuts(batch: Sequence[Block], sources: Sources, most: int) -> list[Array]:
     """Return the elements of what rules cut finely, those of the last block and slot first."""
-    cuts: list[Cut] = []
-    dtypes: list[str] = []
-    for block in batch:
-        for source, dtype in zip(block.sources, block.dtypes, strict=True):
-            if isinstance(source, CutSpans):
-                cuts.append(Cut(source, block.start, block.numel, cuts[-1].end if cuts else 0))
-                dtypes.append(dtype)
-    memory = np.empty(cuts[-1].end if cuts else 0, np.uint8)
-    read_together(cuts, memory.data, sources, most)
-    found = []
-    for one, dtype in zip(cuts, dtypes, strict=True):
-        stored = one.spans.files.dtype
-        array = memory[one.position : one.end].view(numpy_dtype(stored))
-        found.append(array if stored == dtype else cast(array, dtype))
-    return found[::-1]
+    found = [
+        (Cut(source, block.start, block.numel), dtype)
+        for block in batch
+        for source, dtype in zip(block.sources, block.dtypes, strict=True)
+        if isinstance(source, CutSpans)
+    ]
+    arrays = arrays_of([one for one, _ in found], sources, most)
+    return [cast(array, dtype) for array, (_, dtype) in zip(arrays, found, strict=True)][::-1]
 
 
 def _read(block: Block, number: int, pieces: Sequence[Piece], buffers: list[Array], sources: Sources) -> Array:

@@ -9,11 +9,12 @@ One parameter by itself would take as many reads as it has files, and thousands 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
+from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.workers import grouped
 from zckpt.state import CutFiles
@@ -91,6 +92,16 @@ def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most:
                 tables[number].read(sources, window, file)
         for table in tables:
             table.put(into)
+
+
+def arrays_of(cuts: Iterable[Cut], sources: Sources, most: int) -> list[Array]:
+    """Return the elements of each, wherever it is to be, as they are stored; else as `read_together`."""
+    placed: list[Cut] = []
+    for one in cuts:
+        placed.append(replace(one, position=placed[-1].end if placed else 0))
+    memory = np.empty(placed[-1].end if placed else 0, np.uint8)
+    read_together(placed, memory.data, sources, most)
+    return [memory[one.position : one.end].view(numpy_dtype(one.spans.files.dtype)) for one in placed]
 
 
 def ranges_of(cuts: Iterable[Cut], most: int) -> Iterator[Range]:

@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.cast import cast, is_finite, numpy_dtype
+from zckpt.engine.cast import cast, is_finite
 from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import pieces, ranges_read
 from zckpt.engine.fine import Cut
-from zckpt.engine.identity import Batch, key_of, names_of, whole
+from zckpt.engine.identity import AnyPiece, Batch, Ranges, key_of, names_of, whole
 from zckpt.engine.move import BufferedTarget, Mover, Target
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
-from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.targets import Checksum, Hole, Literal
 from zckpt.engine.tasks import Portions
-from zckpt.engine.together import CutPiece, read_together
+from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
 from zckpt.state.dtypes import is_floating, itemsize
@@ -54,23 +54,6 @@ BUFFERS_PER_WORKER = 4
 
 BUFFERS_OF_DIRECT = 2
 """And what is read into past the page cache, and written from."""
-
-
-Ranges = tuple[list[Seen], list[Seen]]
-"""What was written, and read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """Batches of some files that one worker runs together: what they read together, each file is opened once for.
-
-    Of each its key in the journal, and what an earlier run wrote and read of it. `most` bytes are read together.
-    """
-
-    batches: tuple[Batch, ...]
-    keys: tuple[str | None, ...]
-    done: tuple[Ranges | None, ...]
-    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +111,20 @@ def write(
         with Workers(WRITERS, at_once=share.at_once) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
-            together = memory // share.at_once // held
-            found = _together(files, share.nbytes, large, checks, together)
             buffer = min(share.nbytes, DIRECT_NBYTES if direct else BUFFER_NBYTES)
-            how = {"buffer_nbytes": buffer, "recorded": journal is not None, "direct": direct}
-            bundles = (_readied(bundle, checks, how) for bundle in found)
-            recording = _Recording(journal, plan.sources, together)
-            portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, lambda task: (one.path for one in task.batches))
-            run = recording.worker(here=workers.are_here)
-            for task, done in workers.run(run, map(recording.task, bundles), portions):
-                recording.note(task, done)
-                for batch, one in zip(task.batches, done, strict=True):
+            together = memory // share.at_once // held
+            how = {"buffer_nbytes": buffer, "most": together, "recorded": journal is not None, "direct": direct}
+            journaled = None if journal is None else _Journaled(journal, names_of(plan.sources))
+            found = _together(files, share.nbytes, large, checks, together)
+            tasks = (_readied(bundle, checks, journaled, how) for bundle in found)
+            portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, lambda task: (one.path for one in task))
+            run: Callable[[Sequence[Batch]], list[_Done]] = partial(run_task, write_batch)
+            if journaled is not None and workers.are_here:  # as soon as it is done, whatever comes before it
+                run = partial(journaled.run, run)
+            for task, done in workers.run(run, tasks, portions):
+                if journaled is not None and not workers.are_here:
+                    journaled.record(task, done)
+                for batch, one in zip(task, done, strict=True):
                     checks.add(one.read)
                     files.note(batch, one.written)
                 progress.advance(_task_nbytes(task))
@@ -148,114 +134,91 @@ def write(
         progress.end()
 
 
-class _Recording:
-    """Makes tasks of batches, and records those that are done: in the thread that did, or when another process has."""
+@dataclass(frozen=True, slots=True)
+class _Journaled:
+    """A journal, and the paths of the sources by what they are called there."""
 
-    def __init__(self, journal: Journal | None, sources: frozenset[str], most: int) -> None:
-        self._journal = journal
-        self._names = {} if journal is None else names_of(sources)
-        self._here = False
-        self._most = most
+    journal: Journal
+    names: Mapping[str, str]
 
-    def task(self, batches: Sequence[Batch]) -> _Task:
-        """Return batches of files with what is known of them."""
-        known = [self._known(batch) for batch in batches]
-        keys, done = tuple(key for key, _ in known), tuple(found for _, found in known)
-        return _Task(tuple(batches), keys, done, self._most)
-
-    def _known(self, batch: Batch) -> tuple[str | None, Ranges | None]:
-        if self._journal is None:
-            return None, None
+    def known(self, batch: Batch) -> Batch:
+        """Return a batch with its key, and what an earlier run wrote and read of it."""
         key = key_of(batch)
-        work = None if key is None else self._journal.found.get(key)
-        if work is None or not work.read.keys() <= self._names.keys():
-            return key, None
+        work = None if key is None else self.journal.found.get(key)
+        if work is None or not work.read.keys() <= self.names.keys():
+            return replace(batch, key=key)
         written = [Seen(batch.path, *one) for one in work.written]
-        return key, (written, [Seen(self._names[path], *r) for path, some in work.read.items() for r in some])
+        read = [Seen(self.names[path], *one) for path, some in work.read.items() for one in some]
+        return replace(batch, key=key, done=(written, read))
 
-    def worker(self, *, here: bool) -> Callable[[_Task], list[_Done]]:
-        """Return what runs a task."""
-        self._here = here
-        return self._run if here else partial(run_task, write_batch)
-
-    def _run(self, task: _Task) -> list[_Done]:
-        done = run_task(write_batch, task)
-        self._record(task, done)
+    def run(self, run: Callable[[Sequence[Batch]], list[_Done]], task: Sequence[Batch]) -> list[_Done]:
+        """Run a task, and record it."""
+        done = run(task)
+        self.record(task, done)
         return done
 
-    def note(self, task: _Task, done: Sequence[_Done]) -> None:
-        """Note what has come from another process."""
-        if not self._here:
-            self._record(task, done)
-
-    def _record(self, task: _Task, done: Sequence[_Done]) -> None:
+    def record(self, task: Sequence[Batch], done: Sequence[_Done]) -> None:
+        """Record what is new."""
         if any(isinstance(each, Overflowed) for one in done for each in one.read):
             return  # it is done again, and counted again
-        for key, one in zip(task.keys, done, strict=True):
-            if self._journal is not None and key is not None and one.is_new:
+        for batch, one in zip(task, done, strict=True):
+            if batch.key is not None and one.is_new:
                 read: dict[str, list[Seen]] = {}
                 for each in one.read:
                     read.setdefault(whole(each.path), []).append(each)
                 work = Work(_summed(one.written), {path: _summed(some) for path, some in read.items()})
-                self._journal.record(key, work)
+                self.journal.record(batch.key, work)
 
 
 def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
     return tuple((one.offset, one.nbytes, one.crc32) for one in seen)
 
 
-def run_task(work: Callable[[Batch], Ranges], task: _Task) -> list[_Done]:
+def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[_Done]:
     """Write batches with `work`, but for what an earlier run wrote and is there. May run in another process."""
-    found: list[_Done | None] = []
-    for batch, done in zip(task.batches, task.done, strict=True):
-        is_there = done is not None and _is_there(batch.path, done[0])
-        found.append(_Done(*done, is_new=False) if done is not None and is_there else None)
-    left, read = _gathered([b for b, one in zip(task.batches, found, strict=True) if one is None], task.most)
+    kept = {at: _Done(*one.done, is_new=False) for at, one in enumerate(task) if one.done and _is_there(one)}
+    left, read = _gathered([one for at, one in enumerate(task) if at not in kept])
     made: list[_Done] = []
     for batch in left:
         written, also = work(batch)
         made.append(_Done(written, [*also, *read]))
         read = []
     remaining = iter(made)
-    return [one or next(remaining) for one in found]
+    return [kept.get(at) or next(remaining) for at in range(len(task))]
 
 
-def _gathered(batches: Sequence[Batch], most: int) -> tuple[list[Batch], list[Seen]]:
+def _of_rows(pieces: Iterable[AnyPiece]) -> list[list[Pack]]:
+    """Return the packs among pieces: those of the same parameters together, which are read at once."""
+    found: dict[tuple[int, int, int], list[Pack]] = {}
+    for piece in pieces:
+        if isinstance(piece, Pack):
+            found.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
+    return list(found.values())
+
+
+def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
     """Return batches with the bytes of what is read together, and what was read for that."""
-    cuts: list[tuple[CutPiece, Cut]] = []
-    packs: dict[tuple[int, int, int], list[Pack]] = {}
-    for piece in (piece for batch in batches for piece in batch.pieces):
-        if isinstance(piece, CutPiece):
-            cuts.append((piece, replace(piece.cut, position=cuts[-1][1].end if cuts else 0)))
-        elif isinstance(piece, Pack):
-            packs.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
+    pieces = [piece for batch in batches for piece in batch.pieces]
+    cuts, packs = [piece for piece in pieces if isinstance(piece, CutPiece)], _of_rows(pieces)
     if not cuts and not packs:
         return list(batches), []
     data: dict[int, memoryview] = {}
     watched = frozenset().union(*(batch.watched for batch in batches))
-    with WatchedSources(watched, batches[0].buffer_nbytes if batches[0].direct else 0) as sources:
-        memory = np.empty(cuts[-1][1].end if cuts else 0, np.uint8)
-        read_together([cut for _, cut in cuts], memory.data, sources, most)
-        for piece, cut in cuts:
-            stored = cut.spans.files.dtype
-            values = memory[cut.position : cut.end]
-            if stored != piece.dtype:
-                given = values.view(numpy_dtype(stored))
-                made = cast(given, piece.dtype)
-                if is_floating(piece.dtype) and not is_finite(made):
-                    count = int((~np.isfinite(made) & np.isfinite(given)).sum())
-                    sources.seen += (
-                        [Overflowed(piece.label, piece.offset, 0, None, count, piece.dtype)] if count else []
-                    )
-                values = made.view(np.uint8)
-            data[id(piece)] = values.data
-        for some in packs.values():
+    direct, most = batches[0].buffer_nbytes if batches[0].direct else 0, batches[0].most
+    with WatchedSources(watched, direct) as sources:
+        for piece, given in zip(cuts, arrays_of([piece.cut for piece in cuts], sources, most), strict=True):
+            made = cast(given, piece.dtype)
+            if made is not given and is_floating(piece.dtype) and not is_finite(made):
+                count = int((~np.isfinite(made) & np.isfinite(given)).sum())
+                if count:
+                    sources.seen.append(Overflowed(piece.label, piece.offset, 0, None, count, piece.dtype))
+            data[id(piece)] = made.view(np.uint8).data
+        for some in packs:
             if len(some) == 1:
                 data[id(some[0])] = some[0].read(sources)
                 continue
-            row, low, high = some[0].row, some[0].low, some[0].high
-            found = row.shares(low, high, [one.rank for one in some], sources, most)
-            data |= {id(one): each.data for one, each in zip(some, found, strict=True)}
+            shares = some[0].row.shares(some[0].low, some[0].high, [one.rank for one in some], sources, most)
+            data |= {id(one): each.data for one, each in zip(some, shares, strict=True)}
         filled = [
             replace(batch, pieces=tuple(Literal(p.offset, data[id(p)]) if id(p) in data else p for p in batch.pieces))
             for batch in batches
@@ -263,10 +226,14 @@ def _gathered(batches: Sequence[Batch], most: int) -> tuple[list[Batch], list[Se
         return filled, sources.seen
 
 
-def _is_there(path: str, written: Sequence[Seen]) -> bool:
+def _is_there(batch: Batch) -> bool:
+    """Tell whether what an earlier run wrote of a batch is in the file."""
+    written = batch.done[0] if batch.done else ()
     try:
         with Sources() as sources:
-            return all(one.crc32 == crc_of(path, one.offset, one.offset + one.nbytes, (), sources) for one in written)
+            return all(
+                one.crc32 == crc_of(batch.path, one.offset, one.offset + one.nbytes, (), sources) for one in written
+            )
     except SourceError:
         return False
 
@@ -279,26 +246,40 @@ class _Files:
         self._large = large
         self._resumes = resumes
         self._known: set[tuple[int, int]] = set()
-        self._open: dict[str, tuple[FilePlan, list[Seen]]] = {}
+        self._open: dict[str, tuple[list[Checksum], list[Seen]]] = {}
         self._left: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[tuple[Path, FilePlan]]:
         for path, one in self._files:
-            seen = _write_literals(path, one, self._large, self._known, resumes=self._resumes)
+            small = [literal for literal in one.file.literals if literal.nbytes < self._large]
+            self._make(path, one.file.nbytes, small)
             if one.file.checksums:
-                kept = TargetFile(one.file.name, one.file.nbytes, checksums=one.file.checksums)
-                self._open[str(path)] = FilePlan(kept, ()), seen
-                large = (literal for literal in one.file.literals if literal.nbytes >= self._large)
-                filled: list[Hole | Pack | Literal] = [*one.file.holes, *one.file.packs, *large]
-                self._left[str(path)] = sum(each.nbytes for each in filled)
+                seen = [Seen(str(path), literal.offset, literal.nbytes, crc32(literal.data)) for literal in small]
+                self._open[str(path)] = one.file.checksums, seen
+                filled: list[Hole | Pack | Literal] = [*one.file.holes, *one.file.packs, *one.file.literals]
+                self._left[str(path)] = sum(each.nbytes for each in filled) - sum(each.nbytes for each in small)
             yield path, one
 
-    def note(self, batch: Batch, seen: Iterable[Seen]) -> None:
+    def _make(self, path: Path, nbytes: int, literals: Sequence[Literal]) -> None:
+        with path.open("r+b" if self._resumes and path.exists() else "wb") as file:
+            found = os.fstat(file.fileno())
+            if (found.st_dev, found.st_ino) in self._known:
+                raise TargetError(
+                    "the file system takes two names for one",
+                    path=path,
+                    advice="write to one that tells upper and lower case apart",
+                )
+            self._known.add((found.st_dev, found.st_ino))
+            file.truncate(nbytes)
+            for literal in literals:
+                file.seek(literal.offset)
+                file.write(literal.data)
+
+    def note(self, batch: Batch, seen: Sequence[Seen]) -> None:
         """Note what was written."""
         if batch.path in self._open:
-            some = list(seen)
-            self._open[batch.path][1].extend(some)
-            self._left[batch.path] -= sum(one.nbytes for one in some)
+            self._open[batch.path][1].extend(seen)
+            self._left[batch.path] -= sum(one.nbytes for one in seen)
             if not self._left[batch.path]:
                 self._patch(batch.path)
 
@@ -311,77 +292,69 @@ class _Files:
         patch_checksums(Path(name), *self._open.pop(name))
 
 
-def _task_nbytes(task: _Task) -> int:
-    return sum(piece.moved_nbytes for batch in task.batches for piece in batch.pieces)
+def _task_nbytes(task: Sequence[Batch]) -> int:
+    return sum(piece.moved_nbytes for batch in task for piece in batch.pieces)
 
 
-def _reads(task: _Task) -> Iterator[str]:
+def _reads(task: Sequence[Batch]) -> Iterator[str]:
     """Yield the files that a task reads; of a pack, those that the format lists from the first to the last."""
-    for batch in task.batches:
-        yield from chain.from_iterable(piece.paths() for piece in batch.pieces)
+    pieces = [piece for batch in task for piece in batch.pieces]
+    yield from chain.from_iterable(piece.paths() for piece in pieces if not isinstance(piece, Pack))
+    for some in _of_rows(pieces):
+        yield from some[0].row.paths(some[0].low, some[0].high) if len(some) > 1 else some[0].paths()
 
 
-def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]], *, resumes: bool) -> list[Seen]:
-    """Make a file of its size, with the literals that are not large; `known` has each file's device and inode."""
-    with path.open("r+b" if resumes and path.exists() else "wb") as file:
-        found = os.fstat(file.fileno())
-        if (found.st_dev, found.st_ino) in known:
-            raise TargetError(
-                "the file system takes two names for one",
-                path=path,
-                advice="write to one that tells upper and lower case apart",
-            )
-        known.add((found.st_dev, found.st_ino))
-        file.truncate(one.file.nbytes)
-        small = [literal for literal in one.file.literals if len(literal.data) < large]
-        for literal in small:
-            file.seek(literal.offset)
-            file.write(literal.data)
-    if not one.file.checksums:
-        return []
-    return [Seen(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
-
-
-def _readied(bundle: Sequence[Batch], checks: Checks, how: Mapping[str, Any]) -> list[Batch]:
+def _readied(
+    bundle: Sequence[Batch], checks: Checks, journaled: _Journaled | None, how: Mapping[str, Any]
+) -> tuple[Batch, ...]:
     """Return batches that are run together, which watch what any of them reads, and are told how to write."""
-    watched = checks.watched
-    if watched:
-        pieces = [piece for batch in bundle for piece in batch.pieces]
-        packs = {(id(each.row), each.low, each.high): each for each in pieces if isinstance(each, Pack)}
-        paths = [each.row.paths(each.low, each.high) for each in packs.values()]
-        others = (each.paths() for each in pieces if not isinstance(each, Pack))
-        watched = watched.intersection(chain(*paths, chain.from_iterable(others)))
-    return [replace(batch, watched=watched, **how) for batch in bundle]
+    watched = checks.watched and checks.watched.intersection(_reads(bundle))
+    batches = (replace(batch, watched=watched, **how) for batch in bundle)
+    return tuple(batches if journaled is None else map(journaled.known, batches))
+
+
+MakeBatch = Callable[[tuple[AnyPiece, ...]], Batch]
 
 
 def _together(
     files: Iterable[tuple[Path, FilePlan]], most: int, large: int, checks: Checks, together: int
-) -> Iterator[list[Batch]]:
+) -> Iterator[Sequence[Batch]]:
     """Yield the batches of files that are run together: those that read together, of `together` bytes."""
     bundle: list[Batch] = []
-    sharing: list[tuple[str, str, list[Pack]]] = []
+    sharing: list[tuple[MakeBatch, list[Pack]]] = []
     nbytes = 0
     for path, one in files:
-        place = str(path), one.file.name
-        for batch in _batches(*place, one, most, large, checks):
-            yield [batch]
+        make = partial(Batch, str(path), one.file.name, bool(one.file.checksums))
+        yield from ([make(some)] for some in _alone(one, most, large, checks))
         cuts = (piece for fill in one.fills if fill.cut is not None for piece in _cut_pieces(fill.hole, fill.cut, most))
         for some in batched(cuts, _held, together):
-            bundle.append(Batch(*place, some, bool(one.file.checksums)))
+            bundle.append(make(some))
             nbytes += sum(map(_held, some))
             if nbytes >= together or len(bundle) == BATCH_ITEMS:
                 yield bundle
                 bundle, nbytes = [], 0
         fine = [pack for pack in one.file.packs if pack.row.is_fine]
-        if sharing and [pack.row for pack in fine] != [pack.row for pack in sharing[0][2]]:
+        if sharing and [pack.row for pack in fine] != [pack.row for pack in sharing[0][1]]:
             yield from _shared(sharing, most, together)
             sharing = []
         if fine:
-            sharing.append((*place, fine))
+            sharing.append((make, fine))
     if bundle:
         yield bundle
     if sharing:
         yield from _shared(sharing, most, together)
+
+
+def _alone(one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[tuple[AnyPiece, ...]]:
+    """Yield what is read by itself, in batches."""
+    for literal in one.file.literals:
+        data = memoryview(literal.data)
+        for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
+            yield (Literal(literal.offset + at, data[at : at + BATCH_NBYTES]),)
+    alone = (fill for fill in one.fills if fill.cut is None)
+    found = (piece for fill in alone for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
+    yield from batched(found, lambda piece: piece.nbytes)
+    yield from ((piece,) for pack in one.file.packs if not pack.row.is_fine for piece in pack.pieces(most))
 
 
 def _cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
@@ -389,40 +362,24 @@ def _cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
     size = itemsize(hole.dtype)
     step = max(most // max(size, itemsize(cut.spans.files.dtype)), 1)
     for at in range(0, cut.numel, step):
-        some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at), 0)
+        some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at))
         yield CutPiece(hole.offset + at * size, hole.label, some, hole.dtype)
 
 
 def _held(piece: CutPiece) -> int:
     """Return the bytes that a piece takes as it is read and as it is written."""
-    return piece.cut.end - piece.cut.position + piece.nbytes
+    return piece.cut.end + piece.nbytes
 
 
-def _shared(sharing: Sequence[tuple[str, str, list[Pack]]], most: int, together: int) -> Iterator[list[Batch]]:
+def _shared(sharing: Sequence[tuple[MakeBatch, list[Pack]]], most: int, together: int) -> Iterator[list[Batch]]:
     """Yield the batches of files that have shares of the same rows: of some parameters at a time, what all have."""
-    for number, row in enumerate(pack.row for pack in sharing[0][2]):
+    for number, row in enumerate(pack.row for pack in sharing[0][1]):
         for low, high, fits in row.blocks(together):
-            shares = [(path, name, replace(packs[number], low=low, high=high)) for path, name, packs in sharing]
+            shares = [(make, replace(packs[number], low=low, high=high)) for make, packs in sharing]
             if fits:
-                yield [Batch(path, name, (share,), True) for path, name, share in shares]
+                yield [make((share,)) for make, share in shares]
                 continue
-            for path, name, share in shares:
-                yield from ([Batch(path, name, (piece,), True)] for piece in share.pieces(most))
-
-
-def _batches(path: str, name: str, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
-    """Yield the batches of what is read by itself."""
-    checksummed = bool(one.file.checksums)
-    for literal in one.file.literals:
-        data = memoryview(literal.data)
-        for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
-            yield Batch(path, name, (Literal(literal.offset + at, data[at : at + BATCH_NBYTES]),), checksummed)
-    alone = (fill for fill in one.fills if fill.cut is None)
-    found = (piece for fill in alone for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
-    for batch in batched(found, lambda piece: piece.nbytes):
-        yield Batch(path, name, batch, checksummed)
-    for piece in (piece for pack in one.file.packs if not pack.row.is_fine for piece in pack.pieces(most)):
-        yield Batch(path, name, (piece,), True)
+            yield from ([make((piece,))] for make, share in shares for piece in share.pieces(most))
 
 
 def write_batch(batch: Batch) -> Ranges:
