@@ -83,7 +83,7 @@ class Bare:
     parameters: dict[str, Any]
     steps: dict[torch.Tensor, list[Member]] = field(default_factory=dict)
 
-    def bare(self) -> Bare:
+    def without_wrappers(self) -> Bare:
         """Return the same, without what wrappers have put into names."""
         for its in ("state", "parameters"):  # of which one may have names that wrappers have mended themselves
             names = bare_names(found := getattr(self, its), front=False)
@@ -142,7 +142,7 @@ def flat_model(model: nn.Module) -> Bare:
                 state[_joined(prefix, name)] = buffer
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             state[_joined(prefix, EXTRA_STATE)] = module.get_extra_state()
-    return Bare(state, parameters, steps).bare()
+    return Bare(state, parameters, steps).without_wrappers()
 
 
 def _joined(prefix: str, name: str) -> str:

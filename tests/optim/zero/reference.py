@@ -74,9 +74,10 @@ def stepped(ours: ZeroOptimizer, model: torch.nn.Module, step: int, rank: int = 
     ours.step()
 
 
-def losses(step: int, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
-    """Return the losses of all ranks' batches."""
-    return [partial(loss_of, step=step, rank=rank) for rank in range(world_size)]
+def losses(steps: int | range, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+    """Return the losses of all ranks' batches of a step, or of several."""
+    its = [steps] if isinstance(steps, int) else steps
+    return [partial(loss_of, step=step, rank=rank) for step in its for rank in range(world_size)]
 
 
 class Unsharded:

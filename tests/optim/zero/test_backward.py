@@ -21,7 +21,6 @@ from tests.optim.zero.reference import (
     batch,
     beside_unsharded,
     bits,
-    has_gradient,
     is_unchanged,
     loss_of,
     losses,
@@ -328,24 +327,6 @@ def test_gradients(check: Any) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradients_through_activation_checkpoints(reentrant: bool) -> None:
     run(partial(through_checkpoints, reentrant=reentrant), 2, timeout=LIMIT)
-
-
-def stages_differ_in_when_they_reduce(rank: int, world_size: int) -> None:
-    """Stage 2 frees whole gradients in every backward; stage 1 keeps them until the last of a window."""
-    for stage in STAGES:
-        model = Net()
-        ours = make(model, stage=stage, gradient_accumulation_steps=2)
-        ours.backward(loss_of(model, 0, rank))
-        assert {has_gradient(p) for p in model.parameters()} == {stage == 1}
-        assert (ours.groups[0].gradient is not None) == (stage == 2)
-        ours.backward(loss_of(model, 1, rank))
-        assert not any(map(has_gradient, model.parameters()))
-        held = sum(group.gradient.numel() for group in ours.groups)
-        assert held < 0.6 * sum(p.numel() for p in model.parameters())
-
-
-def test_stages_differ_in_when_they_reduce() -> None:
-    run(stages_differ_in_when_they_reduce, 2)
 
 
 # --- whole tensors by name

@@ -155,8 +155,7 @@ def backward_that_raises_in_a_window(rank: int, world_size: int, options: dict[s
         for step in range(2):
             for part in range(3):
                 stepped(ours, model, 3 * step + part, rank)
-            parts = range(3 * step, 3 * step + 3)
-            twin.train([partial(loss_of, step=p, rank=r) for r in range(world_size) for p in parts], 3 * world_size)
+            twin.train(losses(range(3 * step, 3 * step + 3), world_size), 3 * world_size)
         twin.assert_is(model)
         assert_alike(model)
 

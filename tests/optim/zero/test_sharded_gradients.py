@@ -20,6 +20,7 @@ from tests.optim.zero.reference import (
     Net,
     Unsharded,
     assert_alike,
+    beside_unsharded,
     bits,
     every,
     is_unchanged,
@@ -36,9 +37,7 @@ LIMIT = 300  # seconds for all of a check
 
 
 def prepared(attached: bool, **options: Any) -> tuple[torch.nn.Module, Net, Unsharded, ZeroOptimizer]:
-    net = Net()
-    twin = Unsharded(net)
-    ours = make(net, **options)
+    net, twin, ours = beside_unsharded(**options)
     model: torch.nn.Module = net
     if attached:
         model = DDP(net, bucket_cap_mb=1e-4)
@@ -169,9 +168,7 @@ def parts_of_models(rank: int, world_size: int) -> None:
 
 def another_optimizer_after_this_one(rank: int, world_size: int) -> None:
     """One that is gone between backward and step leaves nothing that the next one trips over."""
-    net = Net()
-    twin = Unsharded(net)
-    ours = make(net)
+    net, twin, ours = beside_unsharded()
     ours.backward(loss_of(net, 0, rank))
     gone = weakref.ref(ours)
     del ours
@@ -180,8 +177,7 @@ def another_optimizer_after_this_one(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="lie in partitions"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     ours = make(net, loss_scale=DynamicLossScaler(cur_scale=4.0))
-    ours.backward(loss_of(net, 1, rank))
-    ours.step()
+    stepped(ours, net, 1, rank)
     twin.train(losses(1, world_size), world_size)
     twin.assert_is(net)
 

@@ -33,10 +33,6 @@ def seeded(rank: int, dtype: torch.dtype = torch.float32, *, freeze: bool = True
     return net
 
 
-def train(ours: ZeroOptimizer, model: torch.nn.Module, step: int, rank: int) -> None:
-    stepped(ours, model, step, rank)
-
-
 def ranks_that_begin_otherwise(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """All get the weights of the first rank; a step at a rate of zero changes nothing."""
     net = seeded(rank, dtype)
@@ -45,7 +41,7 @@ def ranks_that_begin_otherwise(rank: int, world_size: int, dtype: torch.dtype, o
     for group in ours.param_groups:
         group["lr"] = group["weight_decay"] = 0.0
     assert is_unchanged(net, first)
-    train(ours, net, 0, rank)
+    stepped(ours, net, 0, rank)
     assert is_unchanged(net, first)
     added = torch.nn.Parameter(torch.full((3,), float(rank + 1)))
     ours.add_param_group({"params": [("added", added)]})
@@ -63,7 +59,7 @@ def ranks_that_are_left_alone(rank: int, world_size: int) -> None:
     ours.attach(model)
     twin = Unsharded(net)
     for step in range(2):
-        train(ours, model, step, rank)
+        stepped(ours, model, step, rank)
         twin.train(losses(step, world_size), world_size)
     twin.assert_is(net)
     assert_alike(net)
@@ -118,7 +114,7 @@ def written_weights(rank: int, world_size: int, write: Write, dtype: torch.dtype
     net = Net(dtype)
     ours = make(net, **options)
     for step in range(2):
-        train(ours, net, step, rank)
+        stepped(ours, net, step, rank)
     was = {name: ours.full_state(name, "master") for name in ours.names()}
     before = {n: p.detach().clone() for n, p in net.named_parameters()}
     write(net)
@@ -129,7 +125,7 @@ def written_weights(rank: int, world_size: int, write: Write, dtype: torch.dtype
     }
     for group in ours.param_groups:
         group["lr"], group["weight_decay"], group["momentum"] = 0.0, 0.0, 0.0
-    train(ours, net, 2, rank)
+    stepped(ours, net, 2, rank)
     assert is_unchanged(net, written)
     for name in ours.names():
         assert torch.equal(ours.full_state(name, "master"), expected[name]), name
@@ -138,7 +134,7 @@ def written_weights(rank: int, world_size: int, write: Write, dtype: torch.dtype
 def saved_before_the_next_step(rank: int, world_size: int, path: Path) -> None:
     net = Net(torch.bfloat16)
     ours = make(net)
-    train(ours, net, 0, rank)
+    stepped(ours, net, 0, rank)
     by_data(net)
     for group, master in zip(ours.groups, ours.state_dict()["single_partition_of_fp32_groups"], strict=True):
         assert torch.equal(master.bfloat16(), group.weights[: master.numel()])
@@ -157,13 +153,13 @@ def loaded_beside(rank: int, world_size: int, path: Path) -> None:
     dist.barrier()
     net = Net()
     ours = make(net)
-    train(ours, net, 0, rank)
+    stepped(ours, net, 0, rank)
     zckpt.load(path / "model.pt", model=net)
     twin = Unsharded(net, torch.optim.SGD, momentum=0.0)
     for group in ours.param_groups:
         group["momentum"] = 0.0
     for step in range(2):
-        train(ours, net, step, rank)
+        stepped(ours, net, step, rank)
         twin.train(losses(step, world_size), world_size)
     twin.assert_is(net)
 

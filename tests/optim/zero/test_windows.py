@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,14 @@ from tests.optim.zero.reference import (
     Net,
     Unsharded,
     assert_alike,
+    beside_unsharded,
     bits,
     every,
     groups,
     has_gradient,
     is_unchanged,
     loss_of,
+    losses,
     make,
     stepped,
 )
@@ -35,10 +36,6 @@ pytestmark = pytest.mark.interop
 
 LIMIT = 300  # seconds for all of a check
 PARTS = 3
-
-
-def losses_of(steps: range, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
-    return [partial(loss_of, step=step, rank=rank) for step in steps for rank in range(world_size)]
 
 
 def run_backward(ours: ZeroOptimizer, loss: torch.Tensor, how: str) -> None:
@@ -65,7 +62,7 @@ def attached_and_accumulating(rank: int, world_size: int, how: str, syncs: str, 
                 run_backward(ours, loss_of(model, PARTS * step + part, rank), how)
             ours.step()
             assert is_unchanged(model, before) == (part < PARTS - 1)
-        twin.train(losses_of(range(PARTS * step, PARTS * step + PARTS), world_size), PARTS * world_size)
+        twin.train(losses(range(PARTS * step, PARTS * step + PARTS), world_size), PARTS * world_size)
         twin.assert_is(net)
     assert_alike(net)
 
@@ -111,7 +108,7 @@ def what_ddp_does_not_reduce(rank: int, world_size: int, how: str, steps: int, o
             with contextlib.nullcontext() if part == steps - 1 else model.net.no_sync():
                 run_backward(ours, loss_of(model, steps * step + part, rank), how)
             ours.step()
-        twin.train(losses_of(range(steps * step, steps * step + steps), world_size), steps * world_size)
+        twin.train(losses(range(steps * step, steps * step + steps), world_size), steps * world_size)
     model.net = net
     twin.assert_is(model)
     assert_alike(model)
@@ -219,29 +216,26 @@ def partial_window(rank: int, world_size: int, attached: bool, options: dict[str
         ours.set_gradient_accumulation_boundary(None)
         for part in (range(3), range(3, 5)):
             its = range(5 * epoch + part.start, 5 * epoch + part.stop)
-            twin.train(losses_of(its, world_size), PARTS * world_size)
+            twin.train(losses(its, world_size), PARTS * world_size)
         twin.assert_is(net)
     assert_alike(net)
 
 
 def boundary_by_hand(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Windows of any length, and one that is ended when its last backward has been."""
-    net = Net()
-    twin = Unsharded(net)
-    ours = make(net, **options)
+    net, twin, ours = beside_unsharded(**options)
     step = 0
     for length, told_before in ((1, True), (3, True), (2, False), (4, True)):
         for part in range(length):
             ours.set_gradient_accumulation_boundary(told_before and part == length - 1)
             before = bits(net)
             ours.zero_grad()
-            ours.backward(loss_of(net, step + part, rank))
-            ours.step()
+            stepped(ours, net, step + part, rank)
             assert is_unchanged(net, before) == (not told_before or part < length - 1)
         if not told_before:
             ours.set_gradient_accumulation_boundary(True)
             ours.step()
-        twin.train(losses_of(range(step, step + length), world_size), world_size)
+        twin.train(losses(range(step, step + length), world_size), world_size)
         twin.assert_is(net)
         step += length
 
@@ -276,9 +270,8 @@ def boundary_and_a_failure(rank: int, world_size: int, at: int, stage: int) -> N
             ours.step()
         assert is_unchanged(net, before)
     twin = Unsharded(net)
-    ours.backward(loss_of(net, 7, rank))
-    ours.step()
-    twin.train(losses_of(range(7, 8), world_size), world_size)
+    stepped(ours, net, 7, rank)
+    twin.train(losses(7, world_size), world_size)
     twin.assert_is(net)
     assert_alike(net)
 
@@ -293,16 +286,14 @@ def test_failure_in_a_window_whose_end_is_told() -> None:
 
 def left_by_no_sync(rank: int, world_size: int, stage: int) -> None:
     """A backward under no_sync after one that was reduced: the step has both."""
-    net = Net()
-    twin = Unsharded(net)
-    ours = make(net, stage=stage)
+    net, twin, ours = beside_unsharded(stage=stage)
     for step in range(0, 6, 2):
         ours.backward(loss_of(net, step, rank))
         with ours.no_sync():
             ours.backward(loss_of(net, step + 1, rank, spare=rank == 0))
         ours.step()
         last = [partial(loss_of, step=step + 1, rank=r, spare=r == 0) for r in range(world_size)]
-        twin.train([*losses_of(range(step, step + 1), world_size), *last], world_size)
+        twin.train([*losses(step, world_size), *last], world_size)
         twin.assert_is(net)
     assert_alike(net)
 
@@ -319,20 +310,18 @@ def no_sync_of_the_optimizer_beside_ddp(rank: int, world_size: int, stage: int) 
             with ours.no_sync() if part == (step // 2) % 2 else contextlib.nullcontext():
                 ours.backward(loss_of(model, step + part, rank))
         ours.step()
-        twin.train(losses_of(range(step, step + 2), world_size), world_size)
+        twin.train(losses(range(step, step + 2), world_size), world_size)
         twin.assert_is(net)
     assert_alike(net)
 
 
 def put_by_hand_after_backward(rank: int, world_size: int, stage: int) -> None:
-    net = Net()
-    twin = Unsharded(net)
-    ours = make(net, stage=stage)
+    net, twin, ours = beside_unsharded(stage=stage)
     ours.backward(loss_of(net, 0, rank))
     for parameter in net.parameters():
         parameter.grad = torch.full_like(parameter, rank + 1.0)
     ours.step()
-    twin.gradients(losses_of(range(1), world_size), world_size)
+    twin.gradients(losses(range(1), world_size), world_size)
     for parameter in twin.model.parameters():
         parameter.grad += (1 + world_size) / 2
     twin.optimizer.step()
