@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -506,24 +505,12 @@ def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(dire
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", later)
-    with (written_any if directory else written_one)(tmp_path / "t", overwrite=False) as found:
+    with written([tmp_path / "t"], overwrite=False, owned=ANYTHING if directory else None) as [found]:
         assert removed
         with pytest.raises(TargetError, match="another run"):
             write(copying(tmp_path, "t"), tmp_path / "t", directory=directory)
         (found / "file" if directory else found).write_bytes(OLD)
     assert (tmp_path / "t/file" if directory else tmp_path / "t").read_bytes() == OLD
-
-
-@contextmanager
-def written_any(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    with written([target], overwrite=overwrite, owned=ANYTHING) as [partial]:
-        yield partial
-
-
-@contextmanager
-def written_one(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    with written([target], overwrite=overwrite) as [partial]:
-        yield partial
 
 
 RACER = """
@@ -591,7 +578,7 @@ def test_last_file_is_not_there_where_an_earlier_one_could_not_be_renamed(tmp_pa
 
 
 def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
-    with written_any(tmp_path / "d", overwrite=False) as partial:
+    with written([tmp_path / "d"], overwrite=False, owned=ANYTHING) as [partial]:
         (partial / "file").write_bytes(OLD)
         assert listing(tmp_path) == [".d.zckpt-partial"]
     assert listing(tmp_path) == ["d"]

@@ -54,12 +54,8 @@ def test_what_is_no_file_and_no_directory_stays(overwrite: bool, directory: bool
 
 
 def write(path: Path, *, directory: bool, overwrite: bool) -> None:
-    if directory:
-        with written([path], overwrite=overwrite, owned=OURS) as [partial]:
-            (partial / "a.bin").write_text("new")
-    else:
-        with written([path], overwrite=overwrite) as [partial]:
-            partial.write_text("new")
+    with written([path], overwrite=overwrite, owned=OURS if directory else None) as [partial]:
+        (partial / "a.bin" if directory else partial).write_text("new")
 
 
 @pytest.mark.parametrize(

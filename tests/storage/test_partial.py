@@ -7,7 +7,6 @@ import fcntl
 import os
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,12 +18,8 @@ ANYTHING = Owned(lambda _: True)
 
 
 def write(path: Path, *, directory: bool) -> None:
-    if directory:
-        with written([path], overwrite=False, owned=ANYTHING) as [partial]:
-            (partial / "new").write_text("new")
-    else:
-        with written([path], overwrite=False) as [partial]:
-            partial.write_text("new")
+    with written([path], overwrite=False, owned=ANYTHING if directory else None) as [partial]:
+        (partial / "new" if directory else partial).write_text("new")
 
 
 @pytest.mark.parametrize("directory", [False, True])
@@ -96,11 +91,7 @@ def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory: 
     """Nobody but this user could do that; the link is what is renamed, and what it points to stays."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("precious")
-    made: Any = (
-        written([tmp_path / "t"], overwrite=False, owned=ANYTHING)
-        if directory
-        else written([tmp_path / "t"], overwrite=False)
-    )
+    made = written([tmp_path / "t"], overwrite=False, owned=ANYTHING if directory else None)
     made.__enter__()
     partial = partial_name(tmp_path / "t")
     partial.rmdir() if directory else partial.unlink()

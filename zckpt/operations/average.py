@@ -16,7 +16,7 @@ from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
+from zckpt.operations.options import Place, Renamed, Renaming, only, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint
 
@@ -116,7 +116,7 @@ def average(
     rule, shares = _rule(len(sources), weights, ema)
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
     how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last)
-    found = _opened(sources, **only(Reading, shared))
+    found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"])
     _check_adapters(found)
     naming = Naming(**only(Renaming, shared))

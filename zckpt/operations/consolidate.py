@@ -26,7 +26,7 @@ from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kin
 from zckpt.naming import Naming
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
+from zckpt.operations.options import Place, Renamed, Renaming, only, shares
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, called
@@ -144,7 +144,7 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
     how = How.of("consolidate", shared, **asdict(chosen), dequantize=dequantize, hyperparameters=hyperparameters)
     naming = Naming(**only(Renaming, shared))
-    whole = opened(source, **only(Reading, shared))
+    whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop))
     if dequantize:

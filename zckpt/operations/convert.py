@@ -15,7 +15,7 @@ from zckpt.naming import Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Converted, Place, Reading, Renamed, Renaming, only, others, shares
+from zckpt.operations.options import Converted, Place, Renamed, Renaming, only, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -81,7 +81,7 @@ def convert(
         raise UsageError(f"{to} is read and not written", expected=expected)
     chosen = choose(written.options, options, to)
     naming = Naming(**only(Renaming, given))
-    whole = opened(source, **only(Reading, given))
+    whole = opened(source, **given)
     found, values, drop = without_rank_values(whole, given["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop))
     if dequantize:

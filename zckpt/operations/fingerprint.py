@@ -9,7 +9,7 @@ from zckpt.executors.using import check_executor, using
 from zckpt.formats.floats import with_floats
 from zckpt.naming import Naming
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Compared, Reading, Renaming, how_read, only, shares
+from zckpt.operations.options import Compared, Renaming, how_read, only, shares
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,7 +40,7 @@ def fingerprint(
     """
     check_executor(shared["executor"])
     naming = Naming(**only(Renaming, shared))
-    found = opened(source, **only(Reading, shared))
+    found = opened(source, **shared)
     if dequantize:
         [found] = with_floats(found)
     checkpoint, _ = naming.of(found)

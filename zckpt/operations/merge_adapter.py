@@ -17,7 +17,7 @@ from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Reading, Renamed, Renaming, only, shares
+from zckpt.operations.options import Place, Renamed, Renaming, only, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape
 
@@ -100,7 +100,7 @@ def merge_adapter(
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
     own = {"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out}
     how = How.of("merge-adapter", shared, **asdict(chosen), **own)
-    model = opened(base, **only(Reading, shared))
+    model = opened(base, **shared)
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
     sources = [model, added.checkpoint]
     dropped = check_nothing_lost(sources, shared["drop"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
-from zckpt.operations.options import Place, Reading, shares
+from zckpt.operations.options import Place, Reading, only, shares
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
 if TYPE_CHECKING:
@@ -122,8 +122,10 @@ def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa:
     return OpenedCheckpoint(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 
-def opened(source: Source, **shared: Unpack[Reading]) -> Checkpoint:
+def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what a verb is given, as well
     """Return the checkpoint that a verb works on: opened here, or a copy of an open one, which stays as it is.
+
+    Of the options given, only those of `Reading` count.
 
     Raises
     ------
@@ -132,12 +134,13 @@ def opened(source: Source, **shared: Unpack[Reading]) -> Checkpoint:
     SourceError
         The source cannot be opened.
     """
+    shared = only(Reading, given)
     if not isinstance(source, Checkpoint):
         return open_checkpoint(source, **shared)
-    given = [name for name in ("roots", "tag", "names", "tp_rules") if shared.get(name) not in (None, (), [])]
-    if given:
+    idle = [name for name in ("roots", "tag", "names", "tp_rules") if shared.get(name) not in (None, (), [])]
+    if idle:
         raise UsageError(
-            f"{', '.join(given)}: the checkpoint is open already",
+            f"{', '.join(idle)}: the checkpoint is open already",
             path=source.opened or source.source,
             advice="give it to zckpt.open",
         )

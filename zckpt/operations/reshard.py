@@ -15,7 +15,7 @@ from zckpt.naming import Naming
 from zckpt.operations.convert import round_means, under_names
 from zckpt.operations.losses import check_nothing_lost, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Reading, Renamed, Renaming, Resharded, only, others, shares
+from zckpt.operations.options import Place, Renamed, Renaming, Resharded, only, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state.names import as_filed
@@ -78,7 +78,7 @@ def reshard(
     naming = Naming(**only(Renaming, given))
     if dequantize and options.get("requantize"):
         raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
-    whole = opened(source, **only(Reading, given))
+    whole = opened(source, **given)
     own, path, origin = get(whole.format), Path(target), named(whole)
     if not naming.changes:
         whole = as_filed(whole)

@@ -86,10 +86,11 @@ class SharedTarget:
 
     def noted(self) -> bytes:
         """Return the note with which the first process has begun. Raises TargetError: there is none."""
-        found = self._note if self._note is not None else self._read_note()
-        if found is None:
+        if self._note is None:
+            self._note = self._read_note()
+        if self._note is None:
             raise TargetError("no save to it is going on", path=self.path)
-        return found
+        return self._note
 
     def _read_note(self) -> bytes | None:
         with suppress(OSError):

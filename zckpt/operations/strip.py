@@ -14,7 +14,7 @@ from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Reading, ReadWritten, only, shares
+from zckpt.operations.options import Place, ReadWritten, shares
 from zckpt.operations.proof import check_arrived, same_parameter
 from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -93,7 +93,7 @@ def strip(
     )
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
-    checkpoint = opened(source, **only(Reading, shared))
+    checkpoint = opened(source, **shared)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
     format_ = get(checkpoint.format)

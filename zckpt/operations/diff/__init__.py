@@ -14,7 +14,7 @@ from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import ComparedTwo, Reading, ReadingB, Renaming, how_read, only, shares
+from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, how_read, only, shares
 from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint
 from zckpt.state.names import canonical_names, renamed
@@ -153,7 +153,7 @@ def diff(
         if not value >= 0:
             raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
     check_executor(shared["executor"])
-    ours = opened(a, **only(Reading, shared))
+    ours = opened(a, **shared)
     theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
     naming = Naming(**only(Renaming, shared))
     notes: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, ReadCopied, Reading, how_read, only, shares
+from zckpt.operations.options import Place, ReadCopied, how_read, shares
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
 from zckpt.operations.verify.structure import structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
@@ -74,7 +74,7 @@ def verify(
 
         expected = read_digests(against)
     try:
-        checkpoint = opened(source, **only(Reading, shared))
+        checkpoint = opened(source, **shared)
     except SourceError as error:
         if isinstance(source, Checkpoint):
             raise
