@@ -6,6 +6,7 @@ model file of the masters' type has no masters. Such a slot is held against what
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -88,42 +89,37 @@ def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
             continue  # its owner has all there is, and is compared
         mine = a.parameters[tied[0]] if tied[0] is not None else ours[name]
         its = b.parameters[tied[1]] if tied[1] is not None else theirs[name]
-        values = match_values(name, mine, its)
-        if tied == (None, None):
-            values += _match_state(found, name, (a, mine), (b, its))
-        for one in values:
-            if isinstance(one, Match):
-                if chosen.takes_slot(one.slot):
-                    found.slots.append(one)
-            elif chosen.takes_slot(one[1]) and tied == (None, None):
-                (found.only_in_a if one[0] == "a" else found.only_in_b).append((name, one[1]))
+        is_owner = tied == (None, None)
+        for key, x, y, dtype in (*_values(mine, its), *(_state(found, name, (a, mine), (b, its)) if is_owner else ())):
+            if x is not None and y is not None and chosen.takes_slot(key):
+                found.slots.append(Match(name, key, x, y, dtype))
+            elif is_owner and chosen.takes_slot(key):
+                (found.only_in_a if y is None else found.only_in_b).append((name, key))
     found.only_in_b += [(name, None) for name in theirs if name not in ours and chosen.takes(name)]
     return found
 
 
 Side = tuple[Checkpoint, Parameter]
 
+Both = tuple[str, "Slot | None", "Slot | None", "str | None"]
+"""A slot's name, what A and B have of it, and the type that both are read as; None: as they are."""
 
-def _match_state(found: Matches, name: str, a: Side, b: Side) -> list[Match | Only]:
+
+def _state(found: Matches, name: str, a: Side, b: Side) -> Iterator[Both]:
     """Match what the optimizers have; single values are compared at once."""
-    ours, theirs = (_state(found, *side) for side in (a, b))
-    values: list[Match | Only] = []
+    ours, theirs = (_held(found, *side) for side in (a, b))
     for key in dict.fromkeys([*ours, *theirs]):
         mine, its = ours.get(key), theirs.get(key)
-        if isinstance(mine, Slot) and isinstance(its, Slot) and (mine.shape or its.shape or mine.dtype == its.dtype):
-            values.append(Match(name, key, mine, its))
-        elif key not in theirs or key not in ours:
-            one = mine if key in ours else its
-            if isinstance(one, Slot) and one.shape:
-                values.append(("a" if key in ours else "b", key))
-            else:
-                found.singles.append((name, key, single(mine), single(its)))
-        elif single(mine) != single(its):
+        x, y = (one if isinstance(one, Slot) else None for one in (mine, its))
+        alone = x if key not in theirs else y if key not in ours else None
+        both = x is not None and y is not None and (x.shape or y.shape or x.dtype == y.dtype)
+        if both or (alone is not None and alone.shape):
+            yield key, x, y, None
+        elif key not in theirs or key not in ours or single(mine) != single(its):
             found.singles.append((name, key, single(mine), single(its)))
-    return values
 
 
-def _state(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State:
+def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State:
     try:
         return parameter_values(checkpoint, parameter)
     except UnsupportedError as error:
@@ -151,33 +147,28 @@ class Match:
         return pair(f"{self.slot}/{self.name}", self.a, self.b, self.dtype)
 
 
-Only = tuple[str, str]
-"""Which side, `a` or `b`, has a slot that the other lacks, and which slot."""
-
-
-def match_values(name: str, a: Parameter, b: Parameter) -> list[Match | Only]:
+def _values(a: Parameter, b: Parameter) -> Iterator[Both]:
     """Match weights and masters of a parameter."""
-    sides = [("a", a.slots.get(MASTER), own_weight(a)), ("b", b.slots.get(MASTER), own_weight(b))]
-    sides.sort(key=lambda side: side[1] is None)  # if one has a master, it comes first
-    (here, master, x), (there, other, y) = sides
-
-    def pair(slot: str, mine: Slot, its: Slot, dtype: str | None = None) -> Match:
-        return Match(name, slot, mine, its, dtype) if here == "a" else Match(name, slot, its, mine, dtype)
-
-    if master is None and x is not None and y is not None:
-        return [pair(WEIGHT, x, y)]
-    if master is not None and other is not None:
-        return [pair(MASTER, master, other), *(pair(WEIGHT, *one) for one in _weights((master, x), (other, y)))]
-    if master is None or y is None:
-        alone = (here, MASTER, master), (here, WEIGHT, x), (there, WEIGHT, y)
-        return [(side, key) for side, key, slot in alone if slot is not None]
-    holds_masters = y.dtype == master.dtype  # the model of the other side is in the masters' type
-    first: Match | Only = pair(MASTER, master, y) if holds_masters else (here, MASTER)
-    if holds_masters and (x is None or not (x.dtype == y.dtype or _rounds(y, x))):
-        return [first]
-    if x is None:
-        return [first, pair(WEIGHT, master, y, y.dtype if _rounds(master, y) else None)]
-    return [first, pair(WEIGHT, x, y, x.dtype if holds_masters else None)]
+    master, x, other, y = a.slots.get(MASTER), own_weight(a), b.slots.get(MASTER), own_weight(b)
+    if master is None and other is not None:
+        yield from ((key, mine, its, dtype) for key, its, mine, dtype in _values(b, a))
+    elif master is None and x is not None and y is not None:
+        yield WEIGHT, x, y, None
+    elif master is not None and other is not None:
+        yield MASTER, master, other, None
+        yield from ((WEIGHT, *one) for one in _weights((master, x), (other, y)))
+    elif master is None or y is None:
+        alone = (MASTER, master, None, None), (WEIGHT, x, None, None), (WEIGHT, None, y, None)
+        yield from (one for one in alone if one[1] is not None or one[2] is not None)
+    else:
+        holds_masters = y.dtype == master.dtype  # the model of the other side is in the masters' type
+        yield MASTER, master, y if holds_masters else None, None
+        if x is None and not holds_masters:
+            yield WEIGHT, master, y, y.dtype if _rounds(master, y) else None
+        elif x is not None and not holds_masters:
+            yield WEIGHT, x, y, None
+        elif x is not None and (x.dtype == y.dtype or _rounds(y, x)):
+            yield WEIGHT, x, y, x.dtype
 
 
 def _weights(a: tuple[Slot, Slot | None], b: tuple[Slot, Slot | None]) -> list[tuple[Slot, Slot, str | None]]:
