@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zckpt.engine.means import Decayed, Mean
 from zckpt.errors import UsageError, listed
@@ -16,12 +16,9 @@ from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, only, shares
+from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
@@ -26,13 +25,10 @@ from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kin
 from zckpt.naming import Naming
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, Renamed, Renaming, only, shares
+from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, called
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ADAPTER_NAME = "adapter_model.safetensors"
 

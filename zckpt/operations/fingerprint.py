@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.floats import with_floats
 from zckpt.naming import Naming
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Compared, Renaming, how_read, only, shares
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from zckpt.operations.options import Compared, Renaming, Unpack, how_read, only, shares
 
 
 @shares(Compared)

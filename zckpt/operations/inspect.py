@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.alike_files import glanced
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Reading, shares
+from zckpt.operations.options import Reading, Unpack, shares
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.torchfile import FromFile, plain
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.engine.computed import Computed
 from zckpt.engine.low_rank import Kept, LowRank
@@ -17,12 +16,9 @@ from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, only, shares
+from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

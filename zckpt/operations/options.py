@@ -16,7 +16,11 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from typing_extensions import Unpack as Unpack  # noqa: PLC0414  # for all verbs
+
     from zckpt.naming import Config, MapSource
+else:
+    Unpack = None  # of annotations, which nothing evaluates
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.floats import with_floats
@@ -15,13 +14,10 @@ from zckpt.naming import Naming
 from zckpt.operations.convert import round_means, under_names
 from zckpt.operations.losses import check_nothing_lost, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Resharded, only, others, shares
+from zckpt.operations.options import Place, Renamed, Renaming, Resharded, Unpack, only, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state.names import as_filed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @shares(Renamed, more=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from zckpt.compare.logical import named
 from zckpt.compare.slots import Tolerance, measure, pair
@@ -14,12 +13,9 @@ from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Copying, Place, shares
+from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, slots=True)

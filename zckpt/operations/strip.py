@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
 from zckpt.formats import open_checkpoint
@@ -14,13 +13,10 @@ from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, ReadWritten, shares
+from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_arrived, same_parameter
 from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 CHOICES = {
     "padding": Request(padding=True),

@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
@@ -31,7 +31,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, check_fits, foresee
-from zckpt.operations.options import DECIDING, Place, Renamed, options_of
+from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
@@ -40,9 +40,6 @@ from zckpt.storage.journal import Journal, Purpose, check_remains, settle
 from zckpt.storage.ownership import Owned, check_replaceable, check_target
 from zckpt.storage.room import write_errors
 from zckpt.storage.stand_ins import is_remote, place
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Copied(TypedDict, total=False):

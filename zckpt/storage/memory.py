@@ -104,7 +104,7 @@ def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, i
         Where the system tells of processes and control groups.
     """
     most = address_space()
-    mapped = _limit(proc / "self" / "statm")
+    mapped = _fields(proc / "self" / "statm").get("")
     if most is not None and mapped is not None:
         yield "RLIMIT_AS (ulimit -v)", most - mapped * os.sysconf("SC_PAGE_SIZE")
     yield from _of_groups(proc, groups)
@@ -163,11 +163,8 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
         for count in range(len(steps), -1, -1):
             name = "/".join(steps[:count])
             group = (groups if is_second else groups / "memory") / name
-            about, most, used = (
-                _fields(group / "memory.stat"),
-                _limit(group / "memory.max"),
-                _limit(group / "memory.current"),
-            )
+            about = _fields(group / "memory.stat")
+            most, used = (_fields(group / f"memory.{which}").get("") for which in ("max", "current"))
             if is_second and most is not None and used is not None:
                 kept = used - about.get("active_file", 0) - about.get("inactive_file", 0)
                 yield f"memory.max of cgroup /{name}", most - max(kept, 0)
@@ -186,13 +183,8 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _limit(path: Path) -> int | None:
-    """Return the number that a file begins with; None: with none."""
-    words = " ".join(_lines(path)).split()
-    return int(words[0]) if words and words[0].isdigit() else None
-
-
 def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of names and numbers, a pair a line."""
-    pairs = (line.replace(":", " ").split() for line in _lines(path))
+    """Return the numbers of a file of names and numbers, a pair a line; of one that begins with one, that as ''."""
+    lines = (line.replace(":", " ").split() for line in _lines(path))
+    pairs = (["", *words] if words and words[0].isdigit() else words for words in lines)
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}

@@ -108,6 +108,7 @@ def kill_and_resume(verb: str, url: str, served: Path, settings: dict[str, str],
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+        time.sleep(0.2)  # what the server was asked for last may be under way
         named = content(served / name).keys() >= expected.keys()  # it was at its end
         again = done(tmp / f"{name}.resumed", *to(f"{url}/{name}"), "--resume", "--overwrite")
         found, first = content(served / name), begun(log)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.errors import UsageError
@@ -14,13 +13,10 @@ from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, how_read, only, shares
+from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, Unpack, how_read, only, shares
 from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint
 from zckpt.state.names import canonical_names, renamed
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
 
