@@ -17,14 +17,26 @@ import numpy as np
 
 from zckpt.compare import weights
 from zckpt.compare.slots import unequal_bits
-from zckpt.engine import Reporter
+from zckpt.engine import Reporter, SilentReporter
 from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.engine.copy import read_extent
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import WRITERS, Budget, Workers, batched
+from zckpt.engine.workers import WRITERS, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.operations.verify.inventory import BUFFER, NO_SUM, PADDING, Block, Piece, Scattered, Subject, Work
+from zckpt.operations.verify.inventory import (
+    BUFFER,
+    NO_SUM,
+    PADDING,
+    Block,
+    Inventory,
+    Piece,
+    Scattered,
+    Subject,
+    SumIndex,
+    Work,
+    blocks,
+)
 from zckpt.state import Extent
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import is_floating, itemsize
@@ -187,6 +199,8 @@ class Outcome:
 
     Parameters
     ----------
+    nbytes : int, bytes
+        Read for that, of all together.
     tallies : dict of (subject, checksum) to Tally
     compared : dict of Pair to Unequal
         Masters with their weights.
@@ -200,6 +214,7 @@ class Outcome:
         Compared.
     """
 
+    nbytes: int = 0
     tallies: dict[tuple[int, int], Tally] = field(default_factory=dict)
     compared: dict[Pair, Unequal] = field(default_factory=dict)
     duplicates: dict[int, Unequal] = field(default_factory=dict)
@@ -240,36 +255,45 @@ def _add(found: dict[Key, Found], key: Key, one: Found) -> None:
 
 
 def run(
+    inventory: Inventory,
     sums: Sequence[Sum],
-    work: Iterable[Work],
+    index: SumIndex,
+    paths: Sequence[str],
     *,
-    share: Budget,
-    total: int,
-    reporter: Reporter,
+    memory: int,
+    reporter: Reporter | None,
     direct: bool,
 ) -> tuple[Outcome, dict[int, int]]:
-    """Do all work and return what was found, and the CRC-32 of each record whose bytes are not those written.
+    """Read files and return what was found, and the CRC-32 of each record whose bytes are not those written.
 
-    `share`: of a block; `total`: bytes of all work; `direct`: read past the page cache.
+    `direct`: past the page cache.
     """
-    outcome, checks = Outcome(), Checks(sums)
-    portions: Portions[Batch] = Portions(total, _nbytes, lambda batch: (path for one in batch for path in one.paths))
+    share = budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
+    work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
+    outcome, checks, progress = Outcome(_nbytes(work)), Checks(sums), reporter or SilentReporter()
+    portions: Portions[Batch] = Portions(
+        outcome.nbytes, _nbytes, lambda batch: (path for one in batch for path in one.paths)
+    )
     look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
-    with (
-        Workers(WRITERS, at_once=share.at_once) as workers,
-        closing(workers.run(look, batched(work, attrgetter("nbytes")), portions)) as results,
-    ):
-        for batch, found in results:
-            outcome.add(found)
-            checks.add(found.seen)
-            reporter.advance(_nbytes(batch))
+    progress.begin(outcome.nbytes)
+    try:
+        with (
+            Workers(WRITERS, at_once=share.at_once) as workers,
+            closing(workers.run(look, batched(work, attrgetter("nbytes")), portions)) as results,
+        ):
+            for batch, found in results:
+                outcome.add(found)
+                checks.add(found.seen)
+                progress.advance(_nbytes(batch))
+    finally:
+        progress.end()
     empty = [(one, crc32(b"")) for one in sums if not one.nbytes]
     outcome.checksums = checks.count + len(empty)
     numbers = {one: number for number, one in enumerate(sums)}
     return outcome, {numbers[one]: crc for one, crc in [*checks.wrong, *empty] if crc != one.crc32}
 
 
-def _nbytes(batch: Batch) -> int:
+def _nbytes(batch: Iterable[Work]) -> int:
     return sum(one.nbytes for one in batch)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import ADDED, CHANGED, GONE
-from zckpt.engine import SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.format import Format, Search
@@ -172,10 +171,9 @@ def _deep(
 ) -> Iterator[Finding]:
     """Read every byte once."""
     from zckpt.engine.checking import Sum
-    from zckpt.engine.workers import WRITERS, budget
     from zckpt.formats.survey import checksums
-    from zckpt.operations.verify.deep import BLOCK_NBYTES, BUFFERS_OF_DIRECT, BUFFERS_PER_WORKER, run
-    from zckpt.operations.verify.inventory import Inventory, SumIndex, Work, blocks, take_inventory
+    from zckpt.operations.verify.deep import run
+    from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
     from zckpt.operations.verify.weights import damage_findings
     from zckpt.torchfile import AlikeRecords
 
@@ -194,15 +192,7 @@ def _deep(
     index = SumIndex(sums)
     inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
-    reporter, direct = how["reporter"] or SilentReporter(), how["direct"]
-    buffers = BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct
-    share = budget(how["memory"], WRITERS, buffers=buffers, most=BLOCK_NBYTES)
-    work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
-    reporter.begin(total := sum(one.nbytes for one in work))
-    try:
-        outcome, wrong = run(sums, work, share=share, total=total, reporter=reporter, direct=direct)
-    finally:
-        reporter.end()
-    counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums + empty}
+    outcome, wrong = run(inventory, sums, index, paths, **how)
+    counts |= {"nbytes": outcome.nbytes, "elements": outcome.elements, "checksums": outcome.checksums + empty}
     yield from map(finding_of, [*errors, *outcome.errors])
     yield from damage_findings(outcome, inventory, sums, wrong, checkpoint)
