@@ -92,7 +92,8 @@ class NodeWriter:
             raise UnsupportedError("a slice of other than integers is not written to a zckpt checkpoint")
         kind = BY_CLASS.get(cls)
         found: Json = [] if cls is list else {}
-        if kind is not None and not (cls is dict and _has_plain_keys(node)):
+        is_plain = cls is dict and TAG not in node and all(type(key) is str and is_text(key) for key in node)
+        if kind is not None and not is_plain:
             found[TAG] = kind.tag
         elif cls is not list and cls is not dict:
             raise UnsupportedError(f"a value of type {cls.__name__} is not written to a zckpt checkpoint")
@@ -206,10 +207,6 @@ def _check_depth(root: object, heights: dict[int, int]) -> None:
         check_depth(root, heights)
     except PickleError as error:
         raise UnsupportedError(f"a value is not written: {error.message}", expected=error.expected) from None
-
-
-def _has_plain_keys(node: dict[object, object]) -> bool:
-    return TAG not in node and all(type(key) is str and is_text(key) for key in node)
 
 
 def _is_default(field: Field, value: object) -> bool:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.codes import LAYOUT
-from zckpt.errors import DamagedFileError, SourceError
+from zckpt.errors import DamagedFileError, SourceError, about
 from zckpt.formats.native.document import FORMAT, Form, Json, read_document, record, wrong
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, SHARE, headers_shared, rank_name
 from zckpt.formats.native.layouts import (
@@ -81,7 +81,9 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     UnsupportedError
         It is of a later version of the format.
     """
-    checkpoint = _read(path, headers=False)
+    with collector_paused(), _located(path):
+        document, nbytes = read_document(path)
+        checkpoint = Reading(path, document, nbytes, headers=False).checkpoint()
     if names is not None:
         checkpoint.warnings.append("--names is not used: the checkpoint has the names that were known when it was made")
     return checkpoint
@@ -137,23 +139,14 @@ def contradictions(path: Path) -> Iterator[SourceError]:
             yield error
 
 
-def _read(path: Path, *, headers: bool) -> Checkpoint:
-    with collector_paused(), _located(path):
-        found, nbytes = read_document(path)
-        return Reading(path, found, nbytes, headers=headers).checkpoint()
-
-
 @contextmanager
 def _located(path: Path) -> Iterator[None]:
     """Name the document in errors that name no file."""
-    try:
-        yield
-    except SourceError as error:
-        if error.path is None:
-            error.path = str(path / DOCUMENT_NAME)
-        raise
-    except RecursionError:
-        raise DamagedFileError("values are nested too deep", path=path / DOCUMENT_NAME) from None
+    with about(path / DOCUMENT_NAME):
+        try:
+            yield
+        except RecursionError:
+            raise DamagedFileError("values are nested too deep") from None
 
 
 class Reading:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,12 @@ def read(source: Path) -> Checkpoint:
 def add_file(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, Slot], dict[str, str]]:
     """Add a file of a model to those of a checkpoint, which has none of its tensors yet; return tensors and texts."""
     slots, texts, nbytes = read_header(path)
-    rules = (*rules_of(texts, slots), *carry_texts(checkpoint, path, texts, slots))
+    rules, known = [*rules_of(texts, slots)], {"format", *aliases_in(texts, slots)}
+    for key, text in texts.items() if "param_groups" not in texts else ():  # not those of an optimizer
+        if key not in known:  # what a program has put there
+            kept = key if checkpoint.metadata.get(key, text) == text else f"{path.stem}.{key}"
+            checkpoint.metadata[kept] = text
+            rules.append(Rule((METADATA_KEY, key), CARRIED, kept))
     checkpoint.files.append(source_file(path, slots, texts, nbytes, rules))
     twice = [name for name in slots if name in checkpoint.parameters or name in checkpoint.buffers]
     if twice:
@@ -99,20 +104,6 @@ def take_index(checkpoint: Checkpoint, index: Path, where: Mapping[str, str]) ->
             raise DamagedFileError(
                 f"{name} is not where the index says", path=index, expected=file, found=where.get(name)
             )
-
-
-def carry_texts(
-    checkpoint: Checkpoint, path: Path, texts: Mapping[str, str], slots: Mapping[str, Slot]
-) -> Iterator[Rule]:
-    """Keep the texts that a program has put into a header, and yield rules that say so; not those of an optimizer."""
-    if "param_groups" in texts:
-        return
-    known = {"format", *aliases_in(texts, slots)}
-    for key, text in texts.items():
-        if key not in known:
-            kept = key if checkpoint.metadata.get(key, text) == text else f"{path.stem}.{key}"
-            checkpoint.metadata[kept] = text
-            yield Rule((METADATA_KEY, key), CARRIED, kept)
 
 
 def _files(source: Path) -> list[Path]:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 from zckpt.errors import DamagedFileError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers
@@ -197,18 +196,13 @@ def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
         if len(slots) > 1 and len({(one.shape, one.dtype) for one in slots.values()}) == 1:
             several[name] = slots
     largest = sorted(several, key=lambda name: -max(one.numel for one in several[name].values()))[:SAMPLED]
-    equal = {name for name in largest if _are_equal(list(several[name].values()), path)}
-    if not equal:
-        return None
-    name = next(one for one in largest if one in equal)
-    return (
-        f"{' and '.join(several[name])} of {name} are equal bit for bit: FSDP1 with use_orig_params=True gathers state "
-        f"wrongly on CPU, and all slots but the last are lost (save it sharded, or by zckpt.save)"
-    )
-
-
-def _are_equal(tensors: list[Tensor], path: str) -> bool:
-    """Tell whether tensors begin with the same bytes, and not only with zeros."""
-    with opened(path) as file:
-        found = [file.at(one.offset, min(one.numel * one.itemsize, SAMPLE_NBYTES)) for one in tensors]
-    return any(found[0]) and all(bytes(a) == bytes(b) for a, b in pairwise(found))
+    for name in largest:
+        with opened(path) as file:
+            sizes = [(one.offset, min(one.numel * one.itemsize, SAMPLE_NBYTES)) for one in several[name].values()]
+            begun = {bytes(file.at(*one)) for one in sizes}
+        if len(begun) == 1 and any(begun.pop()):  # and not only with zeros
+            return (
+                f"{' and '.join(several[name])} of {name} are equal bit for bit: FSDP1 with use_orig_params=True "
+                f"gathers state wrongly on CPU, and all slots but the last are lost (save it sharded, or by zckpt.save)"
+            )
+    return None
