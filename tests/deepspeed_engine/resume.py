@@ -33,9 +33,17 @@ class Verdict:
     loss_tolerance: float = 0.0
 
     @property
+    def differences(self) -> list[str]:
+        return [*self.slots, *self.weights, *self.hyperparameters, *self.steps]
+
+    @property
     def ok(self) -> bool:
-        differences = [*self.slots, *self.weights, *self.hyperparameters, *self.steps]
-        return not differences and self.loss_difference <= self.loss_tolerance
+        return not self.differences and self.loss_difference <= self.loss_tolerance
+
+    def assert_goes_on(self, within: float | None = None) -> None:
+        """Assert that all that was loaded is right, and that losses are this near, or as near as bits let them be."""
+        assert not self.differences, self.differences
+        assert self.loss_difference <= (self.loss_tolerance if within is None else within), self.losses
 
 
 def resume(

@@ -16,6 +16,7 @@ import zckpt
 from tests.cli.console import FIXTURES, refused
 from tests.interop.test_accelerate import Odd, assert_is, prepared, trained, truth_of, two_models
 from tests.logical import assert_same_state
+from tests.pairwise import each
 from zckpt.formats.accelerate.writer import DEFAULTS
 
 pytestmark = pytest.mark.interop
@@ -23,8 +24,7 @@ pytestmark = pytest.mark.interop
 FORMS: list[dict[str, Any]] = [{}, {"fsdp": "sharded", "world_size": 2}, {"fsdp": "full"}]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp3"])
+@pytest.mark.parametrize(("name", "form"), each(["s2_bf16_dp2_client", "s3_bf16_dp3"], FORMS), ids=str)
 def test_a_checkpoint_comes_back_as_it_was(name: str, form: dict[str, Any], tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "state", to="accelerate", verify=True, **form)
     found, expected = zckpt.open(tmp_path / "state"), zckpt.open(FIXTURES / name)

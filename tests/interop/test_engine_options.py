@@ -41,7 +41,7 @@ def test_deepspeed_resumes_it(changes: dict[str, Any], tmp_path: Path) -> None:
     zckpt.reshard(made, tmp_path / "cut", world_size=3, verify=True)
     hpz = changes.get("zero") is HPZ
     verdict = resume(tmp_path / "cut", spec.at(3, zero={"zero_hpz_partition_size": 3} if hpz else {}), made)
-    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.differences == []
     # under hpZ, DeepSpeed 0.19 goes on as far off after loading its own files at the same number of ranks
     assert hpz or verdict.loss_difference <= 3e-3
 

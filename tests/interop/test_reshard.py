@@ -147,12 +147,8 @@ def test_deepspeed_resumes_what_was_resharded(case: Case, made: Callable[[Spec],
     assert not wanted.elastic
     assert "checkpoint" not in wanted.config
     verdict = resume(tmp_path / "cut", wanted, folder)
-    assert verdict.slots == []
-    assert verdict.weights == []
-    assert verdict.hyperparameters == []
-    assert verdict.steps == []
+    verdict.assert_goes_on(TOLERANCE[case.source.dtype])
     assert len(verdict.losses) == 2
-    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
 
 
 def test_stages_one_after_the_other_lose_nothing(made: Callable[[Spec], Path], tmp_path: Path) -> None:
@@ -162,5 +158,4 @@ def test_stages_one_after_the_other_lose_nothing(made: Callable[[Spec], Path], t
         zckpt.reshard(at, tmp_path / str(number), world_size=world_size, stage=stage)
         at = tmp_path / str(number)
     verdict = resume(at, dataclasses.replace(S1_FP32, world_size=2), folder)
-    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
-    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
+    verdict.assert_goes_on(TOLERANCE["fp32"])

@@ -144,8 +144,7 @@ def test_deepspeed_resumes_resharded_matrices(
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, **changes, verify=True)
     verdict = resume(tmp_path / "cut", dataclasses.replace(source, world_size=world_size, **changes), folder)
-    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
-    assert verdict.loss_difference <= (2e-5 if source.dtype == "fp32" else 3e-2), verdict.losses
+    verdict.assert_goes_on(2e-5 if source.dtype == "fp32" else 3e-2)
 
 
 def test_matrix_on_two_ranks_is_whole_on_both(made: Callable[[Spec], Path]) -> None:
@@ -169,4 +168,4 @@ def test_what_each_step_computes_anew_is_dropped(source: Spec, made: Callable[[S
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=1, drop=sorted(OWN[source.optimizer]))
     verdict = resume(tmp_path / "cut", source.at(1), folder)
-    assert [verdict.slots, verdict.weights, verdict.hyperparameters, verdict.steps] == [[], [], [], []]
+    assert verdict.differences == []

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import zckpt
 from tests.cli.console import refused, succeeded
 from tests.hf_training.training import SAVED, STEPS, Run, Truth, build, same, train, unbroken
+from tests.pairwise import each
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.transformers_trainer.architectures import architecture
@@ -72,8 +73,7 @@ def test_optimizer_is_read_under_its_parameters_names(kind: str, run: Callable[.
     assert not take_inventory(checkpoint).left_out
 
 
-@pytest.mark.parametrize("loaded", [True, False])
-@pytest.mark.parametrize("size", ["4KB", "8KB", "20KB"])
+@pytest.mark.parametrize(("size", "loaded"), each(["4KB", "8KB", "20KB"], [True, False]))
 def test_shards_are_read_with_their_index(size: str, loaded: bool, run: Callable[..., Run], tmp_path: Path) -> None:
     """A model that transformers had loaded is cut into shards by its sorted names, any other one in its own order."""
     one = run("llama")
@@ -130,8 +130,7 @@ def test_optimizer_of_another_model_gets_no_names(run: Callable[..., Run], tmp_p
 # --- written
 
 
-@pytest.mark.parametrize("through", [None, "zckpt", "dcp"])
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("kind", "through"), each(["llama", "qwen2"], [None, "zckpt", "dcp"]))
 def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(
     kind: str, through: str | None, run: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -128,12 +128,8 @@ def written(source: Path | Checkpoint, directory: Path) -> Path:
 def test_deepspeed_loads_it(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     verdict = resume_universal(written(folder, tmp_path), case.target, folder)
-    assert verdict.slots == []
-    assert verdict.weights == []
-    assert verdict.hyperparameters == []
-    assert verdict.steps == []
+    verdict.assert_goes_on(TOLERANCE[case.source.dtype])
     assert len(verdict.losses) == case.source.steps_after
-    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
 
 
 @pytest.mark.parametrize(
@@ -166,8 +162,7 @@ def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made: Callable[[Spe
         for slot in ("exp_avg", "exp_avg_sq", "step"):
             checkpoint.parameters[name].slots.pop(slot, None)
     verdict = resume_universal(written(checkpoint, tmp_path), NO_ZERO.at(2, stage=2), folder)
-    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
-    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
+    verdict.assert_goes_on(TOLERANCE["fp32"])
 
 
 # --- what DeepSpeed's loaders do not do, whatever the files hold -----------------------------------------------------
@@ -189,7 +184,7 @@ def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_pat
     folder = made(S3_FP32)
     directory = written(folder, tmp_path)
     verdict = resume_universal(directory, S3_FP32.at(2), folder)
-    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.differences == []
     assert verdict.loss_difference > 1e-3
     assert steps_after_one_more(directory, S3_FP32.at(2)) == [4.0, 4.0]
     assert resume_universal(directory, S3_FP32.at(2), folder, own_steps=True).loss_difference <= TOLERANCE["fp32"]

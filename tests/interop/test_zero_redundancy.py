@@ -18,6 +18,7 @@ from torch import nn
 from tests import gloo
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
+from tests.pairwise import each
 from tests.plans import write_directory
 from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
@@ -258,8 +259,7 @@ def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tm
     assert_goes_on(gloo.run(load_and_go_on, world_size, kind, True, directory), original)
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-@pytest.mark.parametrize("kind", ["adamw", "sgdm"])
+@pytest.mark.parametrize(("kind", "world_size"), each(["adamw", "sgdm"], [1, 3, 4]))
 def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_path) -> None:
     folder, original = saved(kind, 2)
     directory = without_consolidated(folder, tmp_path / "ranks")
@@ -293,8 +293,7 @@ def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
     assert_goes_on(gloo.run(load_and_go_on, 2, "adamw", True, out), original)
 
 
-@pytest.mark.parametrize("per_rank", [False, True], ids=["consolidated", "per-rank"])
-@pytest.mark.parametrize("name", ["s1_fp32_dp3", "s3_fp32_dp2", "s2_bf16_dp2_rr"])
+@pytest.mark.parametrize(("name", "per_rank"), each(["s1_fp32_dp3", "s3_fp32_dp2", "s2_bf16_dp2_rr"], [True, False]))
 def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path) -> None:
     truth = Truth(FIXTURES / name)
     directory = find_deepspeed(FIXTURES / name)

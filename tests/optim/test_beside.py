@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zckpt
 from tests.gloo import run
+from tests.pairwise import each
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -202,8 +203,7 @@ SLOTS: dict[str, set[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("async_", [False, True])
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("kind", "async_"), each(MAKE, [False, True]))
 def test_training_goes_on_as_if_nothing_had_happened(kind: str, async_: bool, tmp_path: Path) -> None:
     model, other = net(), net(seed=1)
     optimizer = trained(MAKE[kind](model), model, 4)
@@ -223,8 +223,7 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: str, async_: bool, tm
     assert zckpt.verify(tmp_path / "c", deep=True).sound
 
 
-@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
-@pytest.mark.parametrize("kind", ["ahead", "many"])
+@pytest.mark.parametrize(("kind", "to"), each(["ahead", "many"], ["zckpt", "dcp", "consolidated"]))
 def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(
     kind: str, to: str, tmp_path: Path
 ) -> None:
