@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.zenflow import keeps_transposed
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.checkpoint import keys_listed
-from zckpt.state.partition import check_world_size, flat_padding
+from zckpt.state.partition import check_world_size
 
 
 def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = True) -> Target:
@@ -254,22 +254,15 @@ def is_cut_alike(target: Target) -> bool:
         and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)
         and target.alignment == (bool(details.get("parameter_alignment")) and first.stage != 3)
     )
-    return same and all(
-        len(rank.members) == target.world_size
-        and all(_holds(target, rank, number, member) for number, member in enumerate(rank.members))
-        for rank in target.ranks
-    )
-
-
-def _holds(target: Target, rank: TargetRank, number: int, member: OptimizerShard) -> bool:
-    """Tell whether a data-parallel rank's partitions are those of its file."""
-    found = [master.numel for master in member.masters]
-    if target.stage == 3:
-        return found == [part.numel for part in target.parts(rank, number)]
-    if len(found) != len(rank.groups):
+    if not same or any(len(mp.members) != target.world_size for mp in target.ranks):
         return False
-    for numel, group, count in zip(found, rank.groups, member.partition_count, strict=True):
-        padding = flat_padding(group.starts[-1], group.partition, group.position(number))
-        if count != group.shared_by or not group.partition - padding <= numel <= group.partition:
+    every = [(mp, *one) for mp in target.ranks for one in enumerate(mp.members)]
+    for rank, number, member in every:
+        parts = [(part, group) for group in rank.groups for part in group.parts(number)]
+        if len(parts) != len(member.masters):
             return False
+        for (part, group), master, count in zip(parts, member.masters, member.partition_count, strict=True):
+            least = part.numel - part.padding(group.position(number))
+            if not least <= master.numel <= part.numel or (target.stage != 3 and count != group.shared_by):
+                return False
     return True

@@ -16,6 +16,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, ParamGr
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
     FlatShare,
+    flat_padding,
     flat_partition_numel,
     flat_shares,
     flat_starts,
@@ -99,7 +100,7 @@ class TargetGroup:
     def _parts(self) -> list[list[Part]]:
         if self.sub_group_size is None:
             shares = partial(flat_shares, self.numels, self.starts, self.partition)
-            return [[Part(own, self.partition, shares)] for own in self.experts]
+            return [[Part(own, self.partition, shares, self.starts[-1])] for own in self.experts]
         cut = sub_groups(self.numels, self.shared_by, self.sub_group_size)
         return [[SubGroup([own[i] for i in one], self.shared_by) for one in cut] for own in self.experts]
 
@@ -107,12 +108,18 @@ class TargetGroup:
 class Part:
     """Parameters of a group, all or, under ZeRO-3, some, of which all ranks that share them have `numel` elements.
 
-    `shares`: which these are, by the rank's position.
+    `shares`: which these are, by the rank's position; `total`: of a flat buffer, all ranks' without padding at its end.
     """
 
-    def __init__(self, parameters: list[Parameter], numel: int, shares: Callable[[int], Iterator[FlatShare]]) -> None:
-        self.parameters, self.numel, self.shares = parameters, numel, shares
+    def __init__(
+        self, parameters: list[Parameter], numel: int, shares: Callable[[int], Iterator[FlatShare]], total: int = 0
+    ) -> None:
+        self.parameters, self.numel, self.shares, self.total = parameters, numel, shares, total
         self.keys = list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
+
+    def padding(self, position: int) -> int:
+        """Return how many elements at the end of a rank's share of a flat buffer belong to no parameter."""
+        return flat_padding(self.total, self.numel, position) if self.total else 0
 
     def row(self, key: str, dtype: str) -> PackedSlot | None:  # noqa: ARG002
         """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""

@@ -29,7 +29,6 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
-from zckpt.state.partition import flat_padding
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor, node_of
 
 
@@ -175,7 +174,7 @@ def _cut(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         for part in group.parts(rank):
             number = len(masters)
             numbers.append(number)
-            padding = flat_padding(group.starts[-1], part.numel, position) if flat else 0
+            padding = part.padding(position)
             stripped = part.numel - padding
             like = known[min(number, len(known) - 1)] if known else None
             masters.append(_partition(part, MASTER, position, part.numel if target.bf16_optimizer else stripped, like))
@@ -190,7 +189,7 @@ def _cut(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
                     del tensors[MOMENTUM]
             states.append(_state(target, mp, rank, group, number, tensors))
             if flat:
-                last = group.shared_by * part.numel - group.starts[-1] if position == group.shared_by - 1 else 0
+                last = group.shared_by * part.numel - part.total if position == group.shared_by - 1 else 0
                 paddings.append(last if target.bf16_optimizer else padding)
                 mapping = OrderedMapping()
                 for share in part.shares(position):
