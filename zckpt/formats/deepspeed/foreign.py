@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.gpt_model import rules_of_whole
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import is_of_layer
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
@@ -203,9 +203,7 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
         content |= {"num_experts": experts, "ds_autoep_layers": None}
     content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS and not is_counted(key)}
     shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
-    buffers = set(checkpoint.buffers)
-    return ModelShard(shard, _file(content), {}, buffers, None, None, None, None, content,
-                      configuration=content["ds_config"])  # fmt: skip
+    return model_of(shard, _file(content))
 
 
 def is_counted(key: str) -> bool:

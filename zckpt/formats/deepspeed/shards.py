@@ -230,7 +230,7 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
         file = reader.read(shard.path) if index else read_torchfile(shard.path)
         like = known.get(id(file.root))
         with about(shard.path):
-            one = _model(shard, file) if like is None else replace(like, shard=shard, file=file)
+            one = model_of(shard, file) if like is None else replace(like, shard=shard, file=file)
         known.setdefault(id(file.root), one)
         found.append(one)
     return found
@@ -247,10 +247,11 @@ def read_model(shard: Shard) -> ModelShard:
         What it stands for is in another program's storage.
     """
     with about(shard.path):
-        return _model(shard, read_torchfile(shard.path))
+        return model_of(shard, read_torchfile(shard.path))
 
 
-def _model(shard: Shard, file: TorchFile) -> ModelShard:
+def model_of(shard: Shard, file: TorchFile) -> ModelShard:
+    """Return what a model file holds; errors are those of `read_model`."""
     if file.root == "":  # DeepSpeed before 0.19, `NebulaCheckpointEngine.save`
         raise UnsupportedError(
             "an empty file, as DeepSpeed's Nebula engine leaves where it saves into a storage of its own",
