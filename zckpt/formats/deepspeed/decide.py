@@ -14,8 +14,8 @@ from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import is_staged, stage_states
-from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.shards import OptimizerShard, section
+from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target, TargetRank
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
@@ -26,13 +26,13 @@ from zckpt.state.checkpoint import keys_listed
 from zckpt.state.partition import check_world_size
 
 
-def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = True) -> Target:
+def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int | None = None) -> Target:
     """Return the target for a checkpoint and options.
 
     Parameters
     ----------
-    zenflow : bool
-        Whether what ZenFlow has saved is to be for ZenFlow, with matrices as it stores them.
+    sub_group_size : int, elements, optional
+        That of a live engine, for which the target is: what ZenFlow has saved is then not for ZenFlow, either.
 
     Raises
     ------
@@ -67,9 +67,13 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, zenflow: bool = Tru
     round_robin = was.get("round_robin_gradients") is True if round_robin is None else round_robin
     aligned = was.get("parameter_alignment") is True if aligned is None else aligned
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
+    known = section(origin.model.config, "zero_optimization").get("sub_group_size")
+    size = known if sub_group_size is None else sub_group_size
+    size = int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, tp=degree,
-                    transposed=zenflow and keeps_transposed(checkpoint, first.stage, stage),
+                    transposed=sub_group_size is None and keeps_transposed(checkpoint, first.stage, stage),
+                    sub_group_size=None if flat else size,
                     lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
     path, given = options.hyperparameters, None
     if path is not None and not is_bare(first):

@@ -23,7 +23,6 @@ from zckpt.formats.deepspeed.documents import documents
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
-from zckpt.formats.deepspeed.shards import section
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.write_optimizer import form_of
@@ -172,8 +171,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             found = replace(found, param_groups=groups)
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
         found = foreign.as_deepspeed(found, stage=options.stage or 1, bf16=training.bf16_optimizer)
-    found.origin = _configured(found, training)
-    target = decide(found, options, zenflow=False)
+    target = decide(found, options, sub_group_size=training.sub_group_size)
     own, trained = target.ranks[training.mp_rank].parameters, {name for names in training.groups for name in names}
     frozen = [own.get(names[0]) for names in training.names if names[0] not in trained]
     target = replace(target, lists_frozen=all(one is not None and one.slots for one in frozen))
@@ -238,18 +236,6 @@ def _is_too_narrow(parameter: Parameter, dtype: str) -> bool:
     """Tell whether a weight has lost what the engine's could have: it is float32, and the weight's master is."""
     weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
     return weight is not None and master is not None and dtype == master.dtype == "float32" != weight.dtype
-
-
-def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
-    """Return the files' origin, with the engine's own sizes of what is cut."""
-    origin = origin_of(checkpoint)
-    if origin is None:
-        raise UnsupportedError("holds no files of DeepSpeed")
-    known = origin.model.configuration
-    config = known if isinstance(known, dict) else {}
-    changed = {**section(config, "zero_optimization"), "sub_group_size": training.sub_group_size}
-    model = replace(origin.model, configuration={**config, "zero_optimization": changed})
-    return replace(origin, model=model)
 
 
 def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Checkpoint:

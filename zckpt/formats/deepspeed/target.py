@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, section
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
@@ -247,6 +247,8 @@ class Target:
         Whether parameters of groups are matrices transposed, as ZenFlow stores them.
     lists_frozen : bool
         Whether all frozen parameters are there, for the lists of ZeRO-2 and 3: an engine wants all or no list.
+    sub_group_size : int or None
+        As its groups have it.
     """
 
     checkpoint: Checkpoint
@@ -263,6 +265,7 @@ class Target:
     stages: Stages | None = None
     transposed: bool = False
     lists_frozen: bool = True
+    sub_group_size: int | None = None
     ranks: list[TargetRank] = field(default_factory=list)
     coded: dict[tuple[int, int], Codes | Form] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
@@ -279,13 +282,6 @@ class Target:
             for one in self.checkpoint.per_rank:
                 self._own_values.setdefault((one.mp_rank, one.rank), []).append(one)
         return self._own_values.get((mp_rank, rank), ())
-
-    @property
-    def sub_group_size(self) -> int | None:
-        """Elements after which ZeRO-3 begins another sub-group; None of other stages, which have none."""
-        size = section(self.origin.model.config, "zero_optimization").get("sub_group_size")
-        known = int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
-        return known if self.stage == 3 else None
 
     def parts(self, mp: TargetRank, rank: int = 0) -> list[Part]:
         """Return what a rank's file has one master of, in its order."""

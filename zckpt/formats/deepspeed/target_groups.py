@@ -68,7 +68,7 @@ def target_groups(
     """
     found: list[TargetGroup] = []
     per_layer = experts_per_rank(state.parameters)
-    data_first, sub_group_size = is_data_first(target.origin.model), target.sub_group_size
+    data_first = is_data_first(target.origin.model)
     for number, values, ranks, degree in dealt(state, options, target.stage, auto):
         experts = [[state.parameters[name] for name in names] for names in ranks]
         lanes = 1 if degree is None else state.lanes
@@ -94,7 +94,7 @@ def target_groups(
             multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
             pads = alignment_padding([p.numel for p in experts[0]], multiple)
         lane = mp_rank % target.tp if lanes > 1 else 0
-        found.append(TargetGroup(number, values, experts, pads, placement, lane, lanes, sub_group_size))
+        found.append(TargetGroup(number, values, experts, pads, placement, lane, lanes, target.sub_group_size))
     return found
 
 
