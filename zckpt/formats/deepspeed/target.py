@@ -60,9 +60,9 @@ class TargetGroup:
     experts: list[list[Parameter]]
     pads: list[int]
     placement: Placement
-    lane: int = 0
-    lanes: int = 1
-    sub_group_size: int | None = None
+    lane: int
+    lanes: int
+    sub_group_size: int | None
 
     @property
     def shared_by(self) -> int:

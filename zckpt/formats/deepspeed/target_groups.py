@@ -84,7 +84,7 @@ def target_groups(
                 for rank, own in enumerate(experts)
             ]
         placement = Placement(target.world_size * lanes, data_first)
-        if target.round_robin:
+        if target.round_robin and target.stage:
             order = round_robin_order(len(experts[0]), placement.ranks // len(experts))
             experts = [[own[i] for i in order] for own in experts]
         if target.transposed:

@@ -26,7 +26,6 @@ from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.auto_ep import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.documents import target_files
-from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
@@ -38,6 +37,7 @@ from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stages import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned
+from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
 from zckpt.formats.deepspeed.write_optimizer import batch_of, form_of
 from zckpt.formats.deepspeed.writer import rank_notes
@@ -184,10 +184,7 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     )  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state
-        groups = [
-            TargetGroup(index, group, [[own.parameters[n] for n in group.parameters]], [], Placement(1))
-            for index, group in enumerate(own.groups)
-        ]
+        groups = target_groups(target, own, number, options, {})
         target.ranks.append(TargetRank(number, files.models, [], own.parameters, own.buffers, groups,
                                        unpartitioned=_form(files.models[0], groups)))  # fmt: skip
     return target
