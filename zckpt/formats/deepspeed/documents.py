@@ -18,12 +18,11 @@ from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.auto_ep import alone, auto_experts, auto_layers
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
 from zckpt.formats.deepspeed.nested import unwrapped
 from zckpt.formats.deepspeed.pipeline import layer_names, tied_key, within
 from zckpt.formats.deepspeed.pipeline import layer_of as layer_number
-from zckpt.formats.deepspeed.target import Target
+from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.write_model import carried_from, is_filed, model_tree, single
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.torch_files import writer as torch_writer
@@ -94,11 +93,14 @@ def _optimizers(target: Target) -> Iterator[Document]:
 def _empty_optimizers(target: Target) -> Iterator[Document]:
     """Yield the files for the optimizer of experts, which hold nothing: DeepSpeed before 0.19 looks for them."""
     known = target.origin.expert_optimizers
-    degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
-    for rank in range(degree if known else 0):
+    if not known:
+        return
+    every = [group for mp in target.ranks for group in mp.groups]
+    widest = max(every, key=lambda group: len(group.experts))
+    for rank in range(len(widest.experts)):
         _, file = known[min(rank, len(known) - 1)]
         for first in range(0, len(target.ranks), target.tp):
-            for lane in _lanes_of_rank(target, rank, degree):
+            for lane in _lanes_of_rank(target, rank, widest):
                 name = f"expp_rank_{rank}_mp_rank_{first + lane:02d}_optim_states.pt"
                 yield Document(name, partial(FromFile.of, file, file.root))
 
@@ -190,17 +192,15 @@ def _lanes(target: Target, stage: int, layer: str, expert: int) -> list[int]:
     for group in target.ranks[stage * target.tp].groups:
         numbers = {expert_number(p.name) for p in group.experts[0] if layer_of(p.name) == layer and is_expert(p.name)}
         if numbers:
-            return _lanes_of_rank(target, expert // len(numbers), len(group.experts))
+            return _lanes_of_rank(target, expert // len(numbers), group)
     return list(range(target.tp))
 
 
-def _lanes_of_rank(target: Target, expert_rank: int, degree: int) -> list[int]:
-    lanes = target.ranks[0].lanes
-    if lanes == 1:
+def _lanes_of_rank(target: Target, expert_rank: int, group: TargetGroup) -> list[int]:
+    if group.lanes == 1:
         return list(range(target.tp))
-    placement = Placement(target.world_size * lanes, is_data_first(target.origin.model))
-    count = placement.ranks // degree
-    return sorted({placement.rank(expert_rank, position, degree) % lanes for position in range(count)})
+    place, degree = group.placement.rank, len(group.experts)
+    return sorted({place(expert_rank, position, degree) % group.lanes for position in range(group.shared_by)})
 
 
 def _name(layer: int | None, expert: int, mp_rank: int) -> str:
