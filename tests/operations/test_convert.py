@@ -46,7 +46,8 @@ def test_state_is_that_of_the_source(name: str, to: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "to"), each(["s2_bf16_dp4", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"], TARGETS)
+    ("name", "to"),
+    each(["s2_bf16_dp2_rr", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"], TARGETS),
 )
 def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
