@@ -11,7 +11,7 @@ that FSDP, tensor parallelism and both are read in the same way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
-from zckpt.formats.steps import last_folder
+from zckpt.formats.steps import LastStep, last_folder
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -44,26 +44,16 @@ class Options:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint is. `unfinished`: names of later ones of the same run that are not whole."""
-
-    directory: Directory
-    unfinished: tuple[str, ...] = ()
-
-
-def _place(path: Path, tag: str | None) -> Place | NearMiss | None:
-    """Return where the checkpoint is that a path is, or that is the last one of a run, or the one of that tag."""
+def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
+    """Return the checkpoint that a path is, or that is the last one of a run, or the one of that tag."""
     if not path.is_dir() or not (tag is None or is_tag(tag)):
         return None
     directory = find(path if tag is None else path / tag)
-    if directory is not None:
-        return Place(directory)
-    last = last_folder(path, is_whole) if tag is None else None
-    if isinstance(last, NearMiss):
-        return last
-    directory = find(last.path) if last is not None else None
-    return Place(directory, last.unfinished) if last is not None and directory is not None else None
+    last = last_folder(path, is_whole) if directory is None and tag is None else None
+    if not isinstance(last, LastStep):
+        return directory or last
+    directory = find(last.path)
+    return None if directory is None else replace(directory, unfinished=last.unfinished)
 
 
 class Dcp(Format):
@@ -88,9 +78,9 @@ class Dcp(Format):
         path = search.path
         if path.is_file() and (path.name == ".metadata" or rank_of(path.name) is not None):
             return NearMiss("is one file of a torch.distributed.checkpoint", f"give its directory, {path.parent}")
-        place = _place(path, search.tag)
-        if place is not None:
-            return place if isinstance(place, NearMiss) else Found(place)
+        found = _find(path, search.tag)
+        if found is not None:
+            return found if isinstance(found, NearMiss) else Found(found)
         if path.is_dir() and lacks_metadata(path):
             return NearMiss(
                 "the file that says what is where is missing",
@@ -104,7 +94,7 @@ class Dcp(Format):
         """Read `.metadata` and the headers of the items."""
         from zckpt.formats.dcp.reader import read
 
-        checkpoint = read(found.place.directory.path, names=search.names)
+        checkpoint = read(found.place.path, names=search.names)
         if found.place.unfinished:
             checkpoint.warnings.append(f"later steps were not saved to their end: {listed(found.place.unfinished)}")
         return checkpoint
@@ -130,8 +120,8 @@ class Dcp(Format):
         from zckpt.formats.dcp.metadata import read_metadata
         from zckpt.formats.survey import survey_files
 
-        surveyed = survey_files(search.path if found is None else found.place.directory.path)
-        for folder in found.place.directory.folders.values() if found is not None else ():
+        surveyed = survey_files(search.path if found is None else found.place.path)
+        for folder in found.place.folders.values() if found is not None else ():
             surveyed.errors += faults(read_metadata(folder))
         return surveyed
 

@@ -36,12 +36,16 @@ _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The folders with a `.metadata`, by name where there are several, and Lightning's file next to it."""
+    """The folders with a `.metadata`, by name where there are several, and Lightning's file next to it.
+
+    `unfinished`: names of later ones of the same run that are not whole.
+    """
 
     path: Path
     folders: dict[str, Path]
     others: tuple[Path, ...]
     own: Path | None
+    unfinished: tuple[str, ...] = ()
 
     def by_number(self) -> list[list[str]]:
         """Return the names of Accelerate's folders, those of a model and its optimizer together, by their numbers."""
