@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 from zckpt.errors import UnknownFormatError, UnsupportedError, listed
@@ -225,8 +225,9 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
             continue
         rules = []
         for key in (*file.tree.held, *(folder.several if rewritten else ())):
-            steps = folder.paths.get(key, (key,))
-            name = next((name for name in _names_within(steps) if name in kept), None)
+            steps = folder.paths.get(key, (key,))  # metadata have what lies there, or around it, under some of these
+            ends = combinations(range(len(steps) + 1), 2)
+            name = next((name for start, end in ends if (name := joined(steps[start:end])) in kept), None)
             if name is not None:
                 fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
                 rules.append(Rule((key, REST), fate, about, tensors=rewritten))
@@ -235,13 +236,6 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
             elif known & {part for step in steps for part in (str(step), str(step).rpartition(".")[2])}:
                 rules.append(Rule((key, REST), STATE, "single values and hyperparameters"))
         file.rules = (*file.rules, *rules)
-
-
-def _names_within(steps: Keys) -> Iterator[str]:
-    """Yield the names that metadata may have what lies at a path, or something around it, under."""
-    for start in range(len(steps)):
-        for end in range(start + 1, len(steps) + 1):
-            yield joined(steps[start:end])
 
 
 def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, Folder]]:
