@@ -20,7 +20,6 @@ Source: `ActivationWrapper._post_state_dict_hook`, torch 2.5 to 2.13.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TypeVar
 
 from zckpt.errors import DamagedFileError
 from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile, is_tensor
@@ -130,8 +129,6 @@ def _renested(node: Node, front: str, values: Mapping[object, object], file: Tor
 
 ATTRIBUTE = "_checkpoint_wrapped_module."
 
-T = TypeVar("T")
-
 
 def unwrapped(name: str) -> str:
     """Return the name that a state dict has for a parameter."""
@@ -154,9 +151,3 @@ def filed_names(listed: Collection[str], filed: Collection[str]) -> dict[str, st
         if of is not None and own not in listed:
             found[wrapped[of] + own.removeprefix(of)] = own
     return found
-
-
-def as_listed(filed: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
-    """Return what a state dict holds, by the names that are listed."""
-    listed = {own: name for name, own in names.items()}
-    return {listed.get(name, name): value for name, value in filed.items()}

@@ -19,7 +19,7 @@ from typing import Any
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.nested import as_listed, filed_names, flattened
+from zckpt.formats.deepspeed.nested import filed_names, flattened
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, slot_of, with_scalars
 from zckpt.state import MASTER, WEIGHT, Scalar, Shape, Slot
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
@@ -272,10 +272,11 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
     its = content.get("module")
     module, extra = flattened(its if isinstance(its, dict) else {}, known, is_listed=shapes is not None)
     filed = filed_names(known, tensors := _tensors_by_name(module))
+    names_listed = {own: name for name, own in filed.items()}
     return ModelShard(
         shard,
         file,
-        as_listed(tensors, filed),
+        {names_listed.get(name, name): tensor for name, tensor in tensors.items()},
         buffers,
         shapes,
         frozen_by_name,
