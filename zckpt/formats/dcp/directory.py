@@ -43,8 +43,8 @@ class Directory:
 
     path: Path
     folders: dict[str, Path]
-    others: tuple[Path, ...]
-    own: Path | None
+    own: Path | None = None
+    lightning: Path | None = None
     unfinished: tuple[str, ...] = ()
 
     def by_number(self) -> list[list[str]]:
@@ -63,16 +63,11 @@ def find(path: Path) -> Directory | None:
     """
     if not path.is_dir():
         return None
-    entries = entries_of(path)
-    if (path / NAME).is_file():
-        others = tuple(path / LIGHTNING_NAME for entry in entries if entry.name == LIGHTNING_NAME)
-        own = path / OWN_NAME
-        return Directory(path, {"": path}, others, own if own.is_file() else None)
-    names = [e.name for e in entries if _FOLDER.fullmatch(e.name) and (Path(e.path) / NAME).is_file()]
-    if not names:
-        return None
-    own = path / OWN_NAME
-    return Directory(path, {name: path / name for name in names}, (), own if own.is_file() else None)
+    folders = {"": path} if is_whole(path) else {
+        one.name: Path(one.path) for one in entries_of(path) if _FOLDER.fullmatch(one.name) and is_whole(Path(one.path))
+    }  # fmt: skip
+    own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
+    return Directory(path, folders, own, lightning if "" in folders else None) if folders else None
 
 
 def is_whole(path: Path) -> bool:

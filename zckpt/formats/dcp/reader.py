@@ -78,8 +78,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
     say_what_values_are(checkpoint, folders, rewritten=own is not None)
-    for other in directory.others if own is None else ():  # Lightning's
-        file = read_torchfile(other)
+    if own is None and directory.lightning is not None:
+        file = read_torchfile(directory.lightning)
         checkpoint.files.append(describe(file, "metadata"))
         content = file.root if isinstance(file.root, dict) else {}
         for key, value in content.items():

@@ -51,7 +51,7 @@ def read(place: Place) -> Checkpoint:
     """
     path = place.path
     checkpoint = Checkpoint(str(path), FORMAT, FSDP_DTENSOR)
-    root, folders = tree_of(Directory(path, {"": path}, (), None), checkpoint)
+    root, folders = tree_of(Directory(path, {"": path}), checkpoint)
     checkpoint.format_version = FSDP_DTENSOR
     tree = dict(root)
     model = branch(tree.get(MODEL))
