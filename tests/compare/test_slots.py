@@ -23,6 +23,7 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.operations.diff.checkpoints import place as place_of
 from tests.pairwise import each
+from tests.plans import Counter, noise, sparse
 from tests.strategies import cuts, shapes, tilings
 from zckpt.compare.slots import differences, pair
 from zckpt.engine.cast import numpy_dtype
@@ -58,10 +59,6 @@ def ranges(shape: tuple[int, ...], lengths: list[int]) -> list[Extent]:
     """Extents of the whole box, one after the other."""
     starts = np.cumsum([0, *lengths])
     return [Extent.flat(shape, int(start), length) for start, length in zip(starts, lengths, strict=False)]
-
-
-def noise(numel: int, dtype: str = "float32") -> np.ndarray:
-    return np.random.default_rng(numel).standard_normal(numel).astype(numpy_dtype(dtype))
 
 
 class Found(NamedTuple):
@@ -342,22 +339,6 @@ def test_threads_of_the_caller_are_left_running(tmp_path):
         assert pool.submit(sum, [1, 2]).result() == 3
 
 
-class Counter:
-    """A reporter that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def begin(self, nbytes: int) -> None:
-        self.told.append(("begin", nbytes))
-
-    def advance(self, nbytes: int) -> None:
-        self.told.append(("advance", nbytes))
-
-    def end(self) -> None:
-        self.told.append(("end", 0))
-
-
 def test_progress_adds_up_to_what_was_announced(tmp_path):
     large, small = (stored(tmp_path / str(n), np.zeros(n, np.uint8)) for n in (2 * BATCH_NBYTES + 5, 100))
     counter = Counter()
@@ -374,12 +355,6 @@ def test_end_is_reported_after_a_failure(tmp_path):
     with pytest.raises(DamagedFileError):
         compared(a, a, reporter=counter)
     assert counter.told == [("begin", 400), ("end", 0)]
-
-
-def sparse(path: Path, nbytes: int) -> str:
-    with path.open("wb") as file:
-        file.truncate(nbytes)
-    return str(path)
 
 
 def large_run(directory: Path) -> tuple[Slot, Slot]:

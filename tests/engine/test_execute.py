@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pairwise import each
-from tests.plans import write_directory
+from tests.plans import Counter, noise, sparse, write_directory
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.copy import elements, pieces
@@ -77,30 +77,10 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def noise(numel: int, dtype: str = "float32") -> np.ndarray:
-    return np.random.default_rng(numel).standard_normal(numel).astype(numpy_dtype(dtype))
-
-
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Executor]:
     with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as pool:
         yield pool
-
-
-class Counter:
-    """A reporter that remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
-
-    def begin(self, nbytes: int) -> None:
-        self.told.append(("begin", nbytes))
-
-    def advance(self, nbytes: int) -> None:
-        self.told.append(("advance", nbytes))
-
-    def end(self) -> None:
-        self.told.append(("end", 0))
 
 
 # --- the right bytes in the right place -------------------------------------------------------------------------
@@ -541,12 +521,6 @@ def test_failure_of_one_file_takes_back_the_whole_directory(tmp_path):
 # --- memory -----------------------------------------------------------------------------------------------------
 
 MEBIBYTE = 1 << 20
-
-
-def sparse(path: Path, nbytes: int) -> str:
-    with path.open("wb") as file:
-        file.truncate(nbytes)
-    return str(path)
 
 
 def large_copy(directory: Path) -> Plan:
