@@ -140,11 +140,19 @@ def _cut(
     """
     members, storages = describe(checkpoint)
     stored = [_storage_entry(number, one) for number, one in enumerate(storages)]
-    placed = list(_place(checkpoint, cut, stored))
+    used = {entry.key for entry in stored}
+    slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
+    assigned = cut([slot for *_, slot in slots], sum(entry.nbytes for entry in stored))
+    placed = []
     entries = [stored, *([] for _ in range(world_size - 1))]
-    for one in placed:
-        for file, extent in one.pieces:
-            entries[file].append(slot_entry(one.key, part(one.slot, file), extent))
+    for (name, parameter, slot), pieces in zip(slots, assigned, strict=True):
+        key = f"{name}/{parameter}"
+        while key in used:  # no two tensors of the files have the same name
+            key += "'"
+        used.add(key)
+        placed.append(Placed(name, key, slot, pieces))
+        for file, extent in pieces:
+            entries[file].append(slot_entry(key, part(slot, file), extent))
     return ByRank(place(checkpoint, members, placed), entries)
 
 
@@ -243,21 +251,6 @@ def _values(checkpoint: Checkpoint) -> Iterator[object]:
     yield checkpoint.metadata
     yield checkpoint.optimizer_metadata
     yield from (parameter.state for parameter in _parameters(checkpoint) if parameter.state)
-
-
-def _place(
-    checkpoint: Checkpoint, cut: Callable[[Sequence[Slot], int], Iterable[Pieces]], stored: Sequence[Entry]
-) -> Iterator[Placed]:
-    """Yield where each slot goes, all parameters' slots in order; no two tensors of the files have the same name."""
-    slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
-    used = {entry.key for entry in stored}
-    assigned = cut([slot for *_, slot in slots], sum(entry.nbytes for entry in stored))
-    for (name, parameter, slot), pieces in zip(slots, assigned, strict=True):
-        key = f"{name}/{parameter}"
-        while key in used:
-            key += "'"
-        used.add(key)
-        yield Placed(name, key, slot, pieces)
 
 
 def _piece(file: int, extent: Extent, shape: tuple[int, ...]) -> tuple[tuple[str, object], ...]:
