@@ -27,10 +27,10 @@ from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.together import arrays_of
+from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget, grouped
 from zckpt.errors import UnsupportedError
-from zckpt.state import CutSpans, Extent, Slot, Span
+from zckpt.state import Extent, Slot, Span
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
@@ -100,35 +100,26 @@ class SlotSet:
         return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
 
 
-Source = Slot | CutSpans
-"""Where the elements of a block lie: a slot, or a rule that cuts them so finely that blocks are read together."""
-
-
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements [start, start + numel) of a set of slots.
+    """As many elements of each slot of a set.
 
     Parameters
     ----------
     index : int
         Of the set.
-    label : str
-    shape : tuple of int
-    dtypes : tuple of str
-    sources : tuple of Source
-        One for each slot; slots have only the spans that reach into the block.
-    start, numel : int, elements
+    start : int
+        Of the first element.
+    parts : tuple of Hole or CutPiece
+        One for each slot: slots have only the spans that reach into the block; what a rule cuts finely is read together
+        with other blocks.
     nbytes : int, bytes
         Of the widest type in it.
     """
 
     index: int
-    label: str
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    sources: tuple[Source, ...]
     start: int
-    numel: int
+    parts: tuple[Hole | CutPiece, ...]
     nbytes: int
 
 
@@ -198,17 +189,16 @@ def scan(
 
 
 def _batch_nbytes(batch: Sequence[Block]) -> int:
-    return sum(block.numel * itemsize(block.dtypes[0]) for block in batch)
+    return sum(block.parts[0].nbytes for block in batch)
 
 
 def _reads(batch: Sequence[Block]) -> Iterator[str]:
     """Yield the files in which a batch lies; of a computed slot, whose inputs say it, none."""
-    for block in batch:
-        for source in block.sources:
-            if isinstance(source, CutSpans):
-                yield from Cut(source, block.start, block.numel).paths()
-            else:
-                yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
+    for part in (part for block in batch for part in block.parts):
+        if isinstance(part, CutPiece):
+            yield from part.paths()
+        else:
+            yield from (span.path for spans in (part.slot.spans, *part.slot.replicas) for span in spans)
 
 
 def _blocks(
@@ -222,11 +212,14 @@ def _blocks(
             return
         count = min(step, one.numel - start)
         extent = Extent.flat(one.shape, start, count)
-        sources = tuple(
-            rule or (slot if count == one.numel else indexes.reaching(slot, extent))  # one block needs no index
-            for slot, rule in zip(one.slots, rules, strict=True)
-        )
-        yield Block(index, one.label, one.shape, one.dtypes, sources, start, count, count * one.widest)
+        parts: list[Hole | CutPiece] = []
+        for slot, rule, dtype in zip(one.slots, rules, one.dtypes, strict=True):
+            if rule is not None:
+                parts.append(CutPiece(0, one.label, Cut(rule, start, count), dtype))
+                continue
+            near = slot if count == one.numel else indexes.reaching(slot, extent)  # one block needs no index
+            parts.append(Hole(0, one.label, near, extent, dtype))
+        yield Block(index, start, tuple(parts), count * one.widest)
 
 
 def look_at_batch(
@@ -241,16 +234,22 @@ def look_at_batch(
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
-    planned = [_pieces(block) for block in batch]
+    planned = [
+        [[] if isinstance(part, CutPiece) else [*pieces_of(part, block.nbytes)] for part in block.parts]
+        for block in batch
+    ]
     every = (piece for some in planned for each in some for piece in each)
     with Sources(direct) as sources, ahead(ranges_read(every)):
         found = iter(planned)
-        for some in grouped(batch, _cut_nbytes, most):
-            cut = _read_cuts(some, sources, most)
+        for some in grouped(batch, lambda block: block.nbytes * len(_cuts(block)), most):
+            cuts = [part for block in some for part in _cuts(block)]
+            read = iter(arrays_of([part.cut for part in cuts], sources, most))
             for block in some:
                 arrays = [
-                    cut.pop() if isinstance(source, CutSpans) else _read(block, number, pieces, buffers, sources)
-                    for number, (source, pieces) in enumerate(zip(block.sources, next(found), strict=True))
+                    cast(next(read), part.dtype)
+                    if isinstance(part, CutPiece)
+                    else _read(part, number, pieces, buffers, sources)
+                    for number, (part, pieces) in enumerate(zip(block.parts, next(found), strict=True))
                 ]
                 seen = look(block.index, block.start, arrays)
                 if seen is not None:
@@ -259,36 +258,14 @@ def look_at_batch(
     return results
 
 
-def _pieces(block: Block) -> list[list[Piece]]:
-    """Return the pieces of each slot of a block; none of what is read together with others."""
-    extent = Extent.flat(block.shape, block.start, block.numel)
-    return [
-        [] if isinstance(source, CutSpans) else [*pieces_of(Hole(0, block.label, source, extent, dtype), block.nbytes)]
-        for source, dtype in zip(block.sources, block.dtypes, strict=True)
-    ]
+def _cuts(block: Block) -> list[CutPiece]:
+    """Return what of a block is read together with others."""
+    return [part for part in block.parts if isinstance(part, CutPiece)]
 
 
-def _cut_nbytes(block: Block) -> int:
-    """Return how much of a block is read together with others."""
-    return block.nbytes * sum(isinstance(source, CutSpans) for source in block.sources)
-
-
-def _read_cuts(batch: Sequence[Block], sources: Sources, most: int) -> list[Array]:
-    """Return the elements of what rules cut finely, those of the last block and slot first."""
-    found = [
-        (Cut(source, block.start, block.numel), dtype)
-        for block in batch
-        for source, dtype in zip(block.sources, block.dtypes, strict=True)
-        if isinstance(source, CutSpans)
-    ]
-    arrays = arrays_of([one for one, _ in found], sources, most)
-    return [cast(array, dtype) for array, (_, dtype) in zip(arrays, found, strict=True)][::-1]
-
-
-def _read(block: Block, number: int, pieces: Sequence[Piece], buffers: list[Array], sources: Sources) -> Array:
+def _read(part: Hole, number: int, pieces: Sequence[Piece], buffers: list[Array], sources: Sources) -> Array:
     """Read a block of one slot of its set into the buffer that such slots have."""
-    dtype = block.dtypes[number]
-    nbytes = block.numel * itemsize(dtype)
+    nbytes = part.nbytes
     while len(buffers) <= number:
         buffers.append(np.empty(0, np.uint8))
     if len(buffers[number]) < nbytes + PAGE_NBYTES:
@@ -301,7 +278,7 @@ def _read(block: Block, number: int, pieces: Sequence[Piece], buffers: list[Arra
     else:
         for piece in pieces:
             read_piece(piece, view.data, sources)
-    return view.view(numpy_dtype(dtype))
+    return view.view(numpy_dtype(part.dtype))
 
 
 def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
