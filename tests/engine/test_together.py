@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.engine.copy import read_extent
-from zckpt.engine.fine import Cut, is_fine
+from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.packs import PackedSlot
 from zckpt.engine.plan import plan
 from zckpt.engine.scan import SlotSet, scan
@@ -94,7 +94,7 @@ def test_each_file_is_read_once(tmp_path: Path) -> None:
     slots = [*shards(tmp_path, [300] * 50, 100), *shards(tmp_path, [300] * 50, 100, "bfloat16")]
     cuts, end = [], 0
     for slot in slots:
-        assert is_fine(slot.spans, 0, slot.numel)  # type: ignore[arg-type]
+        assert fine_cut(slot, Extent.whole(slot.shape))
         cuts.append(Cut(slot.spans, 0, slot.numel, end))  # type: ignore[arg-type]
         end = cuts[-1].end
     with Counting() as sources:

@@ -34,12 +34,6 @@ class Cut:
         return self.spans.files.paths[first:end]
 
 
-def is_fine(spans: CutSpans, start: int, numel: int) -> bool:
-    """Tell whether elements are cut so that reading them with others is worth while."""
-    first, end = spans.files_of(start, start + numel)
-    return end - first >= FEWEST_FILES and spans.width * itemsize(spans.files.dtype) <= MOST_NBYTES
-
-
 def fine_cut(slot: Slot, extent: Extent) -> CutSpans | None:
     """Return the rule by which an extent of a slot is cut, if that is so and nothing else is to be done to it."""
     rule = slot.spans
@@ -49,7 +43,8 @@ def fine_cut(slot: Slot, extent: Extent) -> CutSpans | None:
         and not slot.replicas
         and rule.shape == slot.shape == extent.sizes
         and rule.files.byteorder == "little"
-        and is_fine(rule, extent.start, extent.numel)
+        and rule.width * itemsize(rule.files.dtype) <= MOST_NBYTES
     ):
-        return rule
+        first, end = rule.files_of(extent.start, extent.start + extent.numel)
+        return rule if end - first >= FEWEST_FILES else None
     return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.computed import Input
@@ -29,10 +29,8 @@ class _OfSeveral:
     slots: tuple[Slot, ...]
     dtype: str
 
-    @property
-    def step(self) -> None:
-        """Any elements can be computed by themselves."""
-        return
+    step: ClassVar[None] = None
+    """Any elements can be computed by themselves."""
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""Boxes of tensors: flattened extents as boxes, intersections, overlap; which spans may reach into an extent. Pure."""
+"""Boxes of tensors: extents as boxes, what these share, overlap; which spans may reach into an extent. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, product, starmap
+from itertools import accumulate, product
 
 from zckpt.state.spans import Extent, Slot, Span, Spans
 
@@ -54,11 +54,6 @@ def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
     if last * row < high:
         found += [((last, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], 0, high % row)]
     return found
-
-
-def intersections(a: Extent, b: Extent) -> Iterator[Box]:
-    """Yield the boxes of elements that two extents of a tensor share."""
-    yield from filter(None, starmap(intersection, product(boxes_of(a), boxes_of(b))))
 
 
 def intersection(a: Box, b: Box) -> Box | None:

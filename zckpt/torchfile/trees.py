@@ -26,8 +26,6 @@ LEAVES = frozenset(
 SMALL = 64
 """Things in a list or dict of leaves that are looked at again as fast as it is remembered that they are some."""
 
-_TEXT = frozenset({str})
-
 PARTS: dict[type, tuple[str, ...]] = {
     nodes.Tensor: ("attributes", "state", "metadata", "hooks"),
     nodes.MetaTensor: ("attributes", "state"),
@@ -192,19 +190,7 @@ def check_depth(root: object, heights: dict[int, int] | None = None, record: str
 
 def inner(node: object) -> list[object]:
     """Return the objects directly below one that may have others below them."""
-    if isinstance(node, dict):
-        below = [value for value in node.values() if type(value) not in LEAVES]
-        if not _TEXT.issuperset(map(type, node)):
-            below += [key for key in node if type(key) not in LEAVES]
-    elif isinstance(node, (list, tuple, set, frozenset)):
-        below = [value for value in node if type(value) not in LEAVES]
-    else:
-        below = []
-    for name in PARTS.get(type(node), ()):
-        part = getattr(node, name)
-        if type(part) not in LEAVES:
-            below.append(part)
-    return [child for child in below if type(child) is not nodes.Tensor or not is_leaf(child)] if below else below
+    return [child for _, child in children(node) if not is_leaf(child)]
 
 
 class Digests:
