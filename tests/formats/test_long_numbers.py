@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import zckpt
 from tests.cli.console import FIXTURES, in_time, run
 from tests.inventory.sources import SOURCES
-from tests.pairwise import each, some
+from tests.pairwise import some
 from zckpt.naming.document import read_map
 
 LONG = "1" * 5000
@@ -45,7 +45,8 @@ def lengthened(node: Any, pattern: re.Pattern[str]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "which"), [*each(DAILY, WHICH), *some([], itertools.product(sorted(SOURCES.keys() - set(DAILY)), WHICH))]
+    ("name", "which"),
+    some(itertools.product(DAILY, WHICH), itertools.product(sorted(SOURCES.keys() - set(DAILY)), WHICH)),
 )
 def test_names_in_files_may_have_long_numbers(name: str, which: str, tmp_path: Path) -> None:
     source = SOURCES[name]
