@@ -184,6 +184,8 @@ def _union(several: Sequence[Ranges]) -> Ranges:
     if all(isinstance(one, list) for one in several) or sum(map(len, several)) < MANY:
         pairs = [one if isinstance(one, list) else one.tolist() for one in several]
         return merge((low, high) for one in pairs for low, high in one)
+    if len(several) == 1:  # what is worked out for all at once is in order
+        return several[0]
     import numpy as np
 
     from zckpt.state import cuts

@@ -281,11 +281,12 @@ class ShardedRank(Rank):
                 expected=f"below {len(members[0].masters)}",
                 found=absent[0],
             )
+        dtype = self.model.dtype
         for name, shape in cut.shapes.items():
             if cut.sub_groups[name] not in group_of:
                 raise LayoutError(f"sub-group {cut.sub_groups[name]} is in no param group", path=members[0].path)
             group = group_of[cut.sub_groups[name]]
-            self.trained[name] = Parameter(name, shape, self.model.dtype, cut.slots[name], group)
+            self.trained[name] = Parameter(name, shape, dtype, cut.slots[name], group)
         for index, its_subs in enumerate(subs):
             names = [name for name, one in self.trained.items() if one.group == index]
             self.add_group(index, its_subs, names)
