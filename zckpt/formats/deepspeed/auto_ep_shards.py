@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes, of_all
-from zckpt.formats.deepspeed.per_parameter import Cut, cut_parameters
-from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.per_parameter import Cut, ShardedRank, cut_parameters
+from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -27,44 +27,36 @@ if TYPE_CHECKING:
 _EXPERTS = "autoep_expert"
 
 
-def cut_experts(models: Sequence[ModelShard], members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]) -> Cut:
-    """Return what the shards of ranks make up where sub-groups may have experts; those without all ranks share.
+class ExpertShardedRank(ShardedRank):
+    """A rank of ZeRO-3 whose sub-groups say which ranks share them."""
 
-    Parameters
-    ----------
-    models, members : sequence
-        By data-parallel rank.
-    keys : mapping of int to set of str
-        Per-element state of each sub-group.
+    def cut(self, shapes: Shapes, keys: Mapping[int, Set[str]]) -> Cut:
+        """Return what the shards of ranks make up where sub-groups may have experts; those without all ranks share.
 
-    Raises
-    ------
-    LayoutError
-        Files and layers contradict each other.
-    UnsupportedError
-        A sub-group is shared in another way.
-    """
-    every = {name: shape for group in models[0].param_shapes or [] for name, shape in group.items()}
-    of_experts, sharing = _sharing(members)
-    if not any(of_experts):
-        return cut_parameters(every, members, keys)
-    layers = auto_experts(models[0])
-    experts = {name: shape for name, shape in every.items() if name in layers}
-    check_shapes(experts, layers, len(sharing))
-    _check_numbers(models, sharing)
-    own = [_only(member, of_experts, wanted=False) for member in members]
-    found = cut_parameters({name: shape for name, shape in every.items() if name not in layers}, own, keys)
-    found.degree, found.shapes = len(sharing), every
-    parts = [cut_parameters(experts, [_only(members[rank], of_experts, wanted=True) for rank in ranks], keys)
-             for ranks in sharing]  # fmt: skip
-    for part in parts:
-        found.sub_groups |= part.sub_groups
-        found.padding += part.padding
-        found.spans += part.spans
-    for name, shape in experts.items():
-        found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
-        found.slots[name] = of_all([one.slots[name] for one in parts])
-    return found
+        Raises LayoutError: files and layers contradict each other; UnsupportedError: a sub-group is shared in another
+        way.
+        """
+        members = self.members
+        of_experts, sharing = _sharing(members)
+        if not any(of_experts):
+            return cut_parameters(shapes, members, keys)
+        layers = auto_experts(self.model)
+        experts = {name: shape for name, shape in shapes.items() if name in layers}
+        check_shapes(experts, layers, len(sharing))
+        _check_numbers(self.models, sharing)
+        own = [_only(member, of_experts, wanted=False) for member in members]
+        found = cut_parameters({name: shape for name, shape in shapes.items() if name not in layers}, own, keys)
+        found.degree, found.shapes = len(sharing), dict(shapes)
+        parts = [cut_parameters(experts, [_only(members[rank], of_experts, wanted=True) for rank in ranks], keys)
+                 for ranks in sharing]  # fmt: skip
+        for part in parts:
+            found.sub_groups |= part.sub_groups
+            found.padding += part.padding
+            found.spans += part.spans
+        for name, shape in experts.items():
+            found.shapes[name] = (shape[0] * len(sharing), *shape[1:])
+            found.slots[name] = of_all([one.slots[name] for one in parts])
+        return found
 
 
 def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[int]]]:

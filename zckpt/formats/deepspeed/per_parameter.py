@@ -264,12 +264,7 @@ class ShardedRank(Rank):
             for index, master in enumerate(member.masters)
         )
         read = {sub: keys[sub] - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
-        if members[0].content.get(GROUPS_KEY):
-            from zckpt.formats.deepspeed.auto_ep_shards import cut_experts
-
-            cut = cut_experts(self.models, members, read)
-        else:
-            cut = cut_parameters(shapes, members, read)
+        cut = self.cut(shapes, read)
         state.expert_parallel, state.padding_spans = cut.degree, [*cut.spans, FrozenPadding(self.models)]
         subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(members[0].groups)]  # type: ignore[attr-defined]
         group_of = {sub: index for index, one in enumerate(subs) for sub in one}
@@ -292,6 +287,10 @@ class ShardedRank(Rank):
             self.add_group(index, its_subs, names)
         self.add_values(group_of, {sub: read[sub] for sub in group_of})
         state.padding = by_group(cut.padding, group_of)
+
+    def cut(self, shapes: Shapes, keys: Mapping[int, Set[str]]) -> Cut:
+        """Return what the shards of all ranks make up; parameters are those of `cut_parameters`."""
+        return cut_parameters(shapes, self.members, keys)
 
     def frozen(self, name: str, slot: Slot) -> Slot | None:
         """Return the weight of a parameter that is not trained, from the shards in each rank's model file."""

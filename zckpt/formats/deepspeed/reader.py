@@ -39,6 +39,7 @@ from zckpt.formats.deepspeed.ranks import (
     select,
 )
 from zckpt.formats.deepspeed.shards import (
+    GROUPS_KEY,
     MODEL_KEYS,
     ModelShard,
     OptimizerShard,
@@ -376,6 +377,10 @@ def _layout(members: Sequence[OptimizerShard]) -> type[Rank]:
     if not members:
         return Rank
     if members[0].stage == 3:
+        if members[0].content.get(GROUPS_KEY):
+            from zckpt.formats.deepspeed.auto_ep_shards import ExpertShardedRank
+
+            return ExpertShardedRank
         from zckpt.formats.deepspeed.per_parameter import ShardedRank
 
         return ShardedRank

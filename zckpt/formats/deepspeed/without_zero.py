@@ -27,6 +27,7 @@ from zckpt.formats.deepspeed.auto_ep import listed_layers
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
+from zckpt.formats.deepspeed.notes import rank_notes
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.other_files import in_run, is_run
@@ -40,7 +41,6 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpa
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
 from zckpt.formats.deepspeed.write_optimizer import batch_of, form_of
-from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import holds_tensors
