@@ -26,7 +26,7 @@ from typing import Any
 COLLECTIVE_TIMEOUT = 300  # seconds a rank waits for its peers; then it says itself where it waited
 TIMEOUT = 600  # seconds for the whole run: one that hangs fails, and one on a busy machine does not
 GRACE = 2.0  # seconds that the other ranks get to report, too, once one has failed
-LEAVING = 30.0  # seconds that a rank gets to leave a world that has done its work
+LEAVING = 5.0  # seconds that a rank gets to leave a world that has done its work, or it is replaced
 KEPT = 12  # ranks that stay: no test needs more
 
 _context = multiprocessing.get_context("forkserver")

@@ -117,6 +117,7 @@ def hub(directory: Path) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or what comes after headers waits 40 ms for these to be acknowledged
 
         def answer(self) -> None:
             url = urlsplit(self.path)
@@ -212,6 +213,7 @@ def proxied(to_port: int) -> Iterator[Proxy]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # or what comes after headers waits 40 ms for these to be acknowledged
 
         def forward(self) -> None:
             length = self.headers.get("Content-Length")
