@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import gloo
 from tests.gloo import WorkerError, run
 
 pytestmark = pytest.mark.interop
@@ -96,7 +97,10 @@ def test_nothing_that_is_left_behind_is_seen_by_the_next(what: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("killed", "-9"), ("raised", "LookupError: here"), ("exited", "7")])
-def test_a_rank_that_ends_ends_the_others_and_all_are_replaced(how: str, words: str) -> None:
+def test_a_rank_that_ends_ends_the_others_and_all_are_replaced(
+    how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "GRACE", 0.2)
     before = run(process, 2)
     with pytest.raises(WorkerError, match=words):
         run(end, 2, how)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -50,6 +51,21 @@ READ = [
     ("diff", "--series", SOURCE, SOURCE),
     ("fingerprint", SOURCE, "--json"),
 ]
+COMMANDS = """
+import contextlib, io, json, sys
+from zckpt.cli import main
+
+said = []
+for command in json.load(sys.stdin):
+    sys.argv, out, errors, status = ["zckpt", *command], io.StringIO(), io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as error:
+        status = error.code
+    said.append([status, out.getvalue(), errors.getvalue()])
+print(json.dumps(said))
+"""
 PROGRAM = """
 import json, sys
 import zckpt
@@ -107,11 +123,31 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin" / "python"
 
 
-def run(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run(python: Path, *arguments: object, given: str = "") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [python, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
+    return subprocess.run(command, input=given, capture_output=True, text=True, env=environment, cwd="/", check=False)
+
+
+def arguments_of(verb: str, directory: Path) -> list[object]:
+    """A command of `TARGETS` that writes into a directory."""
+    target, *options = TARGETS[verb]
+    before = {"average": ["--target"], "merge-adapter": [ADAPTER]}.get(verb, [])
+    return [verb.split(maxsplit=1)[0], SOURCE, *before, directory / target, *options]
+
+
+@pytest.fixture(scope="module")
+def without(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
+    """Where each verb has written, and what the verbs that read, and then these, have said, all in one process."""
+    directory = tmp_path_factory.mktemp("without")
+    for verb in TARGETS:
+        (directory / verb).mkdir()
+    commands = [*READ, *(arguments_of(verb, directory / verb) for verb in TARGETS)]
+    listed = json.dumps([[str(word) for word in command] for command in commands])
+    done = run(python, "-c", COMMANDS, given=listed)
+    assert done.returncode == 0, done.stderr
+    return directory, json.loads(done.stdout)
 
 
 def test_torch_is_not_there(python: Path) -> None:
@@ -119,29 +155,27 @@ def test_torch_is_not_there(python: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", TARGETS)
-def test_verbs_that_write_write_the_same_without_torch(verb: str, python: Path, tmp_path: Path) -> None:
-    target, *options = TARGETS[verb]
-    written = []
-    for name in ("with", "without"):
-        directory = tmp_path / name
-        directory.mkdir()
-        before = {"average": ["--target"], "merge-adapter": [ADAPTER]}
-        written_to = [*before.get(verb, []), directory / target]
-        arguments = (verb.split(maxsplit=1)[0], SOURCE, *written_to, *options)
-        done = console.run(*arguments) if name == "with" else run(python, "-m", "zckpt", *arguments)
-        assert done.returncode == 0, done.stderr
-        files = [path for path in directory.rglob("*") if path.is_file()]
-        written.append({str(path.relative_to(directory)): path.read_bytes() for path in files})
+def test_verbs_that_write_write_the_same_without_torch(
+    verb: str, without: tuple[Path, list[list[Any]]], tmp_path: Path
+) -> None:
+    directory, said = without
+    status, _, errors = said[len(READ) + list(TARGETS).index(verb)]
+    assert status == 0, errors
+    console.succeeded(*arguments_of(verb, tmp_path))
     if verb == "convert zckpt":  # whose files have a number of the save that they belong to
-        assert zckpt.diff(tmp_path / "with" / target, tmp_path / "without" / target).equal
-    else:
-        assert written[0] == written[1]
+        target = TARGETS[verb][0]
+        assert zckpt.diff(tmp_path / target, directory / verb / target).equal
+        return
+    here, there = (
+        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for root in (tmp_path, directory / verb)
+    )
+    assert here == there
 
 
-@pytest.mark.parametrize("arguments", READ, ids=lambda one: " ".join(map(str, one[:2])))
-def test_verbs_that_read_say_the_same_without_torch(arguments: tuple[object, ...], python: Path) -> None:
-    there, done = console.run(*arguments), run(python, "-m", "zckpt", *arguments)
-    assert (done.returncode, done.stdout) == (0, there.stdout), done.stderr
+def test_verbs_that_read_say_the_same_without_torch(without: tuple[Path, list[list[Any]]]) -> None:
+    for arguments, (status, out, errors) in zip(READ, without[1], strict=False):
+        assert (status, out) == (0, console.succeeded(*arguments).stdout), errors
 
 
 def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python: Path, tmp_path: Path) -> None:

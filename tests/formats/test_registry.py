@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,20 +22,6 @@ from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, find_format, formats, get
 
 WRITTEN = [name for name in BUILT_IN if get(name).writes]
-
-
-def python(program: str, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program where a directory's packages are installed."""
-    found = environment()
-    if path is not None:
-        found["PYTHONPATH"] = f"{found.get('PYTHONPATH') or ROOT}:{path}"
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=found, check=False)
-
-
-def command(*arguments: object, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line where a directory's packages are installed."""
-    listed = ["zckpt", *map(str, arguments)]
-    return python(f"import sys; sys.argv = {listed!r}\nfrom zckpt.cli import main; main()", path=path)
 
 
 def test_table_of_the_readme_is_what_the_formats_say() -> None:
@@ -136,7 +123,10 @@ try:
 finally:
     print(sorted(sys.modules), file=sys.stderr)
 """
-    loaded = set(re.findall(r"'(.+?)'", python(program).stderr))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
+    )
+    loaded = set(re.findall(r"'(.+?)'", done.stderr))
     others = {
         "zckpt.formats.safetensors",
         "zckpt.formats.consolidated",
@@ -156,8 +146,8 @@ finally:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example package, installed."""
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the example package is installed."""
     path = tmp_path_factory.mktemp("installed")
     source = path / "source"
     source.mkdir()
@@ -169,6 +159,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "packages"
 
 
+PROGRAM = """
+import json, sys
+from tests.cli.console import run
+
+done = [run(*command) for command in json.load(sys.stdin)]
+print(json.dumps([[one.returncode, one.stdout, one.stderr] for one in done]))
+"""
+
+
+def run_with(packages: Path, *commands: Sequence[object], after: str = "") -> list[tuple[int, str, str]]:
+    """Run commands, and then a program, in a process that has the packages of a directory; exit status, output, errors.
+
+    A command that is refused says so in one line.
+    """
+    found = environment()
+    found["PYTHONPATH"] += f":{packages}"
+    listed = json.dumps([[str(word) for word in command] for command in commands])
+    done = subprocess.run([sys.executable, "-c", PROGRAM + after], input=listed, capture_output=True, text=True,
+                          env=found, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said: list[tuple[int, str, str]] = json.loads(done.stdout)
+    assert all(len(errors.splitlines()) == 1 for status, _, errors in said if status)
+    return said
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     torch.manual_seed(1)
@@ -177,20 +192,8 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_format_of_another_package_is_written_and_read(installed: Path, model: Path, tmp_path: Path) -> None:
-    target = tmp_path / "raw"
-    done = command("convert", model, target, "--to", "rawtensors", "--alignment", 4096, "--verify", path=installed)
-    assert done.returncode == 0, done.stderr
-    assert "byte for byte" in done.stderr
-    assert (target / "tensors.raw").stat().st_size > 2 * 4096
-    shown = command("inspect", target, "--json", path=installed)
-    assert json.loads(shown.stdout)["format"] == "rawtensors"
-    back = command("convert", target, tmp_path / "back", "--to", "consolidated", path=installed)
-    assert back.returncode == 0, back.stderr
-    compared = command("diff", tmp_path / "back", model, path=installed)
-    assert compared.returncode == 0, compared.stdout
-    assert command("verify", target, "--deep", path=installed).returncode == 0
-    assert "rawtensors" in command("formats", path=installed).stdout
+def test_format_of_another_package_is_written_and_read(example: Path, model: Path, tmp_path: Path) -> None:
+    target, back = tmp_path / "raw", tmp_path / "back"
     program = f"""
 import torch, zckpt
 from safetensors.torch import load_file
@@ -201,25 +204,42 @@ zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alig
 try:
     zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=3)
 except zckpt.UsageError as error:
-    print(error)
+    assert str(error) == "unusable alignment: expected 1 or 64 or 4096, found 3"
+else:
+    raise AssertionError
 """
-    found = python(program, path=installed)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == "unusable alignment: expected 1 or 64 or 4096, found 3\n"
+    written, shown, *others, listed = run_with(
+        example,
+        ("convert", model, target, "--to", "rawtensors", "--alignment", 4096, "--verify"),
+        ("inspect", target, "--json"),
+        ("convert", target, back, "--to", "consolidated"),
+        ("diff", back, model),
+        ("verify", target, "--deep"),
+        ("formats",),
+        after=program,
+    )
+    assert [status for status, _, _ in (written, shown, *others, listed)] == [0] * 6
+    assert "byte for byte" in written[2]
+    assert (target / "tensors.raw").stat().st_size > 2 * 4096
+    assert json.loads(shown[1])["format"] == "rawtensors"
+    assert "rawtensors" in listed[1]
 
 
-def test_format_of_another_package_refuses_and_checks(installed: Path, model: Path, tmp_path: Path) -> None:
-    done = command("convert", FIXTURES / "s2_bf16_dp2", tmp_path / "out", "--to", "rawtensors", path=installed)
-    assert done.returncode == 5
-    assert "zckpt consolidate" in done.stderr
-    assert command("convert", model, tmp_path / "raw", "--to", "rawtensors", path=installed).returncode == 0
-    with (tmp_path / "raw" / "tensors.raw").open("r+b") as file:
+def test_format_of_another_package_refuses_and_checks(example: Path, model: Path, tmp_path: Path) -> None:
+    raw = tmp_path / "raw"
+    state, written = run_with(
+        example,
+        ("convert", FIXTURES / "s2_bf16_dp2", tmp_path / "out", "--to", "rawtensors"),
+        ("convert", model, raw, "--to", "rawtensors"),
+    )
+    assert (state[0], written[0]) == (5, 0)
+    assert "zckpt consolidate" in state[2]
+    with (raw / "tensors.raw").open("r+b") as file:
         file.truncate(10)
-    done = command("inspect", tmp_path / "raw", path=installed)
-    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
-    assert "is not in the file" in done.stderr
-    done = command("inspect", tmp_path / "raw" / "tensors.raw", path=installed)
-    assert "without their list; give" in done.stderr
+    short, alone = run_with(example, ("inspect", raw), ("inspect", raw / "tensors.raw"))
+    assert short[0] == 3
+    assert "is not in the file" in short[2]
+    assert "without their list; give" in alone[2]
 
 
 def test_without_the_package_its_format_is_none(model: Path) -> None:
@@ -242,15 +262,17 @@ def test_broken_package_is_one_clear_line(content: str, said: str, model: Path, 
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-one\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[zckpt.formats]\nbrokenformat = broken_one:FORMAT\n")
     (packages / "broken_one.py").write_text(content + "\n")
-    done = command("convert", model, tmp_path / "out", "--to", "brokenformat", path=packages)
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert "the format brokenformat of broken-one cannot be loaded" in done.stderr
-    assert said in done.stderr
-    assert "broken" in command("formats", path=packages).stdout
-    assert command("convert", model, tmp_path / "out", "--to", "zckpt", path=packages).returncode == 0
     (tmp_path / "unknown").mkdir()
-    done = command("inspect", tmp_path / "unknown", path=packages)
-    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
-    assert "no checkpoint recognised" in done.stderr
-    assert "brokenformat" in done.stderr
+    broken, listed, other, unknown = run_with(
+        packages,
+        ("convert", model, tmp_path / "out", "--to", "brokenformat"),
+        ("formats",),
+        ("convert", model, tmp_path / "out", "--to", "zckpt"),
+        ("inspect", tmp_path / "unknown"),
+    )
+    assert [status for status, _, _ in (broken, listed, other, unknown)] == [2, 0, 0, 3]
+    assert "the format brokenformat of broken-one cannot be loaded" in broken[2]
+    assert said in broken[2]
+    assert "broken" in listed[1]
+    assert "no checkpoint recognised" in unknown[2]
+    assert "brokenformat" in unknown[2]

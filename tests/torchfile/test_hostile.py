@@ -21,7 +21,7 @@ from tests.torchfile.in_memory import read_torchbytes
 from zckpt.errors import DamagedFileError, PickleError, UnsupportedError, ZckptError
 from zckpt.torchfile import Object, plain, read_torchfile, walk_tensors
 
-MANY = 100_000
+MANY = 20_000
 
 
 def archive(data, storages=()):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
 from itertools import groupby, permutations
 from pathlib import Path
 
@@ -20,15 +19,14 @@ import pytest
 import zckpt
 from tests.inventory.sources import SOURCES
 
-SAMPLE = {
-    "s2_bf16_dp4": 2, "s2_bf16_dp2_elastic": 1, "s1_bf16_dp2_bf16opt": 1, "s3_bf16_dp3": 4, "s3_bf16_dp2_nofrozen": 4,
-    "own_blockwise_s3_fp32_dp2": 2, "moe_ep2_s0_fp32_dp4": 14, "moe_ep2_s2_bf16_dp2": 3, "tp2_s3_bf16_dp2": 4,
-    "tp2_s1_bf16_dp2": 7,
-    "pp2_s1_bf16_dp1": 6, "pp2_tp2_s1_bf16_dp1": 5, "other/mcore_legacy_tp2_pp2": 5, "other/mcore_legacy_dist_ep2": 4,
-    "other/mcore08_zarr_tp2": 6, "other/dcp_fsdp2_dp3": 3, "other/zro_dp2_adamw": 2, "other/trainer_ds2_gpt2": 4,
-    "universal/hf_llama_s2_bf16_dp2": 3, "universal/moe_ep1_s2_bf16_dp2": 5,
-}  # fmt: skip
-"""How many pairs of which fixtures every run tries; all of all are nightly's."""
+SAMPLE = [
+    "s2_bf16_dp4", "s2_bf16_dp2_elastic", "s1_bf16_dp2_bf16opt", "s3_bf16_dp3", "s3_bf16_dp2_nofrozen",
+    "own_blockwise_s3_fp32_dp2", "moe_ep2_s0_fp32_dp4", "moe_ep2_s2_bf16_dp2", "tp2_s3_bf16_dp2", "tp2_s1_bf16_dp2",
+    "pp2_s1_bf16_dp1", "pp2_tp2_s1_bf16_dp1", "other/mcore_legacy_tp2_pp2", "other/mcore_legacy_dist_ep2",
+    "other/mcore08_zarr_tp2", "other/dcp_fsdp2_dp3", "other/zro_dp2_adamw", "other/trainer_ds2_gpt2",
+    "universal/hf_llama_s2_bf16_dp2", "universal/moe_ep1_s2_bf16_dp2",
+]  # fmt: skip
+"""Of which fixtures every run tries a pair of each kind of file; all pairs of all are nightly's."""
 
 
 def pairs(name: str) -> list[tuple[str, str]]:
@@ -39,25 +37,24 @@ def pairs(name: str) -> list[tuple[str, str]]:
     every = [path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()]
     files = [one for one in every if not one.startswith("global_step") or one.startswith(own)]
 
-    def kind(one: str) -> str:
+    def but_for_numbers(one: str) -> str:
         return re.sub(r"\d+", "#", one)
 
-    alike = (list(some) for _, some in groupby(sorted(files, key=lambda one: (kind(one), one)), kind))
+    files.sort(key=lambda one: (but_for_numbers(one), one))
+    alike = (list(some) for _, some in groupby(files, but_for_numbers))
     found = [pair for some in alike for pair in permutations(some, 2)]
     return [(a, b) for a, b in found if (source / a).read_bytes() != (source / b).read_bytes()]
 
 
-def some(name: str, most: int) -> list[tuple[str, str]]:
+def kind(file: str) -> str:
+    """What a file is, whatever its folder and numbers."""
+    return re.sub(r".*/|\d+", "", file)
+
+
+def one_of_each_kind(name: str) -> list[tuple[str, str]]:
     found = pairs(name)
-    return [found[number * len(found) // most] for number in range(most)] if len(found) > most else found
-
-
-def cases() -> Iterator[object]:
-    for name, most in SAMPLE.items():
-        yield pytest.param(name, most, id=name)
-    for name, source in SOURCES.items():
-        if source.is_dir():
-            yield pytest.param(name, 1 << 20, id=f"{name}-all", marks=pytest.mark.nightly)
+    kinds = {kind(a): [pair for pair in found if kind(pair[0]) == kind(a)] for a, _ in found}
+    return [some[len(some) // 2] for some in kinds.values()]
 
 
 def saved_again(source: Path, target: Path) -> bool:
@@ -94,18 +91,28 @@ def missed(directory: Path, target: Path) -> list[str]:
 
 
 def test_the_sample_tries_every_kind_of_file_that_ranks_have() -> None:
-    tried = {re.sub(r".*/|\d+", "", a) for name, most in SAMPLE.items() for a, _ in some(name, most)}
+    tried = {kind(a) for name in SAMPLE for a, _ in one_of_each_kind(name)}
     assert {"bf_zero_pp_rank__mp_rank__optim_states.pt", "zero_pp_rank__mp_rank__model_states.pt", "distrib_optim.pt",
             "expp_rank__mp_rank__optim_states.pt", "layer_-model_states.pt", "model_optim_rng.pt", "___.distcp",
             "rng_state_.pth", "mp_rank__model_states.pt", "exp_avg.pt"} <= tried  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "most"), list(cases()))
-def test_a_copy_is_found_and_nothing_is_written_from_it(name: str, most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_copy_is_found_and_nothing_is_written_from_it(name: str, tmp_path: Path) -> None:
+    assert_found(name, one_of_each_kind(name), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name, source in SOURCES.items() if source.is_dir()])
+def test_every_copy_is_found(name: str, tmp_path: Path) -> None:
+    assert_found(name, pairs(name), tmp_path)
+
+
+def assert_found(name: str, copies: list[tuple[str, str]], tmp_path: Path) -> None:
     directory, target, wrong = tmp_path / "copy", tmp_path / "target", []
     shutil.copytree(SOURCES[name], directory)
     of_parameters = files_of_parameters(directory)
-    for a, b in some(name, most):
+    for a, b in copies:
         kept = (directory / b).read_bytes()
         shutil.copyfile(directory / a, directory / b)
         wrong += [f"{a} over {b}: {what}" for what in missed(directory, target)]
