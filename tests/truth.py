@@ -118,6 +118,22 @@ def _named(key: str, names: dict[str, str]) -> str:
     return f"{slot}/{names.get(name, name)}"
 
 
+def assert_state(found: zckpt.OpenedCheckpoint, truth: Truth) -> None:
+    """The master and the optimizer's slots of every parameter that is trained, bit for bit."""
+    assert truth.masters
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        for name, value in expected.items():
+            if found.owner(name).group is not None:
+                assert_same(found.read(name, slot), value, f"{slot}/{name}")
+
+
+def assert_same_groups(found: zckpt.OpenedCheckpoint, source: zckpt.OpenedCheckpoint) -> None:
+    """Param groups hold the same parameters, and the same of each optimizer's hyperparameters and state, in order."""
+    for mine, its in zip(found.param_groups, source.param_groups, strict=True):
+        assert (mine.parameters, mine.state) == (its.parameters, its.state)
+        assert list(mine.hyperparameters.items()) == list(its.hyperparameters.items())
+
+
 def assert_slots_equal(opened: zckpt.OpenedCheckpoint, truth: Path) -> None:
     """Hold every slot but the steps against a file with slot/parameter of each, bit for bit."""
     expected = load_file(truth)

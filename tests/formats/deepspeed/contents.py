@@ -27,6 +27,19 @@ def cut(source: Path, target: Path, world_size: int, **options: Any) -> Path:
     return tag_of(target)
 
 
+def alike(found: Path, original: Path) -> list[str]:
+    """The names of the files of two tag directories, which are the same ones and of the same form."""
+    names = sorted(path.name for path in original.glob("*.pt"))
+    assert sorted(path.name for path in found.iterdir()) == names
+    for one in names:
+        assert form(content_of(found / one)) == form(content_of(original / one)), one
+    return names
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def state_of(path: Path) -> dict[str, Any]:
     root = read_torchfile(path).root
     assert isinstance(root, dict)

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zckpt
-from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
 from tests.pairwise import each
-from tests.truth import Truth, assert_consolidated, assert_same
+from tests.truth import Truth, assert_consolidated, assert_same, assert_state
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.experts import check_split, of_experts, spread_experts
@@ -36,10 +36,7 @@ def test_everything_arrives(name: str, spread: tuple[int, int], tmp_path: Path) 
     found, truth = zckpt.open(tag), Truth(FIXTURES / name)
     assert (found.topology.dp, found.topology.ep) == (world_size, experts)
     assert set(found.parameters) == set(source.parameters)
-    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
-        assert expected
-        for key, value in expected.items():
-            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_state(found, truth)
     assert_consolidated(tag, truth, tmp_path)
     assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
     for group, old in zip(found.param_groups, source.param_groups, strict=True):
@@ -100,10 +97,7 @@ def test_there_and_back_gives_the_same_files(name: str, ranks: int, between: dic
     zckpt.reshard(run_of(name), tmp_path / "between", **between)
     experts = 1 if "ep1" in name else 2
     back = cut(tmp_path / "between", tmp_path / "back", ranks, expert_parallel_size=experts, stage=2, round_robin=False)
-    names = sorted(path.name for path in original.glob("*.pt"))
-    assert sorted(path.name for path in back.iterdir()) == names
-    for one in names:
-        assert form(content_of(back / one)) == form(content_of(original / one)), one
+    for one in alike(back, original):
         mine, theirs = tensor_bytes(back / one), tensor_bytes(original / one)
         assert list(mine) == list(theirs)
         for where, data in theirs.items():
@@ -176,10 +170,9 @@ def test_whole_experts_beside_slices(options: dict[str, Any] | None, tmp_path: P
     found = zckpt.open(source)
     assert found.warnings == []
     assert found.topology.tp == (options or {}).get("tensor_parallel_size", 2)
-    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
-        assert expected.keys() == {name for name, p in found.parameters.items() if slot in p.slots}
-        for key, value in expected.items():
-            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_state(found, truth)
+    for slot in truth.slots:
+        assert truth.kind(slot).keys() == {name for name, p in found.parameters.items() if slot in p.slots}
     verified = zckpt.verify(source, deep=True)
     assert verified.sound, verified.findings
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import zckpt
-from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
-from tests.truth import Truth, assert_consolidated, assert_same
+from tests.truth import Truth, assert_consolidated, assert_same, assert_state
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.stage_order import goes_by_modules, known_orders
@@ -58,10 +58,7 @@ def test_everything_arrives(name: str, world_size: int, options: dict[str, Any],
     assert found.topology.dp == world_size
     assert found.topology.pp == options.get("pipeline_parallel_size", 2)
     assert found.topology.tp == options.get("tensor_parallel_size", source.topology.tp)
-    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
-        assert expected
-        for key, value in expected.items():
-            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_state(found, truth)
     assert_consolidated(tag, truth, tmp_path)
     assert [sorted(g.parameters) for g in found.param_groups] == [sorted(g.parameters) for g in source.param_groups]
     degree = options.get("expert_parallel_size")
@@ -89,10 +86,7 @@ def test_there_and_back_gives_the_same_files(
     dp = zckpt.open(original).topology.dp
     cut(run_of(name), tmp_path / "between", 3, **between)
     found = cut(tmp_path / "between", tmp_path / "back", dp, **back)
-    names = sorted(path.name for path in original.glob("*.pt"))
-    assert sorted(path.name for path in found.iterdir()) == names
-    for one in names:
-        assert form(content_of(found / one)) == form(content_of(original / one)), one
+    for one in alike(found, original):
         assert tensor_bytes(found / one) == tensor_bytes(original / one), one
 
 

@@ -11,10 +11,10 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed import sliced
-from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, edit
 from tests.pairwise import each
-from tests.truth import Truth, assert_consolidated, assert_same
+from tests.truth import Truth, assert_consolidated, assert_same, assert_same_groups, assert_state
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError
 
 FIXED = ["tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "tp2_s3_bf16_dp2"]
@@ -45,14 +45,9 @@ def test_everything_arrives(name: str, stage: int, world_size: int, degree: int,
     found, truth = zckpt.open(tag), Truth(FIXTURES / name)
     assert (found.topology.dp, found.topology.tp, found.zero_stage) == (world_size, degree, stage)
     assert list(found.parameters) == list(source.parameters)
-    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
-        assert expected
-        for key, value in expected.items():
-            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_state(found, truth)
     assert_consolidated(tag, truth, tmp_path)
-    assert [g.parameters for g in found.param_groups] == [g.parameters for g in source.param_groups]
-    assert [g.hyperparameters for g in found.param_groups] == [g.hyperparameters for g in source.param_groups]
-    assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
+    assert_same_groups(found, source)
     assert found.warnings == source.warnings
 
 
@@ -62,10 +57,7 @@ def test_there_and_back_at_the_same_degree_gives_the_same_files(name: str, tmp_p
     original = tag_of(run_of(name))
     cut(run_of(name), tmp_path / "between", 3)
     back = cut(tmp_path / "between", tmp_path / "back", 2)
-    names = sorted(path.name for path in original.glob("*.pt"))
-    assert sorted(path.name for path in back.iterdir()) == names
-    for one in names:
-        assert form(content_of(back / one)) == form(content_of(original / one)), one
+    for one in alike(back, original):
         if "model_states" in one:
             assert tensor_bytes(back / one) == tensor_bytes(original / one), one
         elif "s3" not in name:
