@@ -17,7 +17,7 @@ from tests.deepspeed_engine import Spec, resume, train
 from tests.plans import read_slot
 from tests.truth import Truth, assert_consolidated
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.tensor_parallel import cut, merge
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.state import Extent, Parameter, Slot, Span
@@ -106,9 +106,11 @@ def test_a_map_is_read_and_written_as_deepspeed_does(kind: str, tmp_path: Path) 
         assert torch.equal(again.extract(whole, rank), one)
 
 
-def _state(rank: int, value: torch.Tensor, directory: Path) -> RankState:
+def _state(rank: int, value: torch.Tensor, directory: Path) -> Rank:
     file = directory / str(rank)
     file.write_bytes(value.numpy().tobytes())
     span = Span(Extent.whole(tuple(value.shape)), str(file), 0, "float32")
     slot = Slot("master", "float32", tuple(value.shape), (span,) if value.numel() else ())
-    return RankState(rank, {"a.b": Parameter("a.b", slot.shape, "float32", {"master": slot})})
+    return Rank(
+        "", "deepspeed", mp_rank=rank, parameters={"a.b": Parameter("a.b", slot.shape, "float32", {"master": slot})}
+    )

@@ -20,7 +20,7 @@ from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.experts import check_split, of_experts, spread_experts
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.target_groups import dealt
 from zckpt.state import Parameter, ParamGroup
 
@@ -251,7 +251,7 @@ def test_experts_among_other_parameters_are_refused() -> None:
 
 def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]]:
     """The groups of the target, given layer and degree of the source's."""
-    state = RankState(0, degrees=[degree for _, degree in names])
+    state = Rank("", "deepspeed", degrees=[degree for _, degree in names])
     for layer in ("a", "b"):
         for e in range(4):
             name = f"{layer}.deepspeed_experts.{e}.weight"
@@ -259,7 +259,7 @@ def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]
     for layer, degree in names:
         members = [name for name in state.parameters if name.startswith(layer)]
         hyperparameters = {"lr": 0.1, "name": f"ep_size_{degree}"}
-        state.groups.append(ParamGroup(hyperparameters, members, {}))
+        state.param_groups.append(ParamGroup(hyperparameters, members, {}))
     options = RecutOptions(world_size=4, expert_parallel_size=size)
     return [[name for names in ranks for name in names] for _, _, ranks, _ in dealt(state, options, 1, {})]
 

@@ -19,7 +19,7 @@ from tests.plans import read_slot
 from tests.strategies import cuts
 from zckpt.engine.copy import read_extent
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.tensor_parallel import cut, merge
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.state import Extent, Parameter, Slot, Span
@@ -88,7 +88,7 @@ def stored(draw: st.DrawFn, values: np.ndarray, path: str, start: int) -> tuple[
 
 def put_together(slots: list[Slot], rules: Rules) -> Parameter:
     states = [
-        RankState(rank, {NAME: Parameter(NAME, slot.shape, "float32", {"master": slot})})
+        Rank("", "deepspeed", mp_rank=rank, parameters={NAME: Parameter(NAME, slot.shape, "float32", {"master": slot})})
         for rank, slot in enumerate(slots)
     ]
     return merge(states, rules).parameters[NAME]

@@ -1,7 +1,7 @@
 """Checkpoints of DeepSpeed: ZeRO-0, 1, 2, 3 and BF16_Optimizer, rigid and elastic, dense, MoE and tensor-parallel.
 
 files       directory (their names), shards (what they hold; nested: other names), ranks (which belong together), values
-layouts     rank_state (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0* (none); groups
+layouts     layout (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0* (none); groups
 axes        tensor_parallel (tp_rules), pipeline (stages, restage), experts (expert_*, auto_ep*)
 read        reader: all ranks of all axes to a Checkpoint, whose files origin keeps
 recut       decide: a Checkpoint and options to a target; foreign gives one of another format an origin

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes, of_all
-from zckpt.formats.deepspeed.per_parameter import Cut, ShardedRank, cut_parameters
+from zckpt.formats.deepspeed.per_parameter import Cut, ShardedLayout, cut_parameters
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _EXPERTS = "autoep_expert"
 
 
-class ExpertShardedRank(ShardedRank):
-    """A rank of ZeRO-3 whose sub-groups say which ranks share them."""
+class ExpertShardedLayout(ShardedLayout):
+    """That of ZeRO-3 whose sub-groups say which ranks share them."""
 
     def cut(self, shapes: Shapes, keys: Mapping[int, Set[str]]) -> Cut:
         """Return what the shards of ranks make up where sub-groups may have experts; those without all ranks share.
@@ -43,7 +43,7 @@ class ExpertShardedRank(ShardedRank):
         layers = auto_experts(self.model)
         experts = {name: shape for name, shape in shapes.items() if name in layers}
         check_shapes(experts, layers, len(sharing))
-        _check_numbers(self.models, sharing)
+        _check_numbers(self.rank.model_files, sharing)
         own = [_only(member, of_experts, wanted=False) for member in members]
         found = cut_parameters({name: shape for name, shape in shapes.items() if name not in layers}, own, keys)
         found.degree, found.shapes = len(sharing), dict(shapes)

@@ -15,7 +15,7 @@ from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.restage import is_staged, stage_states
 from zckpt.formats.deepspeed.shards import OptimizerShard, section
-from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target, TargetRank
+from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
@@ -86,10 +86,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
     target = replace(target, rules=written_rules(origin, states, checkpoint), pp=len(states), stages=dealt)
     auto = auto_experts(origin.model)
     for number, files in enumerate(files for of_stage in states for files in of_stage):
-        state = replace(files.state, groups=with_hyperparameters(files.state.groups, given))
-        groups = target_groups(target, state, number, options, auto)
-        target.ranks.append(TargetRank(number, files.models, files.members, state.parameters, state.buffers, groups,
-                                       state.lanes))  # fmt: skip
+        rank = replace(files, mp_rank=number, param_groups=with_hyperparameters(files.param_groups, given))
+        rank.groups = target_groups(target, rank, options, auto)
+        target.ranks.append(rank)
     cut_rank_values(target)
     # Where one tensor is the state of several partitions, there have to be as many.
     own = {value.key for value in checkpoint.per_rank}

@@ -141,7 +141,7 @@ def _from_files(target: Target) -> Iterator[Document]:
         stage, lane = divmod(shard.mp_rank or 0, tp)
         key = stage, -1 if shard.layer is None else shard.layer, shard.expert or 0
         files.setdefault(key, {})[lane] = shard, file
-    whole = target.ranks[0].lanes > 1 or any(one.state.lanes > 1 for one in origin.ranks)
+    whole = target.ranks[0].lanes > 1 or any(one.lanes > 1 for one in origin.ranks)
     same = target.tp == tp
     for (source, _, expert), by_lane in sorted(files.items(), key=lambda item: item[0]):
         first = by_lane[min(by_lane)]
@@ -260,7 +260,7 @@ def _layer_tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str,
     if not isinstance(file.root, dict):
         return FromFile.of(file, file.root)
     tp = target.checkpoint.topology.tp
-    models = [files.models[0] for files in target.origin.ranks[shard.mp_rank or 0 :: tp]]
+    models = [files.model for files in target.origin.ranks[shard.mp_rank or 0 :: tp]]
     names = layer_names(shard, file, models)
     tree = OrderedMapping()
     if isinstance(file.root, OrderedMapping):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.state import Checkpoint, ParamGroup
 
@@ -59,12 +59,12 @@ def named_degree(group: ParamGroup) -> int:
     return max(int(match[1]), 1) if match else 1
 
 
-def expert_degrees(state: RankState) -> list[int | None]:
+def expert_degrees(state: Rank) -> list[int | None]:
     """Return over how many expert ranks each group is spread, None for a dense one; of another format, by its name."""
     if state.degrees:
         return state.degrees
-    sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.groups]
-    return [named_degree(g) if one else None for g, one in zip(state.groups, sparse, strict=True)]
+    sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.param_groups]
+    return [named_degree(g) if one else None for g, one in zip(state.param_groups, sparse, strict=True)]
 
 
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:

@@ -18,10 +18,10 @@ from zckpt.formats.deepspeed.auto_ep import check_shapes, of_all
 from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.experts import experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.groups import optimizer_order
-from zckpt.formats.deepspeed.rank_state import Rank
+from zckpt.formats.deepspeed.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
-from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot
+from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
 from zckpt.torchfile import Tensor
 
@@ -348,18 +348,18 @@ def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
     return [dict(items[begin:end]) for begin, end in pairwise(ways[0])]
 
 
-class FlatRank(Rank):
-    """A rank of ZeRO-1, ZeRO-2 or BF16_Optimizer."""
+class FlatLayout(Layout):
+    """That of ZeRO-1, ZeRO-2 or BF16_Optimizer."""
 
     def read(self, spread: Spread) -> None:
         """Read the optimizer's files."""
-        state, model, members = self.state, self.model, self.members
+        rank, model, members = self.rank, self.model, self.members
         groups = flat_groups(model, members, {name: slot.shape for name, slot in self.held.items()}, spread)
         if model.uses_zenflow:
             from zckpt.formats.deepspeed.zenflow import are_transposed, flipped
 
-            state.transposed = are_transposed(self.held, groups)
-            if state.transposed:
+            rank.transposed = are_transposed(self.held, groups)
+            if rank.transposed:
                 groups = list(map(flipped, groups))
         cuts = [
             [
@@ -377,21 +377,21 @@ class FlatRank(Rank):
         for index, (shapes, of_group) in enumerate(zip(groups, cuts, strict=True)):
             ep = len(of_group)
             check_shapes(shapes, self.auto, ep)
-            state.degrees.append(ep if any(map(is_expert, shapes)) else None)
-            state.expert_parallel = max(state.expert_parallel, ep)
+            rank.degrees.append(ep if any(map(is_expert, shapes)) else None)
+            rank.topology = Topology(ep=max(rank.topology.ep, ep))
             names: dict[str, None] = {}
             of_auto: dict[str, list[dict[str, Slot]]] = {}
             for expert_rank, cut in enumerate(of_group):
                 per_element = keys[index].difference(*cut.aside)
                 slots, padding, padding_spans = cut.cut(per_element)
                 read[index] = per_element | {slot.name for slot in cut.whole.values()}
-                state.duplicates += cut.copies if members[0] in spread.members[:1] else []
+                rank.duplicates += cut.copies if members[0] in spread.members[:1] else []
                 for name, slot in cut.whole.items():
                     slots[name][slot.name] = slot
                 # Of experts that are spread over all tensor-parallel ranks, each says what its own files have.
                 own = zip(cut.members, padding, strict=True)
-                state.padding += [one for member, one in own if member.path in paths]
-                state.padding_spans.append([one for one in padding_spans if one.path in paths])
+                rank.padding += [one for member, one in own if member.path in paths]
+                rank.padding_spans.append([one for one in padding_spans if one.path in paths])
                 renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in shapes}
                 for name, shape in shapes.items():
                     if name in self.auto:

@@ -116,7 +116,7 @@ def _has_stage(origin: Origin, training: Training) -> bool:
     members = origin.ranks[training.mp_rank].members if training.mp_rank < len(origin.ranks) else ()
     if training.rank >= len(members):
         return False
-    model = origin.ranks[training.mp_rank].models[0]
+    model = origin.ranks[training.mp_rank].model
     named = [name for shapes in model.param_shapes or () for name in shapes]
     return sorted(named) == sorted(name for one in training.stored for name in one)
 
@@ -208,7 +208,7 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
     same = len(firsts) == pipeline.stages and all(
         stage in dealt.of(name)
         for stage, files in enumerate(firsts)
-        for shapes in files.models[0].param_shapes or ()
+        for shapes in files.model.param_shapes or ()
         for name in shapes
     )  # each stage of the source has trained parameters of the engine's layers of that stage alone
     return as_filed(checkpoint), options if same else pipeline.options(options)

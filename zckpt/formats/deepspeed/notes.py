@@ -33,7 +33,7 @@ def alone_among_frozen(target: Target) -> list[str]:
 def rank_notes(target: Target) -> list[str]:
     """Return what became of each key that differs between ranks, or means something at the old number of ranks only."""
     ranks = target.origin.ranks
-    old = len(ranks[0].models) if ranks else 1
+    old = len(ranks[0].model_files) if ranks else 1
     found: dict[str, str] = {}
     if target.bf16_optimizer and target.checkpoint.zero_stage == 0:
         found["zero_stage"] = (
@@ -41,7 +41,7 @@ def rank_notes(target: Target) -> list[str]:
             "grad_accum_dtype fp32: at stage 0, DeepSpeed 0.19 loads no masters, and raises on what it saved itself"
         )
     if target.regrouped and len(ranks) > 1:
-        for key in _differing([files.models[0] for files in ranks]):
+        for key in _differing([files.model for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
     if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and max(len(ranks), 1) % len(target.ranks):
         found[AFFINE_KEY] = (
@@ -50,7 +50,7 @@ def rank_notes(target: Target) -> list[str]:
         )
     if old > 1 and not (target.stage == 3 and target.world_size == old):
         kept = 1 if target.regrouped else len(ranks)
-        for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):
+        for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.model_files)):
             fate = f"ranks below {target.world_size} keep theirs, the others' are left out"
             if target.stage != 3:
                 fate = "rank 0's is carried, the others' are left out, for there is one model file"

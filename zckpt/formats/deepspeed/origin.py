@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
-from zckpt.state import Checkpoint, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup
-from zckpt.state.checkpoint import RankValue
+from zckpt.state import Checkpoint, Topology
+
+if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.target import TargetGroup, Unpartitioned
 
 
-@dataclass(slots=True)
-class RankState:
-    """Parameters, buffers and groups of one model-parallel rank; shapes are those of this rank.
+@dataclass(slots=True, repr=False)
+class Rank(Checkpoint):
+    """One model-parallel rank: its files, and what they hold before slices and stages are put together.
+
+    Shapes are those of this rank, with the padding rows of a vocabulary.
 
     Parameters
     ----------
+    model_files : sequence of ModelShard
+        One; for ZeRO-3 one for each data-parallel rank, in order. Of a target those of the source from which the rest
+        is carried: a rank that is not there takes from the first.
+    members : sequence of OptimizerShard
+        One for each data-parallel rank, in order; of a target as `model_files`.
     degrees : list of int or None
         Over how many expert ranks each group is spread; None for a dense one. Empty where nothing says.
     lanes : int
@@ -28,54 +38,43 @@ class RankState:
         Parameters of layers that other stages of a pipeline use, too, where their names do not say so.
     transposed : bool
         Whether its files hold matrices transposed, see `zenflow`.
+    groups : list of TargetGroup
+        Of a target: the param groups as it cuts them.
+    unpartitioned : Unpartitioned or None
+        Of a target: how its optimizer is held at stage 0; None where there is none.
     """
 
-    mp_rank: int
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    buffers: dict[str, Parameter] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
-    padding: list[Padding] = field(default_factory=list)
-    padding_spans: list[Iterable[PaddingSpan]] = field(default_factory=list)
-    per_rank: list[RankValue] = field(default_factory=list)
-    duplicates: list[Duplicate] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    expert_parallel: int = 1
+    mp_rank: int = 0
+    model_files: Sequence[ModelShard] = ()
+    members: Sequence[OptimizerShard] = ()
     degrees: list[int | None] = field(default_factory=list)
     lanes: int = 1
     whole: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
     transposed: bool = False
+    groups: list[TargetGroup] = field(default_factory=list)
+    unpartitioned: Unpartitioned | None = None
 
-    @classmethod
-    def gathered(cls, states: Sequence[RankState]) -> RankState:
-        """Return one with what each of several ranks has of its own: no parameters, buffers and groups yet."""
-        found = cls(0, expert_parallel=max(state.expert_parallel for state in states))
-        for state in states:
-            found.padding += state.padding
-            found.padding_spans += state.padding_spans
-            found.per_rank += state.per_rank
-            found.duplicates += state.duplicates
-            found.warnings += state.warnings
-        return found
+    @property
+    def model(self) -> ModelShard:
+        """The first of its model files."""
+        return self.model_files[0]
+
+    def emptied(self, **fields: Any) -> Rank:  # noqa: ANN401  # fields of this class
+        """Return a rank of the same files of which nothing else is known yet."""
+        return Rank(self.source, self.format, model_files=self.model_files, members=self.members, **fields)
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
-    """The files of one model-parallel rank, and the state they describe, before slices are put together.
-
-    Parameters
-    ----------
-    models : sequence of ModelShard
-        One; for ZeRO-3 one for each data-parallel rank, in order.
-    members : sequence of OptimizerShard
-        One for each data-parallel rank, in order.
-    state : RankState
-        With the padding rows of a vocabulary.
-    """
-
-    models: Sequence[ModelShard]
-    members: Sequence[OptimizerShard]
-    state: RankState
+def gathered(ranks: Sequence[Rank], **fields: Any) -> Rank:  # noqa: ANN401  # fields of `Rank`
+    """Return a rank with what each of several has of its own: no parameters, buffers and groups yet."""
+    found = ranks[0].emptied(topology=Topology(ep=max(one.topology.ep for one in ranks)), **fields)
+    for one in ranks:
+        found.padding += one.padding
+        found.padding_spans += one.padding_spans
+        found.per_rank += one.per_rank
+        found.duplicates += one.duplicates
+        found.warnings += one.warnings
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class Origin:
         The first one.
     members : sequence of OptimizerShard
         Of the first model-parallel rank.
-    ranks : sequence of RankFiles
+    ranks : sequence of Rank
         By model-parallel rank; empty where there are no files and the checkpoint itself is the state.
     experts : sequence of (Shard, TorchFile)
         Files of experts' weights.
@@ -105,7 +104,7 @@ class Origin:
     directory: TagDirectory
     model: ModelShard
     members: Sequence[OptimizerShard]
-    ranks: Sequence[RankFiles] = ()
+    ranks: Sequence[Rank] = ()
     experts: Files = ()
     expert_optimizers: Files = ()
     rules: Mapping[str, object] | None = None
@@ -115,8 +114,16 @@ class Origin:
     @property
     def is_plain(self) -> bool:
         """Whether torch's optimizer steps by itself: stage 0 in float32, where it may have nothing in a stage."""
-        held = [files.models[0].optimizer or {} for files in self.ranks]
+        held = [rank.model.optimizer or {} for rank in self.ranks]
         return not self.members and bool(held) and all("param_groups" in one for one in held)
+
+
+def ranks_of(checkpoint: Checkpoint, origin: Origin) -> Sequence[Rank]:
+    """Return the model-parallel ranks of a checkpoint; one that is the whole of it, where it is of another format."""
+    return origin.ranks or [
+        Rank(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters, buffers=checkpoint.buffers,
+             param_groups=checkpoint.param_groups, model_files=[origin.model], members=origin.members)
+    ]  # fmt: skip
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin | None:

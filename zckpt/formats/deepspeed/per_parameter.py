@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.expert_ranks import Spread
-from zckpt.formats.deepspeed.rank_state import Rank
+from zckpt.formats.deepspeed.layout import Layout
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of, element_slots, quantised_keys, weight_in
-from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
 if TYPE_CHECKING:
@@ -244,20 +244,20 @@ def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot
     return Slot(WEIGHT, shards[0].dtype, shape, Line(held, [model.path for model in models]).spans(shape, 0, width))
 
 
-class ShardedRank(Rank):
-    """A rank of ZeRO-3, whose model files have no weights of what is trained, and shards of what is not."""
+class ShardedLayout(Layout):
+    """That of ZeRO-3, whose model files have no weights of what is trained, and shards of what is not."""
 
     parameterwise = True
 
     def read(self, spread: Spread) -> None:  # noqa: ARG002
         """Read the optimizer's files."""
-        state, model, members = self.state, self.model, self.members
+        rank, model, members = self.rank, self.model, self.members
         if model.param_shapes is None:
             raise LayoutError("no param_shapes", advice="the order of the shards is not known")
         shapes: Shapes = {name: shape for one in model.param_shapes for name, shape in one.items()}
         if len(shapes) != sum(map(len, model.param_shapes)):
             raise LayoutError("a parameter is in two param groups")
-        state.transposed = model.uses_zenflow
+        rank.transposed = model.uses_zenflow
         keys = element_slots(
             Case(member, index, master.numel, master.numel, quantised_keys(member.tensors[index]))
             for member in members
@@ -265,7 +265,7 @@ class ShardedRank(Rank):
         )
         read = {sub: keys[sub] - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
         cut = self.cut(shapes, read)
-        state.expert_parallel, state.padding_spans = cut.degree, [*cut.spans, FrozenPadding(self.models)]
+        rank.topology, rank.padding_spans = Topology(ep=cut.degree), [*cut.spans, FrozenPadding(rank.model_files)]
         subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(members[0].groups)]  # type: ignore[attr-defined]
         group_of = {sub: index for index, one in enumerate(subs) for sub in one}
         absent = sorted(sub for sub in group_of if not 0 <= sub < len(members[0].masters))
@@ -286,7 +286,7 @@ class ShardedRank(Rank):
             names = [name for name, one in self.trained.items() if one.group == index]
             self.add_group(index, its_subs, names)
         self.add_values(group_of, {sub: read[sub] for sub in group_of})
-        state.padding = by_group(cut.padding, group_of)
+        rank.padding = by_group(cut.padding, group_of)
 
     def cut(self, shapes: Shapes, keys: Mapping[int, Set[str]]) -> Cut:
         """Return what the shards of all ranks make up; parameters are those of `cut_parameters`."""
@@ -299,8 +299,8 @@ class ShardedRank(Rank):
         shape = (self.model.frozen_shapes or {}).get(name)
         if shape is None or 0 in shape:
             return None if shape is None else Slot(WEIGHT, slot.dtype, shape, ())
-        found = frozen_weight(name, shape, self.models)
-        if found is None or not self.state.transposed:
+        found = frozen_weight(name, shape, self.rank.model_files)
+        if found is None or not self.rank.transposed:
             return found
         from zckpt.formats.deepspeed.zenflow import transposed_slot
 
@@ -312,8 +312,8 @@ class ShardedRank(Rank):
 
     def note_copies(self) -> None:
         """Note the copies of buffers that other ranks' files hold."""
-        for model in self.models[1:]:
-            for name, buffer in self.state.buffers.items():
+        for model in self.rank.model_files[1:]:
+            for name, buffer in self.rank.buffers.items():
                 if name in model.module:
                     copy = weight_in(model.module[name], model.path)
-                    self.state.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")
+                    self.rank.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")

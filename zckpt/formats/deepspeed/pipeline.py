@@ -21,7 +21,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank, gathered
 from zckpt.formats.deepspeed.ranks import check_stages_alike
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
@@ -289,7 +289,7 @@ def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | No
     )
 
 
-def join(stages: Sequence[RankState]) -> RankState:
+def join(stages: Sequence[Rank]) -> Rank:
     """Return one state for all stages; of a tied layer, the first stage's.
 
     Raises
@@ -301,7 +301,7 @@ def join(stages: Sequence[RankState]) -> RankState:
     """
     from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
 
-    joined = RankState.gathered(stages)
+    joined = gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
     for stage in stages:
         tied = stage.tied
@@ -316,13 +316,13 @@ def join(stages: Sequence[RankState]) -> RankState:
                 joined.duplicates.append(one if shared else replace(one, original=one.slot))
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
-    degrees = {id(g): degree for one in stages for g, degree in zip(one.groups, one.degrees, strict=False)}
-    rows = align_groups([stage.groups for stage in stages])
+    degrees = {id(g): degree for one in stages for g, degree in zip(one.param_groups, one.degrees, strict=False)}
+    rows = align_groups([stage.param_groups for stage in stages])
     check_stages_alike(stages, rows)
     for row, groups in enumerate(rows):
         own = [group for group in groups if group is not None]
         names = _names_in_order(own, degrees)
-        joined.groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))
+        joined.param_groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))
         for name in names:
             if joined.parameters[name].group != row:
                 joined.parameters[name] = replace(joined.parameters[name], group=row)

@@ -77,12 +77,11 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
         if origin is None or not keeps_files:
             return replace(checkpoint, parameters=parameters, per_rank=[], origin=None)
         ranks = []
-        for state in (files.state for files in origin.ranks):
-            of_rank = {value.group for value in state.per_rank}
-            own = _with_floats(state.parameters, held, of_rank) if several else parameters
-            ranks.append(replace(state, parameters=own, per_rank=[]))
-        files = [replace(one, state=state) for one, state in zip(origin.ranks, ranks, strict=True)]
-        return replace(checkpoint, parameters=parameters, per_rank=[], origin=replace(origin, ranks=files))
+        for rank in origin.ranks:
+            of_rank = {value.group for value in rank.per_rank}
+            own = _with_floats(rank.parameters, held, of_rank) if several else parameters
+            ranks.append(replace(rank, parameters=own, per_rank=[]))
+        return replace(checkpoint, parameters=parameters, per_rank=[], origin=replace(origin, ranks=ranks))
 
 
 def of_slices(what: str) -> UnsupportedError:

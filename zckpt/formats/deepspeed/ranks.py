@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
 from zckpt.formats.remainder import jsonables
@@ -299,9 +299,9 @@ def survey(directory: TagDirectory) -> Survey:
     return Survey(files, errors)
 
 
-def check_slices_alike(states: Sequence[RankState]) -> None:
+def check_slices_alike(states: Sequence[Rank]) -> None:
     """Raise ShardError where tensor-parallel ranks have other steps or other hyperparameters of a group."""
-    rows = list(zip(*(state.groups for state in states), strict=False))
+    rows = list(zip(*(state.param_groups for state in states), strict=False))
     _check_steps(states, rows)
     for index, (mine, *others) in enumerate(rows):
         for state, its in zip(states[1:], others, strict=True):
@@ -323,7 +323,7 @@ def check_slices_alike(states: Sequence[RankState]) -> None:
                 _check_same(parameter.state, other.parameters[name].state, name, other.mp_rank)
 
 
-def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
+def check_stages_alike(stages: Sequence[Rank], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
     """Raise ShardError where stages have taken other steps with what they have of a group, or with all that they have.
 
     Parameters
@@ -332,7 +332,7 @@ def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[Para
         For each group of the training what each stage has of it.
     """
     _check_steps(stages, rows)
-    taken = [(stage, {_number(g.state["step"]) for g in stage.groups if "step" in g.state}) for stage in stages]
+    taken = [(stage, {_number(g.state["step"]) for g in stage.param_groups if "step" in g.state}) for stage in stages]
     taken = [(stage, steps) for stage, steps in taken if steps]
     for stage, steps in taken[1:]:
         if steps.isdisjoint(taken[0][1]):
@@ -340,7 +340,7 @@ def check_stages_alike(stages: Sequence[RankState], rows: Sequence[Sequence[Para
             raise _other_step("step of its param groups", stage.mp_rank, expected, found)
 
 
-def _check_steps(states: Sequence[RankState], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
+def _check_steps(states: Sequence[Rank], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
     for index, row in enumerate(rows):
         known = [(state, group.state) for state, group in zip(states, row, strict=True) if group is not None]
         for state, its in known[1:]:

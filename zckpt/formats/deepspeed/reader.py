@@ -27,9 +27,9 @@ from zckpt.formats.deepspeed.directory import (
 from zckpt.formats.deepspeed.expert_ranks import expert_files, spread_over
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, check_empty, is_expert
 from zckpt.formats.deepspeed.groups import in_one_order
-from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
+from zckpt.formats.deepspeed.layout import Layout
+from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights, with_shapes
-from zckpt.formats.deepspeed.rank_state import Rank
 from zckpt.formats.deepspeed.ranks import (
     check_models,
     data_parallel_size,
@@ -98,13 +98,12 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     files = _Files(directory)
     checkpoint, model, layers, tp = files.checkpoint, files.models[0], bool(files.layers), files.tp
     ranks = list(files.ranks())
-    states = [rank.state for rank in ranks]
     info: Mapping[str, object] | None = given
     if given is None and not model.content.keys().isdisjoint((INFO_KEY, ARGUMENTS)):
         from zckpt.formats.deepspeed.gpt_model import known_rules
 
         said = plain(model.content.get(INFO_KEY))
-        shapes = {name: p.shape for state in states[::tp] for name, p in state.parameters.items()}
+        shapes = {name: p.shape for rank in ranks[::tp] for name, p in rank.parameters.items()}
         with about(model.path):
             said = said if isinstance(said, dict) else None
             info = known_rules(model.content, said, shapes, model.path, sliced=tp > 1)
@@ -120,15 +119,14 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     with about(model.path):
-        stages = states
+        stages = ranks
         if tp > 1 or rules is not None:
             from zckpt.formats.deepspeed.tensor_parallel import merge
 
-            stages = [merge(states[i : i + tp], rules) for i in range(0, len(states), tp)]
+            stages = [merge(ranks[i : i + tp], rules) for i in range(0, len(ranks), tp)]
         state = join(stages) if len(stages) > 1 else stages[0]
-    for name in ("parameters", "buffers", "per_rank", "padding", "padding_spans", "duplicates"):
+    for name in ("parameters", "buffers", "param_groups", "per_rank", "padding", "padding_spans", "duplicates"):
         setattr(checkpoint, name, getattr(state, name))
-    checkpoint.param_groups = state.groups
     if layers:
         from zckpt.formats.deepspeed.stage_order import stage_orders
 
@@ -138,7 +136,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         None if tp_rules is None else str(tp_rules), files.layers,
     )  # fmt: skip
     checkpoint.warnings += state.warnings
-    files.describe(state, states[0])
+    files.describe(state, ranks[0])
     files.keep_others()
     checkpoint.warnings += attached or []
     if files.optimizers:
@@ -207,7 +205,7 @@ class _Files:
         """Return the first model file of each model-parallel rank."""
         return [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in self.mp_ranks]
 
-    def ranks(self) -> Iterator[RankFiles]:
+    def ranks(self) -> Iterator[Rank]:
         """Yield the files and the state of each model-parallel rank."""
         tp = self.tp
         shared = {alias: owner for model in self.models for alias, owner in (model.shared or {}).items()}
@@ -225,14 +223,15 @@ class _Files:
             of_experts = experts.all() if across else experts.by_lane.get(lane, {})
             outer = {**of_experts, **weights.get(mp_rank, {})}
             with about(models[0].path):
-                state = _layout(members)(RankState(mp_rank), models, members, outer, firsts).state_of(shared, spread)
+                rank = Rank(str(self.directory.path), "deepspeed", mp_rank=mp_rank, model_files=models, members=members)
+                _layout(members)(rank, outer, firsts).fill(shared, spread)
             if across:
-                state.lanes, state.whole = spread.lanes, frozenset(filter(is_expert, state.parameters))
-                state.duplicates += experts.copies() if lane == 0 else ()
-            for rank, name, slot in copies:  # further files of a tied layer
-                if rank == mp_rank and name in state.parameters:
-                    state.duplicates += copies_of(name, {WEIGHT: slot}, state.parameters[name].slots, kind="tied")
-            yield RankFiles(models, members, state)
+                rank.lanes, rank.whole = spread.lanes, frozenset(filter(is_expert, rank.parameters))
+                rank.duplicates += experts.copies() if lane == 0 else ()
+            for owner, name, slot in copies:  # further files of a tied layer
+                if owner == mp_rank and name in rank.parameters:
+                    rank.duplicates += copies_of(name, {WEIGHT: slot}, rank.parameters[name].slots, kind="tied")
+            yield rank
 
     def _of_rank(self, mp_rank: int) -> tuple[Sequence[ModelShard], Sequence[OptimizerShard]]:
         """Return the model file of a model-parallel rank, for ZeRO-3 those of all its ranks, and the optimizer's."""
@@ -264,17 +263,17 @@ class _Files:
         check_models(models, [model.rank for model in models], "rank", steps)
         return models, members
 
-    def describe(self, state: RankState, first: RankState) -> None:
+    def describe(self, state: Rank, first: Rank) -> None:
         """Fill in what is true of the checkpoint as a whole.
 
         Parameters
         ----------
-        state, first : RankState
+        state, first : Rank
             That of all model-parallel ranks, put together, and that of the first one.
         """
         checkpoint, model, members, details = self.checkpoint, self.models[0], self.members, self.checkpoint.details
         dp, content = data_parallel_size(self.models, members), model.content
-        checkpoint.topology = Topology(dp=dp, tp=self.tp, pp=self.pp, ep=state.expert_parallel)
+        checkpoint.topology = Topology(dp=dp, tp=self.tp, pp=self.pp, ep=state.topology.ep)
         checkpoint.world_size = dp * self.tp * self.pp
         version = content.get("ds_version") or (members[0].version if members else None)
         checkpoint.format_version = version if isinstance(version, str) else None
@@ -372,21 +371,21 @@ class _Files:
             attach_optimizer(checkpoint, model, names)
 
 
-def _layout(members: Sequence[OptimizerShard]) -> type[Rank]:
+def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:
     """Return what reads a model-parallel rank with these optimizer files."""
     if not members:
-        return Rank
+        return Layout
     if members[0].stage == 3:
         if members[0].content.get(GROUPS_KEY):
-            from zckpt.formats.deepspeed.auto_ep_shards import ExpertShardedRank
+            from zckpt.formats.deepspeed.auto_ep_shards import ExpertShardedLayout
 
-            return ExpertShardedRank
-        from zckpt.formats.deepspeed.per_parameter import ShardedRank
+            return ExpertShardedLayout
+        from zckpt.formats.deepspeed.per_parameter import ShardedLayout
 
-        return ShardedRank
-    from zckpt.formats.deepspeed.flat import FlatRank
+        return ShardedLayout
+    from zckpt.formats.deepspeed.flat import FlatLayout
 
-    return FlatRank
+    return FlatLayout
 
 
 def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str, tuple[Rule, ...]]:

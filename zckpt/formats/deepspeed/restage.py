@@ -16,7 +16,7 @@ from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, expert_degrees, is_e
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.options import Options, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
+from zckpt.formats.deepspeed.origin import Origin, Rank, ranks_of
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
 from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.stages import Stages, parse_layers, stages_of
@@ -30,7 +30,7 @@ from zckpt.torchfile import Digests
 
 def stage_states(
     checkpoint: Checkpoint, origin: Origin, degree: int, options: RecutOptions
-) -> tuple[list[list[RankFiles]], Stages | None]:
+) -> tuple[list[list[Rank]], Stages | None]:
     """Return the state of each stage and tensor-parallel rank of the target, and how its layers are dealt anew.
 
     Of a checkpoint that is no pipeline's there is one stage.
@@ -60,33 +60,31 @@ def stage_states(
     orders = known_orders(checkpoint) if elsewhere and staged else []
     if elsewhere and staged:
         _check_order(checkpoint, orders)
-        whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
-        whole.degrees.extend(expert_degrees(whole))
-        origin = replace(origin, ranks=[RankFiles([origin.model], origin.members, whole)])
+        origin = replace(origin, ranks=ranks_of(checkpoint, origin))
+        origin.ranks[0].degrees.extend(expert_degrees(origin.ranks[0]))
     source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)] if staged else [()]
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
     if not staged:
         return sliced, None
-    before, after = ([ranks[0].state for ranks in every] for every in (source, sliced))
+    before, after = ([ranks[0] for ranks in every] for every in (source, sliced))
     stages = stages_of(origin, before, after, options, checkpoint.source)
     if stages is None and degree == tp:
         return sliced, None
-    grid = [[files.state for files in of_stage] for of_stage in sliced]
     if stages is not None:
-        by_rank = list(map(list, zip(*grid, strict=True)))
+        by_rank = list(map(list, zip(*sliced, strict=True)))
         slices = [_dealt(origin, states, stages, orders, elsewhere=elsewhere) for states in by_rank]
-        grid = list(map(list, zip(*slices, strict=True)))
+        sliced = list(map(list, zip(*slices, strict=True)))
         stages = replace(stages, untold=tuple(untold_orders(by_rank[0], slices[0], orders)))
-    first = origin.ranks[0]
-    held = [any(map(is_expert, states[0].parameters)) for states in grid]
+    held = [any(map(is_expert, states[0].parameters)) for states in sliced]
     if any(held) and not all(held):
         raise UnsupportedError(
             f"stage {held.index(False)} would have no experts, and DeepSpeed waits for ever where a stage has none",
             expected="experts in each stage",
             found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
         )
-    return [[replace(first, state=replace(state, mp_rank=stage * degree + rank)) for rank, state in enumerate(of_stage)]
-            for stage, of_stage in enumerate(grid)], stages  # fmt: skip
+    first = origin.ranks[0]
+    return [[replace(one, mp_rank=stage * degree + rank, model_files=first.model_files, members=first.members)
+             for rank, one in enumerate(of_stage)] for stage, of_stage in enumerate(sliced)], stages  # fmt: skip
 
 
 def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> bool:
@@ -96,7 +94,7 @@ def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
     if not origin.ranks:  # of another format
         return bool(stages_asked(options))
     given = options.pipeline_layers is not None or options.stage_bounds is not None
-    return given and are_stages([files.models[0] for files in origin.ranks], len(origin.ranks))
+    return given and are_stages([files.model for files in origin.ranks], len(origin.ranks))
 
 
 def stages_asked(options: Options) -> list[str]:
@@ -129,20 +127,20 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
 
 def _dealt(
     origin: Origin,
-    source: Sequence[RankState],
+    source: Sequence[Rank],
     stages: Stages,
     orders: Sequence[Sequence[Sequence[str]] | None],
     *,
     elsewhere: bool,
-) -> list[RankState]:
+) -> list[Rank]:
     """Return the state of each stage of the target, of one tensor-parallel rank.
 
     A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
     """
     count = len(stages.bounds) - 1
     by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
-    found = [RankState(0, lanes=source[0].lanes, whole=frozenset().union(*(s.whole for s in source)))
-             for _ in range(count)]  # fmt: skip
+    whole = frozenset[str]().union(*(one.whole for one in source))
+    found = [source[0].emptied(lanes=source[0].lanes, whole=whole) for _ in range(count)]
     parameters = {name: p for state in reversed(source) for name, p in state.parameters.items()}
     buffers = {name: p for state in reversed(source) for name, p in state.buffers.items()}
     has = {name: stages.of(name) for name in (*parameters, *buffers)}
@@ -178,7 +176,7 @@ def _dealt(
                     ordered = _experts_in_order(its, degree, stages, stage)
                     members = split_experts(ordered, degree, parameters) if by_size else [ordered]
                 for one in members:
-                    state.groups.append(ParamGroup(groups[0].hyperparameters, one, groups[0].state))
+                    state.param_groups.append(ParamGroup(groups[0].hyperparameters, one, groups[0].state))
                     state.degrees.append(degree)
             elif len(groups) == len(row) and by_groups:  # no stage of the source lacks it, either
                 raise UnsupportedError(

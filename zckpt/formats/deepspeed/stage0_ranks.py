@@ -21,7 +21,7 @@ from dataclasses import replace
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, NAMES_BY_STAGE_ADVICE
 from zckpt.formats.deepspeed.expert_optimizers import attach_experts
-from zckpt.formats.deepspeed.origin import RankFiles
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.pipeline import TIED, layer_of, tied_key, within
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.stage0 import Numbered, attach_optimizer, has_all_names
@@ -32,7 +32,7 @@ from zckpt.state import Checkpoint, Parameter
 
 def attach_to_ranks(
     source: str,
-    ranks: Sequence[RankFiles],
+    ranks: Sequence[Rank],
     rules: Rules | None,
     info: Mapping[str, object] | None,
     tp: int,
@@ -63,16 +63,16 @@ def attach_to_ranks(
     DamagedFileError, UsageError, UnsupportedError
         As the functions below.
     """
-    if ranks[0].models[0].content.get("optimizer") is None:
+    if ranks[0].model.content.get("optimizer") is None:
         return None
     if layers and names is None:
         names = names_by_themselves(ranks, tp)
     # A vocabulary's padding is in the optimizer's state, too, and is to be taken off both.
-    padded = rules is not None and any(map(rules.is_vocabulary, ranks[0].state.parameters))
+    padded = rules is not None and any(map(rules.is_vocabulary, ranks[0].parameters))
     if len(ranks) == 1 and not padded and not (layers and names is not None):
         return None
-    lost = [f"{one.models[0].path}: holds no optimizer, as those of other ranks do; none is read"
-            for one in ranks if one.models[0].optimizer is None]  # fmt: skip
+    lost = [f"{one.model.path}: holds no optimizer, as those of other ranks do; none is read"
+            for one in ranks if one.model.optimizer is None]  # fmt: skip
     if layers:
         names, keys = layer_numbers(names, ranks[0])
         reasons = lost[:1] or _attach_to_stages(source, ranks, tp, names)
@@ -82,15 +82,15 @@ def attach_to_ranks(
     return None if reasons and len(ranks) == 1 else reasons
 
 
-def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None:
+def names_by_themselves(ranks: Sequence[Rank], tp: int) -> list[str] | None:
     """Return the names that the optimizers of all stages have recorded, stage by stage, where they are of the files.
 
     They tell the keys of tied layers, too. Where which layer has a key is not known, none is taken.
     """
     recorded = [
-        [] if _is_idle(files) else Numbered(held, files.models[0].file).recorded_names
+        [] if _is_idle(files) else Numbered(held, files.model.file).recorded_names
         for files in ranks
-        if (held := files.models[0].optimizer) is not None
+        if (held := files.model.optimizer) is not None
     ]
     alike = len(recorded) == len(ranks) and all(
         names is not None and names == recorded[number // tp * tp] for number, names in enumerate(recorded)
@@ -100,16 +100,16 @@ def names_by_themselves(ranks: Sequence[RankFiles], tp: int) -> list[str] | None
         whole, _ = layer_numbers(found, ranks[0])
     except (UsageError, LayoutError):
         return None
-    return found if alike and set(whole or ()) <= set(ranks[0].state.parameters) else None
+    return found if alike and set(whole or ()) <= set(ranks[0].parameters) else None
 
 
-def _is_idle(files: RankFiles) -> bool:
+def _is_idle(files: Rank) -> bool:
     """Tell whether a stage trains nothing: DeepSpeed takes groups without parameters from its optimizer."""
-    held = files.models[0].optimizer
+    held = files.model.optimizer
     return held is not None and held.get("param_groups") == []
 
 
-def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequence[str] | None, dict[int, str]]:
+def layer_numbers(names: Sequence[str] | None, files: Rank) -> tuple[Sequence[str] | None, dict[int, str]]:
     """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys."""
     rests: dict[str, set[str]] = {}
     for name in names or ():
@@ -117,7 +117,7 @@ def layer_numbers(names: Sequence[str] | None, files: RankFiles) -> tuple[Sequen
             rests.setdefault(tied_key(name) or "", set()).add(within(name))
     given = {layer_of(name) for name in names or () if not name.startswith(TIED)}
     held: dict[int, set[str]] = {}
-    for name in files.state.parameters:
+    for name in files.parameters:
         held.setdefault(layer_of(name), set()).add(within(name))
     numbers: dict[str, int] = {}
     for key, its in rests.items():
@@ -145,36 +145,36 @@ def _members(checkpoint: Checkpoint) -> list[list[str]]:
     return [group.parameters for group in checkpoint.param_groups]
 
 
-def _attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[str] | None) -> list[str]:
+def _attach_to_slices(source: str, ranks: Sequence[Rank], names: Sequence[str] | None) -> list[str]:
     """Give each tensor-parallel rank the optimizer in its model file, under the names of its slices.
 
     Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
     none of them gets an optimizer.
     """
-    found = [_own(source, files.state.parameters.values()) for files in ranks]
+    found = [_own(source, files.parameters.values()) for files in ranks]
     for files, one in zip(ranks, found, strict=True):
-        attach_optimizer(one, files.models[0], names)
+        attach_optimizer(one, files.model, names)
         if not has_all_names(one) or _members(one) != _members(found[0]):
             return [
-                f"{files.models[0].path}: which slices the optimizer's parameters are is not certain; its state is "
+                f"{files.model.path}: which slices the optimizer's parameters are is not certain; its state is "
                 f"left out ({NAMES_ADVICE})"
             ]
     for files, one in zip(ranks, found, strict=True):
-        files.state.parameters.update(one.parameters)
-        files.state.groups[:] = one.param_groups
+        files.parameters.update(one.parameters)
+        files.param_groups[:] = one.param_groups
     return []
 
 
-def _attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Sequence[str] | None) -> list[str]:
+def _attach_to_stages(source: str, ranks: Sequence[Rank], tp: int, names: Sequence[str] | None) -> list[str]:
     """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage."""
     given = names_by_stage(names, ranks[::tp], source)
-    every = [ranks[number % tp].state.parameters for number in range(len(ranks))]
+    every = [ranks[number % tp].parameters for number in range(len(ranks))]
 
     def attached(allowed: Sequence[Collection[str]]) -> list[Checkpoint]:
         found = []
         for number, files in enumerate(ranks):
             found.append(_own(source, [p for name, p in every[number].items() if name in allowed[number]]))
-            attach_optimizer(found[-1], files.models[0], given[number // tp])
+            attach_optimizer(found[-1], files.model, given[number // tp])
         return found
 
     found = attached(every)
@@ -185,7 +185,7 @@ def _attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: S
         alike = _members(one) == _members(found[number // tp * tp])
         if not known or not alike or not _follow(_members(one), found[number % tp : number : tp]):
             return [
-                f"{ranks[number].models[0].path}: which layers' parameters the optimizer of stage {number // tp} "
+                f"{ranks[number].model.path}: which layers' parameters the optimizer of stage {number // tp} "
                 f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "
                 f"({NAMES_BY_STAGE_ADVICE})"
             ]
@@ -209,16 +209,16 @@ def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: 
     return allowed
 
 
-def names_by_stage(names: Sequence[str] | None, stages: Sequence[RankFiles], source: str) -> list[Sequence[str] | None]:
+def names_by_stage(names: Sequence[str] | None, stages: Sequence[Rank], source: str) -> list[Sequence[str] | None]:
     """Return the names that a user gave, for each stage as many as its optimizer has parameters."""
     if names is None:
         return [None] * len(stages)
-    numels = {name: parameter.numel for name, parameter in stages[0].state.parameters.items()}
+    numels = {name: parameter.numel for name, parameter in stages[0].parameters.items()}
     found: list[Sequence[str] | None] = []
     at = 0
     for files in stages:
-        held, left = files.models[0].optimizer, [numels.get(name, 0) for name in names[at:]]
-        count = 0 if held is None else Numbered(held, files.models[0].file).count(left)
+        held, left = files.model.optimizer, [numels.get(name, 0) for name in names[at:]]
+        count = 0 if held is None else Numbered(held, files.model.file).count(left)
         found.append(names[at : at + count])
         at += count
     if at != len(names):
@@ -241,14 +241,14 @@ def _follow(groups: Sequence[Sequence[str]], before: Sequence[Checkpoint]) -> bo
     return not known or not own or min(own) > max(known)
 
 
-def _deal(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) -> None:
+def _deal(ranks: Sequence[Rank], found: Sequence[Checkpoint], tp: int) -> None:
     """Give each rank its parameters and groups; what no optimizer has goes to the stage of the layers around it."""
     owned = [{name for names in _members(one) for name in names} for one in found]
     for lane in range(tp):
         of_lane = range(lane, len(ranks), tp)
         firsts = [min(map(layer_of, owned[n] - set().union(*owned[lane:n:tp])), default=None) for n in of_lane]
         own: dict[int, dict[str, Parameter]] = {number: {} for number in of_lane}
-        for name, parameter in ranks[lane].state.parameters.items():
+        for name, parameter in ranks[lane].parameters.items():
             owner = parameter.tied_to or name
             its = [number for number in of_lane if owner in owned[number]]
             if not its:
@@ -259,9 +259,9 @@ def _deal(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) -> N
                 one = found[number].parameters.get(name, parameter)
                 own[number][name] = replace(one, frozen=one.tied_to is None and name not in owned[number])
         for number, parameters in own.items():
-            state = ranks[number].state
-            state.parameters, state.groups = parameters, found[number].param_groups
-            state.tied = frozenset(n for n in owned[number] if sum(n in owned[other] for other in of_lane) > 1)
+            rank = ranks[number]
+            rank.parameters, rank.param_groups = parameters, found[number].param_groups
+            rank.tied = frozenset(n for n in owned[number] if sum(n in owned[other] for other in of_lane) > 1)
 
 
 _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
@@ -269,19 +269,18 @@ _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
 
 
 def name_tied_layers(
-    ranks: Sequence[RankFiles], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int
+    ranks: Sequence[Rank], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int
 ) -> None:
     """Give tied layers the names that files of ZeRO have for them, where their keys are known."""
     mentioned = set() if info is None else set(_TIED_KEY.findall(json.dumps(info, default=str)))
-    layers = {layer_of(name) for files in ranks for name in files.state.tied}
+    layers = {layer_of(name) for files in ranks for name in files.tied}
     if not keys and len(mentioned) == len(layers) == 1:
         keys = {layers.pop(): mentioned.pop()}
     if keys:
         named = with_tied_names(ranks, keys)
         for files, one in zip(ranks, named, strict=True):
-            own = files.state
-            own.parameters, own.groups = one.state.parameters, one.state.groups
-            own.tied = frozenset(name for name in own.parameters if name.startswith(TIED)) | own.tied
+            files.parameters, files.param_groups = one.parameters, one.param_groups
+            files.tied = frozenset(name for name in one.parameters if name.startswith(TIED)) | files.tied
     elif mentioned and tp > 1:
         raise UnsupportedError(
             "which layer the rules mean by a tied one is not known, nor so how it is sliced",
@@ -291,7 +290,7 @@ def name_tied_layers(
         )
 
 
-def with_tied_names(ranks: Sequence[RankFiles], keys: Mapping[int, str]) -> list[RankFiles]:
+def with_tied_names(ranks: Sequence[Rank], keys: Mapping[int, str]) -> list[Rank]:
     """Return the ranks of a pipeline with the names that files of ZeRO have for tied layers, and the shapes by group.
 
     Parameters
@@ -299,9 +298,9 @@ def with_tied_names(ranks: Sequence[RankFiles], keys: Mapping[int, str]) -> list
     keys : mapping of int to str
         The key of a tied layer by its number. It is in no file of stage 0; the number stands for it.
     """
-    tied = {name for files in ranks for name in files.state.tied}
+    tied = {name for files in ranks for name in files.tied}
     if keys:
-        every = [name for files in ranks for name in files.state.parameters]
+        every = [name for files in ranks for name in files.parameters]
         tied |= {name for name in every if not name.startswith(TIED) and layer_of(name) in keys}
     tied = {name for name in tied if not name.startswith(TIED)}
     known = {name: f"{TIED}{keys.get(layer_of(name), layer_of(name))}.{name.partition('.')[2]}" for name in tied}
@@ -309,18 +308,18 @@ def with_tied_names(ranks: Sequence[RankFiles], keys: Mapping[int, str]) -> list
     for files in ranks:
         parameters = {
             known.get(name, name): replace(p, name=known.get(name, name), tied_to=known.get(p.tied_to or "", p.tied_to))
-            for name, p in files.state.parameters.items()
+            for name, p in files.parameters.items()
         }
-        groups = [replace(g, parameters=[known.get(n, n) for n in g.parameters]) for g in files.state.groups]
+        groups = [replace(g, parameters=[known.get(n, n) for n in g.parameters]) for g in files.param_groups]
         shapes = [{name: parameters[name].shape for name in group.parameters} for group in groups]
         frozen = {name: p.shape for name, p in parameters.items() if p.group is None}
-        models = [replace(files.models[0], param_shapes=[*shapes, frozen])]
-        found.append(replace(files, models=models, state=replace(files.state, parameters=parameters, groups=groups)))
+        models = [replace(files.model, param_shapes=[*shapes, frozen])]
+        found.append(replace(files, model_files=models, parameters=parameters, param_groups=groups))
     return found
 
 
 def attach_experts_to_ranks(
-    source: str, ranks: Sequence[RankFiles], files: Files, tp: int, names: Sequence[str] | None
+    source: str, ranks: Sequence[Rank], files: Files, tp: int, names: Sequence[str] | None
 ) -> list[str]:
     """Give each model-parallel rank the optimizers of its expert ranks, before slices and stages are put together.
 
@@ -343,17 +342,17 @@ def attach_experts_to_ranks(
     ShardError, UnsupportedError
         As `attach_experts`.
     """
-    if any(one.state.lanes > 1 for one in ranks):
+    if any(one.lanes > 1 for one in ranks):
         return ["without ZeRO, the experts of several tensor-parallel ranks are numbered by each rank's own; the "
                 "optimizer's state is left out"]  # fmt: skip
     given = names_by_stage(names, ranks[::tp], source)
     found: list[Checkpoint] = []
     for number, one in enumerate(ranks):
-        own = _own(source, one.state.parameters.values())
-        its = [(shard, file) for shard, file in files if (shard.mp_rank or 0) == one.state.mp_rank]
+        own = _own(source, one.parameters.values())
+        its = [(shard, file) for shard, file in files if (shard.mp_rank or 0) == one.mp_rank]
         if not its:
-            return [f"{source}: no optimizer files of experts of mp_rank {one.state.mp_rank}; none is read"]
-        attach_experts(own, its, one.models[0], given[number // tp])
+            return [f"{source}: no optimizer files of experts of mp_rank {one.mp_rank}; none is read"]
+        attach_experts(own, its, one.model, given[number // tp])
         if not has_all_names(own):
             return [
                 f"{its[0][1].path}: which parameters the optimizer numbers is not certain; its state is left out "
@@ -361,8 +360,8 @@ def attach_experts_to_ranks(
             ]
         found.append(own)
     for one, own in zip(ranks, found, strict=True):
-        one.state.parameters, one.state.groups[:] = own.parameters, own.param_groups
-        one.state.duplicates += own.duplicates
-        one.state.expert_parallel = own.topology.ep
-        one.state.warnings += own.warnings
+        one.parameters, one.param_groups[:] = own.parameters, own.param_groups
+        one.duplicates += own.duplicates
+        one.topology = own.topology
+        one.warnings += own.warnings
     return []

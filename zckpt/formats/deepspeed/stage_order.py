@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, layer_of, tied_key
 from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint
@@ -26,13 +26,13 @@ from zckpt.state.names import plain_name
 KEY = "stage_orders"
 
 
-def stage_orders(stages: Sequence[RankState]) -> dict[str, object]:
+def stage_orders(stages: Sequence[Rank]) -> dict[str, object]:
     """Return the text for the stages of a pipeline, by its key; nothing where nothing has to be said."""
     names = [name for one in stages for name in one.parameters]
     if any(map(is_expert, names)) or any(tied_key(n) is None and not n.partition(".")[0].isdecimal() for n in names):
         return {}
     texts: list[str] = []
-    for row in align_groups([one.groups for one in stages]):
+    for row in align_groups([one.param_groups for one in stages]):
         own = [group.parameters if group is not None else [] for group in row]
         whole = {name: number for number, name in enumerate(dict.fromkeys(name for one in own for name in one))}
         plain = is_ordered(list(whole), {}) and not _unseen(own, [list(whole)])
@@ -64,7 +64,7 @@ def known_orders(checkpoint: Checkpoint) -> list[list[list[str]] | None]:
 
 
 def untold_orders(
-    source: Sequence[RankState], target: Sequence[RankState], orders: Sequence[Sequence[Sequence[str]] | None]
+    source: Sequence[Rank], target: Sequence[Rank], orders: Sequence[Sequence[Sequence[str]] | None]
 ) -> list[str]:
     """Say, for each param group of the target, which order of its parameters no stage of the source shows.
 
@@ -75,12 +75,12 @@ def untold_orders(
     """
     group_of: dict[str, int] = {}
     shown: list[Sequence[Sequence[str]]] = []
-    for number, row in enumerate(align_groups([one.groups for one in source])):
+    for number, row in enumerate(align_groups([one.param_groups for one in source])):
         own = [group.parameters for group in row if group is not None]
         shown.append((orders[number] if number < len(orders) else None) or own)
         group_of |= {name: number for names in own for name in names}
     found: dict[int, str] = {}
-    for group in (group for one in target for group in one.groups if group.parameters):
+    for group in (group for one in target for group in one.param_groups if group.parameters):
         index = group_of.get(group.parameters[0])
         pair = None if index is None or index in found else _unseen(shown[index], [group.parameters])
         if pair is not None and index is not None:

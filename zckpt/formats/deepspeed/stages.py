@@ -23,7 +23,7 @@ from typing import NamedTuple
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.gpt_model import arguments_in, is_gpt
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, RankState
+from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.pipeline import TIED, layer_names, layer_of, tied_key
 from zckpt.state.names import is_number
 
@@ -275,13 +275,13 @@ def _unsure(found: str) -> UnsupportedError:
 
 
 def stages_of(
-    origin: Origin, source: Sequence[RankState], target: Sequence[RankState], options: RecutOptions, path: str
+    origin: Origin, source: Sequence[Rank], target: Sequence[Rank], options: RecutOptions, path: str
 ) -> Stages | None:
     """Return how the target's stages have the layers; None if each stage keeps what it has.
 
     Parameters
     ----------
-    source, target : sequence of RankState
+    source, target : sequence of Rank
         Of each stage of the source the state of one tensor-parallel rank, as the source and as the target slices it.
 
     Raises
@@ -355,7 +355,7 @@ def _asked(options: RecutOptions, stages: int) -> tuple[int, Numbers | None]:
 
 
 def _layers(
-    origin: Origin, source: Sequence[RankState], seen: _Evidence, options: RecutOptions, path: str
+    origin: Origin, source: Sequence[Rank], seen: _Evidence, options: RecutOptions, path: str
 ) -> tuple[list[Layer] | None, str | None]:
     """Return the layers and how they are dealt, as options say it or else the program's arguments."""
     method, layers = options.partition_method, None
@@ -375,16 +375,16 @@ def _layers(
     return layers, method
 
 
-def _evidence(origin: Origin, source: Sequence[RankState]) -> _Evidence:
+def _evidence(origin: Origin, source: Sequence[Rank]) -> _Evidence:
     seen = _Evidence(len(source), _weights(source))
     for number, state in enumerate(source):
-        for name in (*(name for group in state.groups for name in group.parameters), *state.buffers):
+        for name in (*(name for group in state.param_groups for name in group.parameters), *state.buffers):
             key = tied_key(name)
             if key is None:
                 seen.stage[layer_of(name)] = number
             elif number not in seen.tied.setdefault(key, []):
                 seen.tied[key].append(number)
-    models = [files.models[0] for files in origin.ranks[:: max(len(origin.ranks) // len(source), 1)]]
+    models = [files.model for files in origin.ranks[:: max(len(origin.ranks) // len(source), 1)]]
     if not origin.layers:  # with experts the stages' own files have the weights
         seen.filed.update(seen.stage)
     for shard, file in origin.layers:
@@ -395,11 +395,11 @@ def _evidence(origin: Origin, source: Sequence[RankState]) -> _Evidence:
     return seen
 
 
-def _weights(states: Sequence[RankState]) -> Weights:
+def _weights(states: Sequence[Rank]) -> Weights:
     found: Counter[int | str] = Counter()
     tied: set[str] = set()
     for state in states:
-        own = [name for group in state.groups for name in group.parameters if name not in tied]
+        own = [name for group in state.param_groups for name in group.parameters if name not in tied]
         for name in own:
             key = tied_key(name)
             found[layer_of(name) if key is None else key] += state.parameters[name].numel

@@ -192,7 +192,7 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | 
     layouts: dict[str, list[Padding]] = {}
     for one in origin.ranks:
         paths = {member.rank: member.path for member in one.members}
-        for padding in sorted(one.state.padding, key=lambda padding: padding.group):
+        for padding in sorted(one.padding, key=lambda padding: padding.group):
             layouts.setdefault(paths[padding.rank], []).append(padding)
     if members[0].elastic:
         return layouts, True, None

@@ -9,8 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.expert_ranks import Placement
-from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
@@ -189,45 +188,6 @@ class Unpartitioned:
 
 
 @dataclass(frozen=True, slots=True)
-class TargetRank:
-    """One model-parallel rank of the target.
-
-    Parameters
-    ----------
-    models : sequence of ModelShard
-        The source's model files, from which the rest is carried, by data-parallel rank; a rank that is not there
-        takes from the first.
-    members : sequence of OptimizerShard
-        The same for optimizer files.
-    parameters, buffers : dict of str to Parameter
-        In this rank's shapes.
-    lanes : int
-        Tensor-parallel ranks over which experts are spread.
-    unpartitioned : Unpartitioned or None
-        How its optimizer is held at stage 0; None where there is none.
-    """
-
-    mp_rank: int
-    models: Sequence[ModelShard]
-    members: Sequence[OptimizerShard]
-    parameters: dict[str, Parameter]
-    buffers: dict[str, Parameter]
-    groups: list[TargetGroup]
-    lanes: int = 1
-    unpartitioned: Unpartitioned | None = None
-
-    @property
-    def model(self) -> ModelShard:
-        """The first of the source's model files."""
-        return self.models[0]
-
-    def owner(self, name: str) -> Parameter:
-        """Return the parameter that has the slots of the one called `name`."""
-        parameter = self.parameters[name]
-        return parameter if parameter.tied_to is None else self.parameters[parameter.tied_to]
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """A DeepSpeed checkpoint that is to be written, every option decided.
 
@@ -266,7 +226,7 @@ class Target:
     transposed: bool = False
     lists_frozen: bool = True
     sub_group_size: int | None = None
-    ranks: list[TargetRank] = field(default_factory=list)
+    ranks: list[Rank] = field(default_factory=list)
     coded: dict[tuple[int, int], Codes | Form] = field(default_factory=dict, repr=False, compare=False)
     _own_values: dict[tuple[int, int], list[RankValue]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -283,6 +243,6 @@ class Target:
                 self._own_values.setdefault((one.mp_rank, one.rank), []).append(one)
         return self._own_values.get((mp_rank, rank), ())
 
-    def parts(self, mp: TargetRank, rank: int = 0) -> list[Part]:
+    def parts(self, mp: Rank, rank: int = 0) -> list[Part]:
         """Return what a rank's file has one master of, in its order."""
         return [part for group in mp.groups for part in group.parts(rank)]

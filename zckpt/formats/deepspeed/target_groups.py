@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.experts import (
     spread_experts,
 )
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.zenflow import transposed
 from zckpt.state import Parameter, ParamGroup
@@ -55,7 +55,7 @@ class _Group(NamedTuple):
 
 
 def target_groups(
-    target: Target, state: RankState, mp_rank: int, options: RecutOptions, auto: Mapping[str, AutoLayer]
+    target: Target, state: Rank, options: RecutOptions, auto: Mapping[str, AutoLayer]
 ) -> list[TargetGroup]:
     """Return the param groups of one model-parallel rank of the target, each in the order in which it is stored.
 
@@ -93,13 +93,13 @@ def target_groups(
         if target.alignment and experts[0]:
             multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
             pads = alignment_padding([p.numel for p in experts[0]], multiple)
-        lane = mp_rank % target.tp if lanes > 1 else 0
+        lane = state.mp_rank % target.tp if lanes > 1 else 0
         found.append(TargetGroup(number, values, experts, pads, placement, lane, lanes, target.sub_group_size))
     return found
 
 
 def dealt(
-    state: RankState, options: RecutOptions, stage: int, auto: Mapping[str, AutoLayer]
+    state: Rank, options: RecutOptions, stage: int, auto: Mapping[str, AutoLayer]
 ) -> Iterator[tuple[int, ParamGroup, list[list[str]], int | None]]:
     """Yield each group's number, values and names by expert rank, and over how many of these it is spread, if at all.
 
@@ -136,14 +136,14 @@ def dealt(
             count += 1
 
 
-def _numels(state: RankState, auto: Mapping[str, AutoLayer], names: Sequence[str], degree: int) -> list[int]:
+def _numels(state: Rank, auto: Mapping[str, AutoLayer], names: Sequence[str], degree: int) -> list[int]:
     """Return how many elements one of so many ranks has of each parameter."""
     return [state.parameters[name].numel // (degree if name in auto else 1) for name in names]
 
 
-def _groups(state: RankState, auto: Mapping[str, AutoLayer], stage: int) -> Iterator[_Group]:
+def _groups(state: Rank, auto: Mapping[str, AutoLayer], stage: int) -> Iterator[_Group]:
     """Yield groups; of one with AutoEP's experts these and what else it has, in the order of their first ones."""
-    for number, (group, degree) in enumerate(zip(state.groups, expert_degrees(state), strict=True)):
+    for number, (group, degree) in enumerate(zip(state.param_groups, expert_degrees(state), strict=True)):
         kinds: dict[int | None, list[str]] = {}
         for name in group.parameters:
             kinds.setdefault(auto[name].degree if name in auto else degree, []).append(name)
@@ -197,7 +197,7 @@ def _check_size(numels: Sequence[int]) -> None:
 
 
 def _spread(
-    bundle: Sequence[_Group], degree: int | None, state: RankState, auto: Mapping[str, AutoLayer]
+    bundle: Sequence[_Group], degree: int | None, state: Rank, auto: Mapping[str, AutoLayer]
 ) -> Iterator[tuple[ParamGroup, list[list[str]]]]:
     """Yield what becomes of groups of experts that differ in their parameters and degrees only, by rank."""
     if degree is None or all(group.degree == degree for group in bundle):
@@ -235,14 +235,14 @@ def _refused(what: str) -> UnsupportedError:
     return UnsupportedError(what, expected="--expert-parallel-size left out")
 
 
-def _joined(groups: Sequence[_Group], state: RankState, auto: Mapping[str, AutoLayer]) -> tuple[list[list[str]], bool]:
+def _joined(groups: Sequence[_Group], state: Rank, auto: Mapping[str, AutoLayer]) -> tuple[list[list[str]], bool]:
     """Return each expert rank's parameters of groups of one degree, and whether DeepSpeed would split them so."""
     joined = [[name for names in of_rank for name in names] for of_rank in zip(*(g.ranks for g in groups), strict=True)]
     split = [len(one) for one in expert_groups(_numels(state, auto, joined[0], len(joined)))]
     return joined, split == [len(group.ranks[0]) for group in groups]
 
 
-def joined_experts(state: RankState) -> tuple[list[ParamGroup], list[int | None], bool]:
+def joined_experts(state: Rank) -> tuple[list[ParamGroup], list[int | None], bool]:
     """Return a stage's groups with those of experts as they were before DeepSpeed split them by size.
 
     Their degrees come with them, and whether all were split so.

@@ -25,7 +25,7 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismat
 from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
 from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.groups import complete_aliases
-from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
+from zckpt.formats.deepspeed.origin import Origin, Rank, gathered, ranks_of
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import (
     AFFINE_KEY,
@@ -52,12 +52,12 @@ SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
 
 
-def merge(states: Sequence[RankState], rules: Rules | None, *, padded: bool = False) -> RankState:
+def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) -> Rank:
     """Return one state for all tensor-parallel ranks.
 
     Parameters
     ----------
-    states : sequence of RankState
+    states : sequence of Rank
         By tensor-parallel rank.
     rules : Rules or None
         None if the checkpoint has none.
@@ -83,13 +83,13 @@ def merge(states: Sequence[RankState], rules: Rules | None, *, padded: bool = Fa
         if (
             set(other.parameters) != set(names)
             or other.whole != first.whole
-            or [g.parameters for g in other.groups] != [g.parameters for g in first.groups]
+            or [g.parameters for g in other.param_groups] != [g.parameters for g in first.param_groups]
         ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0")
     check_slices_alike(states)
-    groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
-    merged = replace(RankState.gathered(states), buffers=first.buffers, groups=groups, degrees=first.degrees,
-                     lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
+    groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.param_groups]
+    merged = gathered(states, buffers=first.buffers, param_groups=groups, degrees=first.degrees, lanes=first.lanes,
+                      whole=first.whole, tied=first.tied)  # fmt: skip
     for name, own in first.parameters.items():
         merged.parameters[name] = replace(own)
         is_cut = len(states) > 1 or (not padded and rules.is_vocabulary(name))
@@ -112,11 +112,11 @@ class VocabularyPadding:
 
     Parameters
     ----------
-    states : sequence of RankState
+    states : sequence of Rank
         By tensor-parallel rank.
     """
 
-    states: Sequence[RankState]
+    states: Sequence[Rank]
     rules: Rules
 
     def __iter__(self) -> Iterator[PaddingSpan]:
@@ -133,7 +133,7 @@ class VocabularyPadding:
                         yield PaddingSpan(key, span.path, low, high - low)
 
 
-def _copies(states: Sequence[RankState], merged: RankState, rules: Rules) -> Iterator[Duplicate]:
+def _copies(states: Sequence[Rank], merged: Rank, rules: Rules) -> Iterator[Duplicate]:
     """Yield what ranks keep of what is read of a rank before them: whole, or a part of a slice."""
     first = states[0]
     for name, whole in merged.parameters.items() if len(states) > 1 else ():
@@ -254,11 +254,11 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
     rules = Rules(origin.rules, path)
     compared = 0
     with Sources() as sources:
-        for ranks, name in ((one, name) for one in stages for name in one[0].state.parameters):
-            if name in ranks[0].state.whole:
+        for ranks, name in ((one, name) for one in stages for name in one[0].parameters):
+            if name in ranks[0].whole:
                 continue
             rule = rules.matching(name)
-            slots = [files.state.parameters[name].slots.get(MASTER) for files in ranks]
+            slots = [files.parameters[name].slots.get(MASTER) for files in ranks]
             masters = [slot for slot in slots if slot is not None]
             if rule not in (None, REPLICATED) or len(masters) < len(ranks) or not masters[0].numel:
                 continue
@@ -294,10 +294,10 @@ def local_states(
     origin: Origin,
     degree: int,
     rows: int | None,
-    ranks: Sequence[RankFiles] = (),
+    ranks: Sequence[Rank] = (),
     *,
     sliced_experts: bool | None = None,
-) -> list[RankFiles]:
+) -> list[Rank]:
     """Return the state of each tensor-parallel rank of the target, with the source's files to carry the rest from.
 
     Parameters
@@ -307,7 +307,7 @@ def local_states(
     rows : int or None
         Rows of vocabulary parameters in the target, padding included; by default as many as the source has, or the
         next number that divides by `degree`.
-    ranks : sequence of RankFiles
+    ranks : sequence of Rank
         Those of one stage of a pipeline; by default all.
     sliced_experts : bool, optional
         Whether experts are cut as all else, or spread over tensor-parallel ranks as over others; of a source that is
@@ -322,9 +322,8 @@ def local_states(
     LayoutError
         A parameter does not divide among the ranks.
     """
-    whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
     path = origin.rules_path or (origin.model.path if origin.model.file.path else checkpoint.source)
-    ranks = ranks or origin.ranks or [RankFiles([origin.model], origin.members, whole)]
+    ranks = ranks or ranks_of(checkpoint, origin)
     if degree == len(ranks) and rows is None:
         return list(ranks)
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
@@ -334,7 +333,7 @@ def local_states(
     rules = _rules(origin, ranks, degree, path)
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
         raise UsageError("no rule names a vocabulary, so a padded size does not apply", path=path)
-    merged = merge([files.state for files in ranks], rules, padded=True)
+    merged = merge(ranks, rules, padded=True)
     experts = merged.whole
     if len(ranks) == 1 and not sliced_experts:  # DeepSpeed slices experts on demand only
         of_rules = () if sliced_experts is False else (None, REPLICATED)
@@ -344,31 +343,31 @@ def local_states(
     lanes = degree if experts else 1
     like = list(ranks) if degree == len(ranks) else [ranks[0]] * degree
     states = [
-        RankState(mp_rank, {}, files.state.buffers, files.state.groups, degrees=expert_degrees(merged), lanes=lanes,
-                  whole=experts)
+        files.emptied(mp_rank=mp_rank, buffers=files.buffers, param_groups=files.param_groups,
+                      degrees=expert_degrees(merged), lanes=lanes, whole=experts)
         for mp_rank, files in enumerate(like)
     ]  # fmt: skip
     for name, parameter in merged.parameters.items():
         if name in experts:
             slices = [replace(parameter) for _ in states]
         elif degree == len(ranks) and not rules.is_vocabulary(name):
-            slices = [replace(files.state.parameters[name]) for files in ranks]
+            slices = [replace(files.parameters[name]) for files in ranks]
         else:
             slices = _cut(parameter, rules, degree, rows)
         for state, one in zip(states, slices, strict=True):
             state.parameters[name] = one
     for state in states:
         complete_aliases(state.parameters)
-    return [replace(files, state=state) for files, state in zip(like, states, strict=True)]
+    return states
 
 
-def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -> Rules:
+def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rules:
     """Return the rules to cut by.
 
     A checkpoint that is not sliced may carry rules that nobody ever needed. To cut by them, they must at least say
     what is not to be cut.
     """
-    names = list(ranks[0].state.parameters)
+    names = list(ranks[0].parameters)
     option = "--tp-rules" if origin.model.file.path else "--slice-rules"  # by which another format's are cut
     if origin.rules is None:
         raise without_rules(names, "how to cut them", option)
@@ -411,22 +410,22 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
 
 
 def written_rules(
-    origin: Origin, stages: Sequence[Sequence[RankFiles]], checkpoint: Checkpoint
+    origin: Origin, stages: Sequence[Sequence[Rank]], checkpoint: Checkpoint
 ) -> Mapping[str, object] | None:
     """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged.
 
     Parameters
     ----------
-    stages : sequence of sequence of RankFiles
+    stages : sequence of sequence of Rank
         By stage and tensor-parallel rank; where there is no pipeline, one stage.
     checkpoint : Checkpoint
         The source.
     """
     degree, tp = len(stages[0]), checkpoint.topology.tp
     given = origin.rules_path is not None
-    firsts = [files.state.parameters for files in origin.ranks[::tp]] or [checkpoint.parameters]
+    firsts = [files.parameters for files in origin.ranks[::tp]] or [checkpoint.parameters]
     old = {name: p.shape for parameters in firsts for name, p in parameters.items()}
-    new = {name: p.shape for of_stage in stages for name, p in of_stage[0].state.parameters.items()}
+    new = {name: p.shape for of_stage in stages for name, p in of_stage[0].parameters.items()}
     is_resized = any(shape != old.get(name, shape) for name, shape in new.items())
     if origin.rules is None or (not given and degree == tp and not is_resized):
         return None
@@ -435,18 +434,18 @@ def written_rules(
     written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
         rules = Rules(origin.rules, origin.rules_path or origin.model.path)
-        names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].state.parameters)
+        names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].parameters)
         written[AFFINE_KEY] = rules.maps_for(list(names), degree)
     return written
 
 
-def _rows(origin: Origin, stages: Sequence[Sequence[RankFiles]]) -> int | None:
+def _rows(origin: Origin, stages: Sequence[Sequence[Rank]]) -> int | None:
     """Return the padded size of the vocabularies; None where they do not have the same."""
     rules = Rules.of_vocabulary(origin.rules or {}, "")
     found = {
-        sum(files.state.parameters[name].shape[0] for files in of_stage)
+        sum(files.parameters[name].shape[0] for files in of_stage)
         for of_stage in stages
-        for name, p in of_stage[0].state.parameters.items()
+        for name, p in of_stage[0].parameters.items()
         if rules.is_vocabulary(name) and p.shape
     }
     return found.pop() if len(found) == 1 else None

@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.notes import rank_notes
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, RankFiles
+from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.other_files import in_run, is_run
 from zckpt.formats.deepspeed.pipeline import layer_names
 from zckpt.formats.deepspeed.restage import stage_states
@@ -37,7 +37,7 @@ from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stages import parse_layers
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank, Unpartitioned
+from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
 from zckpt.formats.deepspeed.write_optimizer import batch_of, form_of
@@ -71,7 +71,7 @@ def recut(job: Job, origin: Origin) -> TargetFiles:
     ]
     tag = origin.directory.tag
     folder = f"{tag}/" if is_run(job) else ""
-    models = {files.models[0].path: files.models[0] for files in origin.ranks}
+    models = {files.model.path: files.model for files in origin.ranks}
     target = regroup(checkpoint, origin, options) if regrouped else None
     if target is None:
         paths = [file.path for file in checkpoint.files if file.role != METADATA_ROLE]  # not another program's
@@ -174,7 +174,7 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     ranks = _ranks(checkpoint, origin, options)
     if degree != checkpoint.topology.tp:
         _check_slots(ranks)
-    named = replace(origin, ranks=ranks, model=ranks[0].models[0])
+    named = replace(origin, ranks=ranks, model=ranks[0].model)
     states, dealt = stage_states(checkpoint, named, degree, options)
     model = origin.model
     target = Target(
@@ -183,16 +183,16 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
         written_rules(named, states, checkpoint), len(states), degree, dealt,
     )  # fmt: skip
     for number, files in enumerate(files for of_stage in states for files in of_stage):
-        own = files.state
-        groups = target_groups(target, own, number, options, {})
-        target.ranks.append(TargetRank(number, files.models, [], own.parameters, own.buffers, groups,
-                                       unpartitioned=_form(files.models[0], groups)))  # fmt: skip
+        rank = replace(files, mp_rank=number, members=())
+        rank.groups = target_groups(target, rank, options, {})
+        rank.unpartitioned = _form(rank.model, rank.groups)
+        target.ranks.append(rank)
     return target
 
 
-def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Sequence[RankFiles]:
+def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Sequence[Rank]:
     """Return the source's ranks with the names that their optimizers' numbers stand for."""
-    held = any(files.models[0].optimizer is not None for files in origin.ranks)
+    held = any(files.model.optimizer is not None for files in origin.ranks)
     if held and (checkpoint.unnamed or not checkpoint.param_groups):
         raise UnsupportedError(
             "which parameters the optimizer of each rank numbers is not certain, so that they cannot be regrouped",
@@ -201,14 +201,14 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
     layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
     keys = {number: layer.tied for number, layer in enumerate(layers) if layer.tied is not None}
     if len(origin.ranks) == 1:
-        own = replace(origin.ranks[0].state, parameters=checkpoint.parameters, groups=checkpoint.param_groups)
-        return with_tied_names([replace(origin.ranks[0], state=own)], keys)
+        own = replace(origin.ranks[0], parameters=checkpoint.parameters, param_groups=checkpoint.param_groups)
+        return with_tied_names([own], keys)
     return with_tied_names(origin.ranks, keys)
 
 
-def _check_slots(ranks: Sequence[RankFiles]) -> None:
+def _check_slots(ranks: Sequence[Rank]) -> None:
     """Raise where an optimizer has state that is not one value for each element, nor one number."""
-    for parameter in (p for files in ranks for p in files.state.parameters.values()):
+    for parameter in (p for files in ranks for p in files.parameters.values()):
         odd = [key for key, slot in parameter.slots.items() if slot.shape not in (parameter.shape, ())]
         odd += [key for key, value in parameter.state.items() if holds_tensors(value)]
         if odd:
@@ -221,7 +221,7 @@ def _check_slots(ranks: Sequence[RankFiles]) -> None:
 def names_in(target: Target) -> list[str]:
     """Return the names of what the optimizers number, stage by stage, as reading the target's files gives them."""
     first = {
-        int(shard.layer or 0): layer_names(shard, file, [files.models[0] for files in target.origin.ranks])
+        int(shard.layer or 0): layer_names(shard, file, [files.model for files in target.origin.ranks])
         for shard, file in target.origin.layers
     }
     filed = {name: f"{layer}.{key}" for layer, names in first.items() for key, name in names.items()}

@@ -10,8 +10,9 @@ from zckpt.formats.deepspeed.auto_ep import auto_experts, listed_layers
 from zckpt.formats.deepspeed.experts import is_expert, numbers_of_experts
 from zckpt.formats.deepspeed.gpt_model import SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents, stage0_optimizer
 from zckpt.formats.deepspeed.zenflow import transposed, upright
@@ -25,7 +26,7 @@ _OF_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_para
 """Keys that a model file of stage 0 has with None."""
 
 
-def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
+def model_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
     source = carried_from(mp, rank)
     written = {
@@ -101,7 +102,7 @@ def is_filed(target: Target) -> bool:
     return "num_experts" not in target.origin.model.content
 
 
-def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[int, int, int]]:
+def _expert_ranks(target: Target, mp: Rank, rank: int) -> dict[str, tuple[int, int, int]]:
     """Return for each layer of AutoEP, by its prefix: over how many ranks it is, this one's number, and its place."""
     own = auto_experts(target.origin.model)
     found = {}
@@ -113,12 +114,12 @@ def _expert_ranks(target: Target, mp: TargetRank, rank: int) -> dict[str, tuple[
     return found
 
 
-def carried_from(mp: TargetRank, rank: int) -> ModelShard:
+def carried_from(mp: Rank, rank: int) -> ModelShard:
     """Return the source's model file that a rank carries everything from that does not depend on the cut."""
-    return mp.models[rank] if rank < len(mp.models) else mp.models[0]
+    return mp.model_files[rank] if rank < len(mp.model_files) else mp.model
 
 
-def _shared(source: ModelShard, mp: TargetRank, rank: int) -> object:
+def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
     """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one."""
     listed = source.content.get("shared_params")
     first = mp.mp_rank == 0 and rank == 0
@@ -127,7 +128,7 @@ def _shared(source: ModelShard, mp: TargetRank, rank: int) -> object:
     return listed if first or listed is None or source is not mp.model else {}
 
 
-def _param_shapes(target: Target, mp: TargetRank) -> list[OrderedMapping]:
+def _param_shapes(target: Target, mp: Rank) -> list[OrderedMapping]:
     """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
     old = mp.model.content.get("param_shapes")
     first = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else {}
@@ -156,7 +157,7 @@ def _weight(parameter: Parameter) -> Slot:
     return parameter.slots.get(MASTER, slot) if slot.replicas else slot
 
 
-def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
+def _module(target: Target, mp: Rank, source: ModelShard) -> object:
     """Return the module in the source's order: views of one storage for each group, or empty under ZeRO-3.
 
     Experts are in files of their own, and their model's other tensors do not share storages.
@@ -180,7 +181,7 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
                 weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
-    filed = {name: own for files in target.origin.ranks for name, own in files.models[0].filed.items()}
+    filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
     if not target.origin.ranks:  # of another format
         filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
     if filed:
@@ -194,7 +195,7 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
     return module
 
 
-def _buffer(target: Target, mp: TargetRank, source: ModelShard, name: str) -> Slot:
+def _buffer(target: Target, mp: Rank, source: ModelShard, name: str) -> Slot:
     """Return a buffer; under ZeRO-3 every rank has written its own, and they may differ."""
     slot = mp.buffers[name].slots[WEIGHT]
     own = source.module.get(name)

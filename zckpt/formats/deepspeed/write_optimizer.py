@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from zckpt.formats.deepspeed.aliases import aliases, joined
 from zckpt.formats.deepspeed.auto_ep import auto_layers
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import GROUPS_KEY
-from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, TargetRank, Unpartitioned
+from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.zenflow import keeps_zenflow
 from zckpt.formats.torch_files.writer import (
     Content,
@@ -66,7 +67,7 @@ _PARAMETERWISE_KEYS = (
 )  # fmt: skip
 
 
-def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
+def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of one rank's optimizer file."""
     source = mp.members[0]
     old = source.content
@@ -125,7 +126,7 @@ def batch_of(config: Mapping[object, object], world_size: int) -> dict[object, o
 
 
 def _hyperparameters(
-    target: Target, mp: TargetRank, rank: int, group: TargetGroup, params: list[int]
+    target: Target, mp: Rank, rank: int, group: TargetGroup, params: list[int]
 ) -> dict[object, object]:
     """Return a param group with the numbers of its partitions, and what the rank has of its own in it."""
     own = {
@@ -138,7 +139,7 @@ def _hyperparameters(
 
 
 def _state(
-    target: Target, mp: TargetRank, rank: int, group: TargetGroup, number: int, tensors: dict[object, object]
+    target: Target, mp: Rank, rank: int, group: TargetGroup, number: int, tensors: dict[object, object]
 ) -> dict[object, object]:
     """Return the state of one of a rank's partitions: slots, single values, and what it has of its own, or cut for it.
 
@@ -159,7 +160,7 @@ def _dtype(parameters: list[Parameter], key: str) -> str:
     return next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
 
 
-def _cut(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
+def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     """Return the keys of an optimizer file that depend on how it is cut."""
     source, flat, config = mp.members[0], target.stage != 3, target.origin.model.config
     known = source.masters if (source.stage != 3) == flat else []
@@ -264,7 +265,7 @@ def form_of(held: Mapping[object, object]) -> str:
     return FUSED if "fp32_groups_flat" in held else UNFUSED if "fp32_groups" in held else PLAIN
 
 
-def stage0_optimizer(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
+def stage0_optimizer(mp: Rank, how: Unpartitioned) -> dict[str, object]:
     """Return what a stage-0 model file holds of the optimizer."""
     if how.form == PLAIN:
         return _numbered(mp, how)
@@ -276,7 +277,7 @@ def stage0_optimizer(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
     return {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}
 
 
-def _numbered(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
+def _numbered(mp: Rank, how: Unpartitioned) -> dict[str, object]:
     """Return an optimizer with the state of each parameter under its number; of flat masters, of each group."""
     state: dict[int, object] = {}
     groups: list[object] = []
@@ -307,7 +308,7 @@ def _whole(parameter: Parameter, key: str) -> SlotTensor:
     return SlotTensor(slot, slot.dtype, f"{key}/{parameter.name}")
 
 
-def _known_scaling(mp: TargetRank) -> dict[str, object]:
+def _known_scaling(mp: Rank) -> dict[str, object]:
     """Return what the source's optimizer files say of loss scaling, in stage 0's words."""
     if not mp.members:
         return {}

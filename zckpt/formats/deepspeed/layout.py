@@ -17,8 +17,8 @@ from zckpt.formats.deepspeed.auto_ep import auto_experts, from_files, router_nam
 from zckpt.formats.deepspeed.expert_ranks import Spread
 from zckpt.formats.deepspeed.experts import expert_number, is_expert
 from zckpt.formats.deepspeed.groups import complete_aliases, tied_names
-from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Weights
+from zckpt.formats.deepspeed.origin import Rank
+from zckpt.formats.deepspeed.shards import OptimizerShard, Weights
 from zckpt.formats.deepspeed.values import (
     copies_of,
     group_values,
@@ -32,15 +32,13 @@ from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Parameter, ParamGroup, Slot
 
 
-class Rank:
-    """A rank whose model file has the weights, and no other file an optimizer: what all layouts have in common.
+class Layout:
+    """A layout of a rank's files: all that lies in the model file, and what is common to the others.
 
     Parameters
     ----------
-    models : sequence of ModelShard
-        One; for ZeRO-3 one for each data-parallel rank, in order.
-    members : sequence of OptimizerShard
-        One for each data-parallel rank, in order; empty for stage 0.
+    rank : Rank
+        Has its files; there are no members at stage 0.
     weights : mapping of str to Slot
         What lies outside of the model file: of experts, of pipeline layers.
     firsts : sequence of OptimizerShard
@@ -49,22 +47,15 @@ class Rank:
 
     parameterwise = False
 
-    def __init__(
-        self,
-        state: RankState,
-        models: Sequence[ModelShard],
-        members: Sequence[OptimizerShard],
-        weights: Weights,
-        firsts: Sequence[OptimizerShard],
-    ) -> None:
-        self.state, self.models, self.members, self.firsts = state, models, members, firsts
-        self.model, self.auto = models[0], auto_experts(models[0])
+    def __init__(self, rank: Rank, weights: Weights, firsts: Sequence[OptimizerShard]) -> None:
+        self.rank, self.model, self.members, self.firsts = rank, rank.model, rank.members, firsts
+        self.auto = auto_experts(self.model)
         module = {name: slot_of(WEIGHT, tensor, self.model.path) for name, tensor in self.model.module.items()}
         self.held = module | {name: slot for name, slot in weights.items() if name not in module}
-        self.own = own_keys(members, firsts) if members else set()
+        self.own = own_keys(self.members, firsts) if self.members else set()
         self.trained: dict[str, Parameter] = {}
 
-    def state_of(self, shared: Mapping[str, str], spread: Spread) -> RankState:
+    def fill(self, shared: Mapping[str, str], spread: Spread) -> None:
         """Put together what the files say.
 
         Parameters
@@ -81,12 +72,11 @@ class Rank:
             The files contradict each other.
         """
         self.read(spread)
-        if self.state.transposed:
+        if self.rank.transposed:
             from zckpt.formats.deepspeed.zenflow import transposed
 
             self.trained = {name: transposed(one) for name, one in self.trained.items()}
         self.place(shared)
-        return self.state
 
     def read(self, spread: Spread) -> None:
         """Read the optimizer's files: groups, and shape, slots and group of each trained parameter."""
@@ -111,34 +101,34 @@ class Rank:
 
     def place(self, shared: Mapping[str, str]) -> None:
         """Sort the names of the module, of other weight files and of the groups into parameters and buffers."""
-        state, module, trained, held = self.state, self.model.module, self.trained, self.held
-        aliases = tied_names(self.models, trained, shared, parameterwise=self.parameterwise)
+        rank, module, trained, held = self.rank, self.model.module, self.trained, self.held
+        aliases = tied_names(rank.model_files, trained, shared, parameterwise=self.parameterwise)
         if self.auto:
             aliases = {**router_names(self.model, parameterwise=self.parameterwise), **aliases}
             held = from_files(held, () if self.parameterwise else dict.fromkeys(self.auto.values()), trained)
         lost = []
         for name, slot in held.items():
             if name in self.model.buffer_names:
-                state.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+                rank.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
             elif name in module and (owner := aliases.get(name)) is not None and (owner in held or owner in trained):
-                state.parameters[name] = Parameter(name, (), slot.dtype, tied_to=owner)
+                rank.parameters[name] = Parameter(name, (), slot.dtype, tied_to=owner)
             elif name in trained:
                 own, weight = trained[name], {} if self.parameterwise else {WEIGHT: slot}  # in whose files it is empty
                 if weight and slot.shape != own.shape:
                     path = next((span.path for span in slot.spans), None)
                     expected = f"{own.shape} as in param_shapes"
                     raise LayoutError(f"{name} has two shapes", path=path, expected=expected, found=slot.shape)
-                state.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots})
+                rank.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots})
             elif name in module and self.is_beside(name, slot):
-                state.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+                rank.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
             elif (frozen := self.frozen(name, slot)) is not None:
-                state.parameters[name] = Parameter(name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=True)
+                rank.parameters[name] = Parameter(name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=True)
             else:
                 lost.append(name)
         if lost:
-            state.warnings.append(f"{self.model.path}: no file holds the values of {listed(lost)}; left out")
+            rank.warnings.append(f"{self.model.path}: no file holds the values of {listed(lost)}; left out")
         for name, own in trained.items():
-            if name not in state.parameters and is_expert(name):  # which has a file of its own
+            if name not in rank.parameters and is_expert(name):  # which has a file of its own
                 number = expert_number(name)
                 raise ShardError(
                     f"no file holds the weights of expert {number} ({name})",
@@ -146,25 +136,25 @@ class Rank:
                     code=MISSING_FILE,
                     parameters=[name],
                 )
-            state.parameters.setdefault(name, own)
-        complete_aliases(state.parameters)
+            rank.parameters.setdefault(name, own)
+        complete_aliases(rank.parameters)
         self.note_copies()
 
     def note_copies(self) -> None:
         """Note what the model file holds besides what is read: of tied weights, and of frozen ones."""
-        state, model = self.state, self.model
-        for name, parameter in state.parameters.items():
+        rank, model = self.rank, self.model
+        for name, parameter in rank.parameters.items():
             if parameter.tied_to is not None and name in model.module:
-                owner, copy = state.parameters[parameter.tied_to], weight_in(model.module[name], model.path)
-                state.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
+                owner, copy = rank.parameters[parameter.tied_to], weight_in(model.module[name], model.path)
+                rank.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
         for name, tensor in (model.frozen_fragments or {}).items():
-            if name in state.parameters:
-                state.duplicates += copies_of(name, weight_in(tensor, model.path), state.parameters[name].slots)
+            if name in rank.parameters:
+                rank.duplicates += copies_of(name, weight_in(tensor, model.path), rank.parameters[name].slots)
 
     def add_values(self, partitions: Mapping[int, int], read: Mapping[int, Collection[str]]) -> None:
         """Add what each rank has of its own in the partitions of these groups, but for the keys that are read."""
-        self.state.per_rank += rank_values(self.members, partitions, self.own, read)
-        self.state.warnings += notes(self.members, {value.key for value in self.state.per_rank})
+        self.rank.per_rank += rank_values(self.members, partitions, self.own, read)
+        self.rank.warnings += notes(self.members, {value.key for value in self.rank.per_rank})
 
     def add_group(self, index: int, partitions: Sequence[int], names: list[str]) -> None:
         """Add a group with its hyperparameters and the state that is one value for all its elements."""
@@ -174,7 +164,7 @@ class Rank:
             apart = own_hyperparameters([*members, *firsts], index)
             kept = {k: v for k, v in members[0].groups[index].items() if k != "params" and k not in apart}
             hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
-            self.state.per_rank += group_values(members, index, min(partitions, default=index), apart)
+            self.rank.per_rank += group_values(members, index, min(partitions, default=index), apart)
         held = [member.scalars[partition] for member in members for partition in partitions]
         values = {k: v for scalars in reversed(held) for k, v in scalars.items() if k not in self.own}
-        self.state.groups.append(ParamGroup(hyperparameters, names, values))
+        self.rank.param_groups.append(ParamGroup(hyperparameters, names, values))
