@@ -40,7 +40,8 @@ from zckpt.formats.deepspeed.experts import (
     named_degree,
 )
 from zckpt.formats.deepspeed.groups import order_like
-from zckpt.formats.deepspeed.shards import Files, ModelShard
+from zckpt.formats.deepspeed.origin import Rank
+from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.stage0 import Numbered, keep_other_state, mark_frozen
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot
@@ -48,17 +49,16 @@ from zckpt.state.views import concat
 from zckpt.torchfile import TorchFile
 
 
-def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, names: Sequence[str] | None) -> None:
-    """Give a checkpoint without ZeRO the optimizers of its expert ranks.
+def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) -> None:
+    """Give a rank without ZeRO the optimizers of its expert ranks.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-        Has its parameters already, experts under their global numbers; AutoEP's as one tensor for all of them.
+    checkpoint : Rank
+        Has its parameters already, experts under their global numbers; AutoEP's as one tensor for all of them. Its
+        model file's own optimizer, where it has one, is that of the first expert rank.
     files : sequence of (Shard, TorchFile)
         By expert rank.
-    model : ModelShard
-        Whose own optimizer, where it has one, is that of the first rank.
     names : sequence of str, optional
         Names of a rank's parameters in its optimizer's order, experts under their local numbers.
 
@@ -69,6 +69,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     UnsupportedError
         Which experts a rank's optimizer has, or which parameter is which, is not known.
     """
+    model = checkpoint.model
     auto, numbers = auto_layers(model), [shard.dp_rank or 0 for shard, _ in files]
     if auto and (len({layer.degree for layer in auto}) > 1 or any(map(is_expert, checkpoint.parameters))):
         raise UnsupportedError("AutoEP's experts next to experts that are spread otherwise, without ZeRO",

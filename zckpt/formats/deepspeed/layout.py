@@ -1,8 +1,8 @@
 """The state that the files of one model-parallel rank describe: every parameter of that rank with its slots.
 
 What a name in `module` is: a buffer if `buffer_names` has it; an alias if `shared_params` does; trained if a
-param group has it; frozen if it is listed as that or may be one; else what a module puts next to its parameters, which
-is kept as a buffer is.
+param group has it; frozen if it is listed as that or may be one, which at stage 0 its optimizer tells; else what a
+module puts next to its parameters, which is kept as a buffer is.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class Layout:
             elif name in module and self.is_beside(name, slot):
                 rank.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
             elif (frozen := self.frozen(name, slot)) is not None:
-                rank.parameters[name] = Parameter(name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=True)
+                rank.parameters[name] = Parameter(
+                    name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=bool(self.firsts)
+                )
             else:
                 lost.append(name)
         if lost:

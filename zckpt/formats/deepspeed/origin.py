@@ -67,7 +67,10 @@ class Rank(Checkpoint):
 
 def gathered(ranks: Sequence[Rank], **fields: Any) -> Rank:  # noqa: ANN401  # fields of `Rank`
     """Return a rank with what each of several has of its own: no parameters, buffers and groups yet."""
-    found = ranks[0].emptied(topology=Topology(ep=max(one.topology.ep for one in ranks)), **fields)
+    first, topology = ranks[0], Topology(ep=max(one.topology.ep for one in ranks))
+    found = first.emptied(topology=topology, unnamed=first.unnamed, loss_scale=first.loss_scale,
+                          optimizer_metadata=first.optimizer_metadata, **fields)  # fmt: skip
+    found.is_numbered = first.is_numbered and len(ranks) == 1
     for one in ranks:
         found.padding += one.padding
         found.padding_spans += one.padding_spans

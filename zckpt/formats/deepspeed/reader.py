@@ -109,15 +109,11 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             info = known_rules(model.content, said, shapes, model.path, sliced=tp > 1)
     make = Rules if tp > 1 else Rules.of_vocabulary  # the rules that also matter where nothing is sliced
     rules = None if info is None else make(info, str(tp_rules or model.path))
-    attached: list[str] | None = None
-    if not files.optimizers and files.of_experts and len(ranks) > 1:
-        from zckpt.formats.deepspeed.stage0_ranks import attach_experts_to_ranks
-
-        attached = attach_experts_to_ranks(checkpoint.source, ranks, files.of_experts, tp, names)
-    elif not files.optimizers and not files.of_experts:
+    reasons: list[str] = []
+    if not files.optimizers:
         from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 
-        attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
+        reasons = attach_to_ranks(ranks, files.of_experts, info, tp, names, layers=layers)
     with about(model.path):
         stages = ranks
         if tp > 1 or rules is not None:
@@ -125,7 +121,8 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
             stages = [merge(ranks[i : i + tp], rules) for i in range(0, len(ranks), tp)]
         state = join(stages) if len(stages) > 1 else stages[0]
-    for name in ("parameters", "buffers", "param_groups", "per_rank", "padding", "padding_spans", "duplicates"):
+    for name in ("parameters", "buffers", "unnamed", "param_groups", "per_rank", "padding", "padding_spans",
+                 "duplicates", "optimizer_metadata", "loss_scale", "is_numbered"):  # fmt: skip
         setattr(checkpoint, name, getattr(state, name))
     if layers:
         from zckpt.formats.deepspeed.stage_order import stage_orders
@@ -138,11 +135,11 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.warnings += state.warnings
     files.describe(state, ranks[0])
     files.keep_others()
-    checkpoint.warnings += attached or []
+    checkpoint.warnings += reasons
     if files.optimizers:
         note_not_used(checkpoint, names, "the files have")
-    else:
-        files.attach_without_zero(names, by_rank=attached is not None)
+    elif is_unsaved(files.models, files.of_experts):
+        note_unsaved(checkpoint, files.models)
     return checkpoint
 
 
@@ -350,25 +347,6 @@ class _Files:
                 file.rules = (*(ONE_BIT_RULES if file.path in compressed else ()), *file.rules)
         for file in checkpoint.files:
             file.rules = (*file.rules, *rules[file.path])
-
-    def attach_without_zero(self, names: Sequence[str] | None, *, by_rank: bool) -> None:
-        """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one."""
-        from zckpt.formats.deepspeed.stage0 import attach_optimizer, keep_other_state
-
-        checkpoint, model, content = self.checkpoint, self.models[0], self.models[0].content.get("optimizer")
-        if by_rank and checkpoint.param_groups and isinstance(content, dict):
-            keep_other_state(checkpoint, content, model.file)
-            return
-        for parameter in checkpoint.parameters.values():
-            parameter.frozen = False  # a file without groups does not say
-        if is_unsaved(self.models, self.of_experts):
-            note_unsaved(checkpoint, self.models)
-        if self.of_experts and not by_rank:
-            from zckpt.formats.deepspeed.expert_optimizers import attach_experts
-
-            attach_experts(checkpoint, self.of_experts, model, names)
-        elif content is not None and not by_rank:
-            attach_optimizer(checkpoint, model, names)
 
 
 def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:

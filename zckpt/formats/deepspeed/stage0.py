@@ -14,7 +14,7 @@ from itertools import accumulate
 from zckpt.errors import DamagedFileError, about
 from zckpt.evidence import NAMES_ADVICE, Orders, in_order_or_sorted
 from zckpt.formats.deepspeed.one_bit import without_errors
-from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, unflattened
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
@@ -125,23 +125,18 @@ def _flats(found: object, state: OptimizerState) -> list[Tensor]:
     return list(found)
 
 
-def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[str] | None) -> None:
-    """Give a stage-0 checkpoint the optimizer in its model file; errors are those of `Numbered`."""
-    optimizer = Numbered(model.content["optimizer"], model.file)
-    keep_other_state(checkpoint, optimizer.content, model.file)
-    if optimizer.attach(checkpoint, names):
-        mark_frozen(checkpoint)
+def attach_optimizer(rank: Rank, names: Sequence[str] | None) -> None:
+    """Give a rank of stage 0 the optimizer in its model file; errors are those of `Numbered`."""
+    optimizer = Numbered(rank.model.content["optimizer"], rank.model.file)
+    keep_other_state(rank, optimizer.content, rank.model.file)
+    if optimizer.attach(rank, names):
+        mark_frozen(rank)
     else:
-        checkpoint.warnings.append(
-            f"{model.path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in which "
-            f"order parameters make it up is not certain; they are left out, the weights are there ({NAMES_ADVICE})"
+        rank.warnings.append(
+            f"{rank.model.path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in "
+            f"which order parameters make it up is not certain; they are left out, the weights are there "
+            f"({NAMES_ADVICE})"
         )
-
-
-def has_all_names(checkpoint: Checkpoint) -> bool:
-    """Tell whether a checkpoint has an optimizer, and the name of each parameter that it numbers."""
-    names = [name for group in checkpoint.param_groups for name in group.parameters]
-    return bool(names) and all(name in checkpoint.parameters for name in names)
 
 
 def keep_other_state(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
@@ -24,62 +24,99 @@ from zckpt.formats.deepspeed.expert_optimizers import attach_experts
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.pipeline import TIED, layer_of, tied_key, within
 from zckpt.formats.deepspeed.shards import Files
-from zckpt.formats.deepspeed.stage0 import Numbered, attach_optimizer, has_all_names
+from zckpt.formats.deepspeed.stage0 import Numbered, attach_optimizer
 from zckpt.formats.deepspeed.stages import MOST_LAYERS
-from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.state import Checkpoint, Parameter
 
 
 def attach_to_ranks(
-    source: str,
-    ranks: Sequence[Rank],
-    rules: Rules | None,
+    ranks: list[Rank],
+    of_experts: Files,
     info: Mapping[str, object] | None,
     tp: int,
     names: Sequence[str] | None,
     *,
     layers: bool,
-) -> list[str] | None:
-    """Give each model-parallel rank the optimizer in its model file, before slices and stages are put together.
+) -> list[str]:
+    """Give each model-parallel rank its optimizer, before slices and stages are put together.
 
     Parameters
     ----------
-    rules : Rules or None
-        For the slices, made of `info`.
+    ranks : list of Rank
+        Changed. Of several, all get an optimizer or none; one alone keeps under numbers what is not certain.
+    of_experts : sequence of (Shard, TorchFile)
+        The files of expert ranks' optimizers; without them the model files have the optimizers.
+    info : mapping or None
+        The rules for slices.
     tp : int
         Tensor-parallel ranks.
     names : sequence of str, optional
-        From the user.
+        From the user: stage by stage, those of a rank in its optimizer's order, experts under their local numbers.
     layers : bool
-        Whether it is a pipeline.
+        Whether layers have files of their own, which do not tell their stage.
 
     Returns
     -------
-    list of str or None
-        Why none has an optimizer, empty where all have. None: there is one rank, and its checkpoint is to have it.
+    list of str
+        Why none has an optimizer.
 
     Raises
     ------
-    DamagedFileError, UsageError, UnsupportedError
+    DamagedFileError, ShardError, UsageError, UnsupportedError
         As the functions below.
     """
-    if ranks[0].model.content.get("optimizer") is None:
-        return None
-    if layers and names is None:
-        names = names_by_themselves(ranks, tp)
-    # A vocabulary's padding is in the optimizer's state, too, and is to be taken off both.
-    padded = rules is not None and any(map(rules.is_vocabulary, ranks[0].parameters))
-    if len(ranks) == 1 and not padded and not (layers and names is not None):
-        return None
-    lost = [f"{one.model.path}: holds no optimizer, as those of other ranks do; none is read"
-            for one in ranks if one.model.optimizer is None]  # fmt: skip
+    several, held = len(ranks) > 1, {one.mp_rank: [f for f in of_experts if (f[0].mp_rank or 0) == one.mp_rank]
+                                     for one in ranks}  # fmt: skip
+    if not of_experts and ranks[0].model.content.get("optimizer") is None:
+        return []
+    for one in ranks if several else ():
+        if one.lanes > 1:
+            return ["without ZeRO, the experts of several tensor-parallel ranks are numbered by each rank's own; the "
+                    "optimizer's state is left out"]  # fmt: skip
+        if of_experts and not held[one.mp_rank]:
+            return [f"{one.source}: no optimizer files of experts of mp_rank {one.mp_rank}; none is read"]
+        if not of_experts and one.model.optimizer is None:
+            return [f"{one.model.path}: holds no optimizer, as those of other ranks do; none is read"]
+    keys: dict[int, str] = {}
     if layers:
-        names, keys = layer_numbers(names, ranks[0])
-        reasons = lost[:1] or _attach_to_stages(source, ranks, tp, names)
-        name_tied_layers(ranks, keys, info, tp)
+        names, keys = layer_numbers(names_by_themselves(ranks, tp) if names is None else names, ranks[0])
+    given = _by_stage(names, ranks[::tp])
+    every = [ranks[number % tp if layers else number].parameters for number in range(len(ranks))]
+
+    def attached(allowed: Sequence[Collection[str]]) -> list[Rank]:
+        found = []
+        for number, rank in enumerate(ranks):
+            own = {n: replace(p, slots=dict(p.slots)) for n, p in every[number].items() if n in allowed[number]}
+            found.append(replace(rank, parameters=own, param_groups=[], warnings=[*rank.warnings], unnamed={},
+                                 duplicates=[*rank.duplicates], optimizer_metadata={}))  # fmt: skip
+            if of_experts:
+                attach_experts(found[-1], held[rank.mp_rank], given[number // tp])
+            else:
+                attach_optimizer(found[-1], given[number // tp])
+        return found
+
+    found, reasons = attached(every), []
+    if layers and names is None and any(one.unnamed for one in found):  # what is certain tells what others can have
+        found = attached(_between(found, every, tp))
+    for number, one in enumerate(found if several else ()):
+        own = [name for members in _members(one) for name in members]
+        known = (own and one.parameters.keys() >= set(own)) or _is_idle(one)
+        alike = _members(one) == _members(found[number // tp * tp])
+        if not (known and alike and (not layers or _follow(own, found[number % tp : number : tp]))):
+            reasons = [
+                f"{held[one.mp_rank][0][1].path if of_experts else one.model.path}: which parameters the optimizer of "
+                f"{f'stage {number // tp}' if len(ranks) > tp else f'mp_rank {number}'} numbers is not certain; its "
+                f"state is not read, and `zckpt reshard` to the same stages and slices copies it "
+                f"({NAMES_BY_STAGE_ADVICE if len(ranks) > tp else NAMES_ADVICE})"
+            ]
+            break
     else:
-        reasons = lost[:1] or _attach_to_slices(source, ranks, names)
-    return None if reasons and len(ranks) == 1 else reasons
+        if layers and len(ranks) > tp:
+            _deal(found, every, tp)
+        ranks[:] = found
+    if layers:
+        _name_tied_layers(ranks, keys, info, tp)
+    return reasons
 
 
 def names_by_themselves(ranks: Sequence[Rank], tp: int) -> list[str] | None:
@@ -134,63 +171,8 @@ def layer_numbers(names: Sequence[str] | None, files: Rank) -> tuple[Sequence[st
     return (None if names is None else whole), {layer: key for key, layer in numbers.items()}
 
 
-def _own(source: str, parameters: Iterable[Parameter]) -> Checkpoint:
-    """Return a checkpoint of one rank's parameters, which is given its optimizer."""
-    one = Checkpoint(source, "deepspeed")
-    one.parameters = {p.name: replace(p, slots=dict(p.slots), frozen=False) for p in parameters}
-    return one
-
-
 def _members(checkpoint: Checkpoint) -> list[list[str]]:
     return [group.parameters for group in checkpoint.param_groups]
-
-
-def _attach_to_slices(source: str, ranks: Sequence[Rank], names: Sequence[str] | None) -> list[str]:
-    """Give each tensor-parallel rank the optimizer in its model file, under the names of its slices.
-
-    Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
-    none of them gets an optimizer.
-    """
-    found = [_own(source, files.parameters.values()) for files in ranks]
-    for files, one in zip(ranks, found, strict=True):
-        attach_optimizer(one, files.model, names)
-        if not has_all_names(one) or _members(one) != _members(found[0]):
-            return [
-                f"{files.model.path}: which slices the optimizer's parameters are is not certain; its state is "
-                f"left out ({NAMES_ADVICE})"
-            ]
-    for files, one in zip(ranks, found, strict=True):
-        files.parameters.update(one.parameters)
-        files.param_groups[:] = one.param_groups
-    return []
-
-
-def _attach_to_stages(source: str, ranks: Sequence[Rank], tp: int, names: Sequence[str] | None) -> list[str]:
-    """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage."""
-    given = names_by_stage(names, ranks[::tp], source)
-    every = [ranks[number % tp].parameters for number in range(len(ranks))]
-
-    def attached(allowed: Sequence[Collection[str]]) -> list[Checkpoint]:
-        found = []
-        for number, files in enumerate(ranks):
-            found.append(_own(source, [p for name, p in every[number].items() if name in allowed[number]]))
-            attach_optimizer(found[-1], files.model, given[number // tp])
-        return found
-
-    found = attached(every)
-    if names is None and any(one.unnamed for one in found):  # what is certain tells which layers the others can have
-        found = attached(_between(found, every, tp))
-    for number, one in enumerate(found):
-        known = has_all_names(one) or _is_idle(ranks[number])
-        alike = _members(one) == _members(found[number // tp * tp])
-        if not known or not alike or not _follow(_members(one), found[number % tp : number : tp]):
-            return [
-                f"{ranks[number].model.path}: which layers' parameters the optimizer of stage {number // tp} "
-                f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "
-                f"({NAMES_BY_STAGE_ADVICE})"
-            ]
-    _deal(ranks, found, tp)
-    return []
 
 
 def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: int) -> list[set[str]]:
@@ -209,46 +191,46 @@ def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: 
     return allowed
 
 
-def names_by_stage(names: Sequence[str] | None, stages: Sequence[Rank], source: str) -> list[Sequence[str] | None]:
+def _by_stage(names: Sequence[str] | None, stages: Sequence[Rank]) -> list[Sequence[str] | None]:
     """Return the names that a user gave, for each stage as many as its optimizer has parameters."""
-    if names is None:
-        return [None] * len(stages)
+    if names is None or len(stages) == 1:
+        return [names] * len(stages)
     numels = {name: parameter.numel for name, parameter in stages[0].parameters.items()}
     found: list[Sequence[str] | None] = []
     at = 0
-    for files in stages:
-        held, left = files.model.optimizer, [numels.get(name, 0) for name in names[at:]]
-        count = 0 if held is None else Numbered(held, files.model.file).count(left)
+    for one in stages:
+        held, left = one.model.optimizer, [numels.get(name, 0) for name in names[at:]]
+        count = 0 if held is None else Numbered(held, one.model.file).count(left)
         found.append(names[at : at + count])
         at += count
     if at != len(names):
         raise UsageError(
             "unusable parameter names",
-            path=source,
+            path=stages[0].source,
             expected=f"{' + '.join(str(len(one or ())) for one in found)} names, stage by stage",
             found=len(names),
         )
     return found
 
 
-def _follow(groups: Sequence[Sequence[str]], before: Sequence[Checkpoint]) -> bool:
+def _follow(names: Sequence[str], before: Sequence[Checkpoint]) -> bool:
     """Tell whether a stage's layers follow those of the stages before it, but for layers that are tied to one of them.
 
     A stage's layers follow each other. Those that an earlier stage has, too, are tied.
     """
-    known = {layer_of(name) for one in before for names in _members(one) for name in names}
-    own = {layer_of(name) for names in groups for name in names} - known
+    known = {layer_of(name) for one in before for its in _members(one) for name in its}
+    own = set(map(layer_of, names)) - known
     return not known or not own or min(own) > max(known)
 
 
-def _deal(ranks: Sequence[Rank], found: Sequence[Checkpoint], tp: int) -> None:
-    """Give each rank its parameters and groups; what no optimizer has goes to the stage of the layers around it."""
+def _deal(found: Sequence[Rank], every: Sequence[Mapping[str, Parameter]], tp: int) -> None:
+    """Give each rank its parameters; what no optimizer has goes to the stage of the layers around it."""
     owned = [{name for names in _members(one) for name in names} for one in found]
     for lane in range(tp):
-        of_lane = range(lane, len(ranks), tp)
+        of_lane = range(lane, len(found), tp)
         firsts = [min(map(layer_of, owned[n] - set().union(*owned[lane:n:tp])), default=None) for n in of_lane]
         own: dict[int, dict[str, Parameter]] = {number: {} for number in of_lane}
-        for name, parameter in ranks[lane].parameters.items():
+        for name, parameter in every[lane].items():
             owner = parameter.tied_to or name
             its = [number for number in of_lane if owner in owned[number]]
             if not its:
@@ -259,28 +241,24 @@ def _deal(ranks: Sequence[Rank], found: Sequence[Checkpoint], tp: int) -> None:
                 one = found[number].parameters.get(name, parameter)
                 own[number][name] = replace(one, frozen=one.tied_to is None and name not in owned[number])
         for number, parameters in own.items():
-            rank = ranks[number]
-            rank.parameters, rank.param_groups = parameters, found[number].param_groups
-            rank.tied = frozenset(n for n in owned[number] if sum(n in owned[other] for other in of_lane) > 1)
+            found[number].parameters = parameters
+            found[number].tied = frozenset(
+                name for name in owned[number] if sum(name in owned[other] for other in of_lane) > 1
+            )
 
 
 _TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
 """A key of a tied layer, in a pattern."""
 
 
-def name_tied_layers(
-    ranks: Sequence[Rank], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int
-) -> None:
+def _name_tied_layers(ranks: list[Rank], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int) -> None:
     """Give tied layers the names that files of ZeRO have for them, where their keys are known."""
     mentioned = set() if info is None else set(_TIED_KEY.findall(json.dumps(info, default=str)))
-    layers = {layer_of(name) for files in ranks for name in files.tied}
+    layers = {layer_of(name) for one in ranks for name in one.tied}
     if not keys and len(mentioned) == len(layers) == 1:
         keys = {layers.pop(): mentioned.pop()}
     if keys:
-        named = with_tied_names(ranks, keys)
-        for files, one in zip(ranks, named, strict=True):
-            files.parameters, files.param_groups = one.parameters, one.param_groups
-            files.tied = frozenset(name for name in one.parameters if name.startswith(TIED)) | files.tied
+        ranks[:] = with_tied_names(ranks, keys)
     elif mentioned and tp > 1:
         raise UnsupportedError(
             "which layer the rules mean by a tied one is not known, nor so how it is sliced",
@@ -314,54 +292,6 @@ def with_tied_names(ranks: Sequence[Rank], keys: Mapping[int, str]) -> list[Rank
         shapes = [{name: parameters[name].shape for name in group.parameters} for group in groups]
         frozen = {name: p.shape for name, p in parameters.items() if p.group is None}
         models = [replace(files.model, param_shapes=[*shapes, frozen])]
-        found.append(replace(files, model_files=models, parameters=parameters, param_groups=groups))
+        tied_too = files.tied.union(name for name in parameters if name.startswith(TIED))
+        found.append(replace(files, model_files=models, parameters=parameters, param_groups=groups, tied=tied_too))
     return found
-
-
-def attach_experts_to_ranks(
-    source: str, ranks: Sequence[Rank], files: Files, tp: int, names: Sequence[str] | None
-) -> list[str]:
-    """Give each model-parallel rank the optimizers of its expert ranks, before slices and stages are put together.
-
-    Parameters
-    ----------
-    files : sequence of (Shard, TorchFile)
-        By model-parallel rank, and then by expert rank.
-    tp : int
-        Tensor-parallel ranks.
-    names : sequence of str, optional
-        Stage by stage, those of a rank's parameters in its optimizer's order, experts under their local numbers.
-
-    Returns
-    -------
-    list of str
-        Why none has an optimizer; empty where all have.
-
-    Raises
-    ------
-    ShardError, UnsupportedError
-        As `attach_experts`.
-    """
-    if any(one.lanes > 1 for one in ranks):
-        return ["without ZeRO, the experts of several tensor-parallel ranks are numbered by each rank's own; the "
-                "optimizer's state is left out"]  # fmt: skip
-    given = names_by_stage(names, ranks[::tp], source)
-    found: list[Checkpoint] = []
-    for number, one in enumerate(ranks):
-        own = _own(source, one.parameters.values())
-        its = [(shard, file) for shard, file in files if (shard.mp_rank or 0) == one.mp_rank]
-        if not its:
-            return [f"{source}: no optimizer files of experts of mp_rank {one.mp_rank}; none is read"]
-        attach_experts(own, its, one.model, given[number // tp])
-        if not has_all_names(own):
-            return [
-                f"{its[0][1].path}: which parameters the optimizer numbers is not certain; its state is left out "
-                f"({NAMES_BY_STAGE_ADVICE})"
-            ]
-        found.append(own)
-    for one, own in zip(ranks, found, strict=True):
-        one.parameters, one.param_groups[:] = own.parameters, own.param_groups
-        one.duplicates += own.duplicates
-        one.topology = own.topology
-        one.warnings += own.warnings
-    return []
