@@ -28,7 +28,7 @@ from tests.gloo import run
 from tests.truth import Truth
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer, ZeroRedundancyOptimizer, files
-from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states.by_parameter import OptimizerState
 from zckpt.training.other_state import read_other_state
 
 FAMILIES = ("zero", "redundancy", "adamw")
@@ -68,7 +68,7 @@ def same(one: list[object], other: list[object]) -> bool:
 @contextmanager
 def cut_after(step: str, path: Path, rank: int) -> Iterator[None]:
     """Let the files of a checkpoint lose their ends, as when a disk is lost, when all ranks have taken a step."""
-    taken = getattr(ByParameter, step)
+    taken = getattr(OptimizerState, step)
 
     def take(*args: Any) -> None:
         taken(*args)
@@ -78,7 +78,7 @@ def cut_after(step: str, path: Path, rank: int) -> Iterator[None]:
                 os.truncate(file, 100)
         dist.barrier()
 
-    with mock.patch.object(ByParameter, step, take):
+    with mock.patch.object(OptimizerState, step, take):
         yield
 
 

@@ -34,7 +34,7 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states import OptimizerState, Target
+from zckpt.optim.states.by_parameter import OptimizerState, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import bare
 from zckpt.state import MASTER

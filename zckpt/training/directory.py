@@ -28,8 +28,8 @@ from zckpt.formats.remainder import BESIDE
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
-from zckpt.optim.states import Snapshot
 from zckpt.optim.states.beside import declared
+from zckpt.optim.states.by_parameter import Snapshot
 from zckpt.optim.states.several import ALONE, Optimizers
 from zckpt.optim.tensors import ModelState, Share
 from zckpt.optim.values import Values

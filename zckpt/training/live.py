@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.states import NamedShare, Snapshot
+from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, Optimizers, merged_groups, named, one_class
 from zckpt.optim.tensors import (
     DIGEST_NBYTES,

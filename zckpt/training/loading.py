@@ -26,7 +26,7 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states import OptimizerState
+from zckpt.optim.states.by_parameter import OptimizerState
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot

@@ -22,7 +22,8 @@ from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Place, Ranks
-from zckpt.optim.states import NamedShare, Snapshot, Target, state_class
+from zckpt.optim.states import state_class
+from zckpt.optim.states.by_parameter import NamedShare, Snapshot, Target
 from zckpt.optim.states.several import Given, check_file_system, named, process_group_of, workers_of
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_rank
 from zckpt.optim.values import Values

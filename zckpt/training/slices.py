@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.tensor_parallel import cut
 from zckpt.formats.deepspeed.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.ranks import Ranks, answering
-from zckpt.optim.states import NamedShare
+from zckpt.optim.states.by_parameter import NamedShare
 from zckpt.optim.tensors import SAMPLE_NBYTES, ModelState, Share, digest_of, world_rank
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.optimizer import ZeroOptimizer

@@ -1,9 +1,13 @@
-"""Optimizers that keep state by parameter: torch's own, on DTensors too, and all with their interface."""
+"""What state an optimizer has by parameter and slot, and the way back into it: torch's own, on DTensors too.
+
+And all optimizers with their interface.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property, reduce
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,23 +15,141 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.compare.logical import parameter_values
-from zckpt.engine.tensors import TensorRead
+from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.remainder import BESIDE
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
-from zckpt.optim.states import OptimizerState, Snapshot, is_trained, stored_groups
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.optim.param_groups import SHOWN, Group, Names, by_tensor, group_names, hyperparameters
+from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
-from zckpt.optim.values import as_stored, as_torch, read_numbers
+from zckpt.optim.values import as_stored, as_torch, like
 from zckpt.state import Extent, Parameter, ParamGroup, Slot, number_of
 
+NamedShare = tuple[str, str, Share]
+"""A parameter, a slot, and what this rank has of it."""
 
-class ByParameter(OptimizerState):
-    """The state of an optimizer that keeps it by parameter."""
 
-    optimizer: Optimizer
+@dataclass(slots=True)
+class Snapshot:
+    """What this rank has of one optimizer, or of all, at one moment; tensors are theirs, not copies.
+
+    Parameters
+    ----------
+    values : dict
+        State that is no tensor of elements, by parameter and key.
+    metadata : dict
+        What is kept besides state, such as a loss scaler.
+    classes : dict of str to str
+        The class of each optimizer.
+    zero_stage, loss_scale : optional
+        Where all have the same.
+    """
+
+    groups: list[ParamGroup] = field(default_factory=list)
+    shares: list[NamedShare] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    zero_stage: int | None = None
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A directory to be written in another program's format, and what goes there; see `zckpt.optim.files.save`."""
+
+    path: Place
+    model: torch.nn.Module | None
+    step: int | None
+    beside: Mapping[str, Any]
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What of a checkpoint one optimizer takes.
+
+    Parameters
+    ----------
+    path : str
+        As the user gave it.
+    param_groups : sequence of ParamGroup
+        The checkpoint's groups of this optimizer, in its order.
+    metadata : mapping
+        What the checkpoint's optimizer kept besides its state.
+    tag, listed : optional
+        What the user said with the path: which checkpoint of a directory, and the names of numbered parameters.
+    strict : bool
+        Whether all parameters must be there.
+    elsewhere : frozenset of str
+        Parameters of its groups that are not this optimizer's, but another part's or rank's.
+    """
+
+    checkpoint: OpenedCheckpoint
+    path: str
+    param_groups: Sequence[ParamGroup]
+    metadata: Mapping[str, object]
+    tag: str | None = None
+    listed: Sequence[str] | None = None
+    strict: bool = True
+    elsewhere: frozenset[str] = frozenset()
+
+
+class OptimizerState:
+    """The state of a live optimizer on this rank, by parameter and slot; and the way back into it.
+
+    `state_of` makes one of an optimizer on each rank that saves or loads. Nothing is copied: tensors are the
+    optimizer's own.
+
+    To save, every rank calls `snapshot` together with the others, since an optimizer may have to ask other ranks, which
+    calls `groups`. To load, every rank calls `names`, opens the checkpoint, and calls, in this order:
+
+    restore  finds out what the optimizer needs of it, and makes room for that, in `prepare`
+    check    what can be known before is checked
+    read     elements are read into memory of their own: until here nothing has changed
+    take     the optimizer gets them, on this rank
+    share    ranks send each other what follows from it, when all have taken theirs
+
+    Where the optimizer's parameters live on RPC workers (`is_remote`), only their caller does all this, and each worker
+    has an OptimizerState of its own parameters.
+
+    Parameters
+    ----------
+    is_remote : bool
+        Whether parameters live on RPC workers.
+    writes : str or None
+        Another program's format that `write` writes.
+    renamed : callable or None
+        Ranks have different parameters under the same names, such as experts: returns the name in a checkpoint of one
+        that the model has here.
+    is_sliced : bool
+        Whether who asks puts tensor-parallel slices together. Without that, an optimizer of slices refuses.
+    source : Source
+        What is loaded, from `restore` on.
+    settings : list of dict
+        The param groups that the optimizer will have.
+    reads : list of TensorRead
+        What will be read.
+    notes : list of str
+        What the checkpoint has not.
+    """
+
+    optimizer: Any
+    called: Mapping[torch.Tensor, str] = {}
+    """The names of the parameters that are here."""
+
+    is_remote = False
+    writes: str | None = None
+    renamed: Callable[[str], str] | None = None
+    is_sliced = False
+
+    source: Source
+    settings: list[Group]
+    reads: list[TensorRead]
+    notes: list[str]
     beside: Beside
     """What is loaded besides state."""
 
@@ -44,12 +166,12 @@ class ByParameter(OptimizerState):
         """State that is loaded, by the number of its parameter in `_loads`."""
 
     @property
-    def local(self) -> Optimizer:
+    def local(self) -> Any:
         """The optimizer that steps this rank's parameters."""
         return self.optimizer
 
     @property
-    def _loads(self) -> Optimizer:
+    def _loads(self) -> Any:
         """The optimizer whose `load_state_dict` gets what is loaded."""
         return self.optimizer
 
@@ -67,13 +189,28 @@ class ByParameter(OptimizerState):
         return True
 
     def names(self) -> Names:
-        """Return the names of all parameters."""
+        """Return the names of all parameters of each param group, in the optimizer's order."""
         return self._names
+
+    def stateful(self) -> Names:
+        """Return the names of those that a checkpoint's param groups are to have."""
+        return self.names()
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        """Yield each parameter's name, with what the optimizer has of it in its param groups."""
+        for its, group in zip(self.names(), self.optimizer.param_groups, strict=True):
+            yield from zip(its, group["params"], strict=True)
 
     # --- saving
 
     def groups(self) -> list[ParamGroup]:
-        """Return the param groups with the names of all parameters."""
+        """Return the param groups as a checkpoint has them, with the names of the parameters that may have state.
+
+        Raises
+        ------
+        UnsupportedError
+            State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
+        """
         if not self.keeps_beside:
             self._declared.refuse(f"{type(self.optimizer).__name__} has no place for that")
         return stored_groups(self.optimizer, self._names, self._declared.beside.groups)
@@ -94,6 +231,14 @@ class ByParameter(OptimizerState):
         share = share_of(value, f"{key} of {name}")
         return {} if share is None else {key: share}
 
+    def holding(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter's name, with the tensor that has its state."""
+        return self.members()
+
+    def values_of(self, parameter: torch.Tensor) -> Mapping[str, Any]:
+        """Return what this rank has of a tensor's state."""
+        return self._declared.state.get(parameter, {})
+
     def _has(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002  # all have, but of flat ones
         """Tell whether this rank has elements of what has a parameter's state, or nobody has any."""
         return True
@@ -101,13 +246,13 @@ class ByParameter(OptimizerState):
     @property
     def keeps_beside(self) -> bool:
         """Whether the optimizer may keep more: its state is not divided among ranks, or made of other things."""
-        return type(self) is ByParameter
+        return type(self) is OptimizerState
 
     def snapshot(self) -> Snapshot:
-        """Return what this rank has. All ranks call it together."""
-        found = super().snapshot()
-        for name, parameter in self.members():
-            for key, value in self._declared.state.get(parameter, {}).items():
+        """Return what this rank has. All ranks call it together; what several have comes in the same order on them."""
+        found = Snapshot(self.groups())
+        for name, parameter in self.holding():
+            for key, value in self.values_of(parameter).items():
                 elementwise = not (parameter.dim() or key in self._numbers or isinstance(parameter, DTensor))
                 if isinstance(value, torch.Tensor) and (value.dim() > 0 or elementwise):
                     its = self._shares(name, parameter, key, value, found)
@@ -118,16 +263,57 @@ class ByParameter(OptimizerState):
         found.metadata = {} if tree is None else {BESIDE: tree}
         return found
 
+    def write(self, target: Target) -> None:
+        """Write another program's format; errors are those of `zckpt.optim.files.save`."""
+        raise UsageError(
+            f"{type(self.optimizer).__name__} is not written in another program's format",
+            path=target.path,
+            advice="save as zckpt, and use zckpt convert",
+        )
+
     # --- loading
 
+    def restore(self, source: Source) -> None:
+        """Find out what the optimizer needs of a checkpoint; nothing is read or changed yet.
+
+        Raises
+        ------
+        UsageError
+            The checkpoint has other parameters or param groups than the optimizer.
+        UnsupportedError
+            State that the optimizer has no way to keep.
+        """
+        self.source, self.settings, self.reads, self.notes = source, [], [], []
+        with about(source.path):
+            if BESIDE in source.metadata and not self.keeps_beside:
+                cls = type(self.optimizer).__name__
+                self.leave_out(
+                    UsageError(
+                        f"{cls} has no place for what was saved besides an optimizer's state",
+                        advice="give the optimizer that was saved, or strict=False",
+                    )
+                )
+            self.prepare()
+
+    def leave_out(self, error: UsageError) -> None:
+        """Raise why something is not loaded, or note it where less than everything was asked for."""
+        if self.source.strict:
+            raise error
+        self.notes.append(f"left out: {error.message}")
+
+    @property
+    def publishes(self) -> set[str]:
+        """Names of the parameters whose weights `share` makes of masters."""
+        return set()
+
     def prepare(self) -> None:
-        """Make room for the state."""
+        """Find out what is to be read, and make room for it."""
         self.without: list[str] = []
         self._find_beside()
         number = 0
-        hyperparameters = self.hyperparameters(self.names())
+        hyperparameters = self.hyperparameters()
         apart = self.beside.groups or [{} for _ in hyperparameters]
-        for group, its, odd in zip(self.optimizer.param_groups, hyperparameters, apart, strict=True):
+        for group, its, odd in zip(self._loads.param_groups, hyperparameters, apart, strict=True):
             first = number
             made = {**group, **its, **odd}
             for parameter in group["params"]:
@@ -208,60 +394,95 @@ class ByParameter(OptimizerState):
             stride=parameter.stride(),
         )
 
-    def flat_state(
-        self,
-        group: Group,
-        owners: Mapping[str, Parameter | None],
-        parts: Sequence[tuple[int, Extent, int]],
-        of: torch.Tensor,
-        advice: str | None = None,
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Return room for the state of a flat tensor with elements of many parameters, and names of those without.
-
-        A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no
-        slot is one value for all. `group`: the settings that the optimizer will have; `parts` say which extent of which
-        parameter begins at which element. Raises UsageError: it cannot be one's.
-        """
-        every = list(owners.values())
-        held = [{} if one is None else parameter_values(self.source.checkpoint, one) for one in every]
-        read_numbers(held, every)
-        for name, values in zip(owners, held, strict=True):
-            check_keys(self.holder, group, name, of.dim(), values)
-        state: dict[str, Any] = {}
-        for key in dict.fromkeys(key for values in held for key in values):
-            found = [values[key] for values in held if key in values]
-            slots = [one for one in found if isinstance(one, Slot)]
-            kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
-            if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
-                raise UsageError(
-                    f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
-                    found=", ".join(sorted({str(one) for one in kinds})),
-                    advice=advice,
-                )
-            if not slots:
-                state[key] = as_torch(found[0])
-                continue
-            dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
-            state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
-            for number, extent, start in parts:
-                slot, owner = held[number].get(key), every[number]
-                if owner is not None and isinstance(slot, Slot):
-                    if slot.shape != owner.shape:
-                        raise UsageError(f"{key} of {owner.name} is not one value for each element")
-                    self.reads.append(TensorRead(slot, extent, state[key].view(-1)[start : start + extent.numel]))
-        return state, [name for name, values in zip(owners, held, strict=True) if not values]
-
     def _by_tensor(self) -> dict[torch.Tensor, dict[str, Any]]:
         every = [parameter for group in self._loads.param_groups for parameter in group["params"]]
         return {every[number]: its for number, its in self.loaded.items()}
 
+    def check(self) -> None:
+        """Raise SourceError unless all that is to be read is there, as far as can be known before."""
+        check_tensors(self.reads)
+
     def read(self) -> None:
-        """Read state, and find out whether the optimizer takes it."""
-        super().read()
+        """Read state into memory of its own, and find out whether the optimizer takes it."""
+        read_tensors(self.reads)
         with about(self.source.path):
             rehearse(self.local, self._by_tensor(), self.settings, self.called, self.beside)
 
     def take(self) -> None:
-        """Give the optimizer what was read."""
+        """Give the optimizer what was read, on this rank."""
         self._loads.load_state_dict(self.beside.state_dict(self.loaded, self.settings))
         keep_types(self.holder, self._by_tensor())
+
+    def share(self) -> None:
+        """Bring what follows from it to all ranks; most optimizers have nothing to send."""
+
+    def owner(self, name: str, shape: tuple[int, ...], *, optional: bool) -> Parameter | None:
+        """Return the checkpoint's parameter for one of the optimizer's; None if there is none and need not be.
+
+        `optional`: the optimizer has nothing of it. Raises UsageError: there is none, or it has another shape.
+        """
+        checkpoint = self.source.checkpoint
+        there = name in checkpoint.parameters or name in checkpoint.buffers
+        found = checkpoint.owner(name) if there else checkpoint.unnamed.get(name)
+        if found is not None and found.shape == shape:
+            return found
+        listed = any(name in group.parameters for group in self.source.param_groups)  # no step had reached it
+        if not self.source.strict or (found is None and (listed or optional)):
+            return None
+        if found is None:
+            raise UsageError(f"the checkpoint has no parameter {name}")
+        raise UsageError(f"{name} has another shape", expected=shape, found=found.shape)
+
+    def untrained(self) -> set[str]:
+        """Return the names of the parameters that the optimizer has nothing of."""
+        return {name for parameter, name in self.called.items() if not is_trained(parameter)}
+
+    def hyperparameters(self) -> list[Group]:
+        """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
+
+        Raises UsageError: the checkpoint has other param groups.
+        """
+        names = self.stateful()
+        try:
+            self._check_groups(names)
+        except UsageError as error:
+            if self.source.strict:
+                raise
+            self.notes.append(f"hyperparameters stay as they are: {error}")
+            return [{} for _ in names]
+        return [
+            {key: like(number_of(value), ours.get(key)) for key, value in its.hyperparameters.items()}
+            for its, ours in zip(self.source.param_groups, self.optimizer.param_groups, strict=True)
+        ]
+
+    def _check_groups(self, names: Names) -> None:
+        """Refuse other param groups than the optimizer's; what has no state may be missing on either side."""
+        source = self.source
+        theirs, optional = source.param_groups, self._owners(self.untrained() | source.elsewhere)
+        if len(theirs) != len(names):
+            raise UsageError("other param groups than the optimizer's", expected=len(names), found=len(theirs))
+        for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
+            only = sorted((self._owners(ours) ^ set(its.parameters)) - optional)
+            if only:
+                raise UsageError(
+                    f"param group {index} has other parameters than the optimizer's", found=", ".join(only[:SHOWN])
+                )
+
+    def _owners(self, names: Iterable[str]) -> set[str]:
+        checkpoint = self.source.checkpoint
+        return {checkpoint.owner(name).name if name in checkpoint.parameters else name for name in names}
+
+
+def is_trained(parameter: torch.Tensor) -> bool:
+    """Tell whether an optimizer has anything of a parameter."""
+    return parameter.requires_grad and parameter.numel() > 0
+
+
+def stored_groups(
+    optimizer: Optimizer, names: Names, apart: Sequence[Collection[str]] | None = None
+) -> list[ParamGroup]:
+    """Return an optimizer's param groups as a file can hold them, with these names, without hyperparameters apart."""
+    return [
+        ParamGroup({key: as_stored(v, key) for key, v in hyperparameters(group).items() if key not in left}, list(its))
+        for group, its, left in zip(optimizer.param_groups, names, apart or [()] * len(names), strict=True)
+    ]

@@ -1,47 +1,44 @@
-"""torch's optimizers, of parameters that FullyShardedDataParallel has cut.
+"""Optimizers of which one tensor has elements of many parameters.
 
-An optimizer steps a unit's flat parameter, which has many of the model's, or views of it that are this rank's elements
-of one. Its state is of the same size, and each of the model's parameters has its elements of it.
+FullyShardedDataParallel has a unit's flat parameter, or views of it that are this rank's elements of one; a
+ZeroOptimizer has a param group's masters. Their state is of the same size, and each of the model's parameters has its
+elements of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zckpt.errors import UnsupportedError
-from zckpt.optim.flat_parameters import Members
+from zckpt.compare.logical import parameter_values
+from zckpt.engine.tensors import TensorRead
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.optim.flat_parameters import Member, Members
 from zckpt.optim.param_groups import Group
-from zckpt.optim.states import Snapshot, is_trained
-from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, is_trained
+from zckpt.optim.states.expected import check_keys, makes_state
 from zckpt.optim.tensors import Share
+from zckpt.optim.values import as_torch, read_numbers
+from zckpt.state import Parameter, Slot, number_of
 
 
-class FlatState(ByParameter):
-    """The state of an optimizer that has parameters in FullyShardedDataParallel, and maybe others.
+class OfMembers(OptimizerState):
+    """The state of an optimizer that has tensors with elements of many parameters, and maybe others."""
 
-    Where one tensor stands for many parameters, those of a param group are in the model's order, as they are in an
-    optimizer of the bare model.
-    """
+    held: Mapping[torch.Tensor, Sequence[tuple[str, Member]]]
+    advice: str | None = None
+    """What to do where parameters of one tensor have something else."""
 
-    def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> None:
-        firsts = {tensor: every[0][0] for tensor, every in members.held.items()}
-        super().__init__(optimizer, {**known, **firsts})
-        self.held = {one: members.held[one] for one in self.called if one in members.held}
-        order = {name: at for at, name in enumerate(members.order)}
-        for group, names in zip(optimizer.param_groups, self._names, strict=True):
-            every = [name for one in group["params"] for name, _ in self._members_of(one)]
-            names[:] = every if len(every) == len(names) else sorted(every, key=order.__getitem__)
-
-    def _members_of(self, tensor: torch.Tensor) -> list[tuple[str, Any]]:
+    def _members_of(self, tensor: torch.Tensor) -> Sequence[tuple[str, Any]]:
         return self.held.get(tensor) or [(self.called[tensor], None)]
 
-    def members(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def holding(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name, with the tensor that has it."""
-        for group in self.optimizer.param_groups:
+        for group in self._loads.param_groups:
             for tensor in group["params"]:
                 yield from ((name, tensor) for name, _ in self._members_of(tensor))
 
@@ -51,7 +48,7 @@ class FlatState(ByParameter):
         member = dict(self._members_of(parameter))[name]
         if member is None:
             return super()._shares(name, parameter, key, value, found)
-        if value.numel() != parameter.numel():
+        if value.shape != parameter.shape:
             raise UnsupportedError(f"{key} of {name} is not one value for each element")
         if member.extent is None:
             return {}
@@ -77,9 +74,71 @@ class FlatState(ByParameter):
         owners = {name: self.owner(name, tuple(one.shape), optional=not one.is_trained) for name, one in its}
         if not parameter.numel() and any(one.shape.numel() for _, one in its):
             return  # other ranks have its elements, and torch has no state of it here
-        parts = [(at, one.extent, one.offset) for at, (_, one) in enumerate(its) if one.extent and one.extent.numel]
-        advice = "wrap with use_orig_params=True"
-        state, without = self.flat_state(group, owners, parts, parameter, advice)
-        self.notes += [f"no state of {name}" for name in without]
+        state, lacking = self._flat_state(group, owners, [one for _, one in its], parameter)
         if state:
             self.loaded[number] = state
+            self.notes += [f"no state of {name}" for name in lacking]
+        elif makes_state(self.holder, group, parameter.dim()):
+            self.without += owners
+
+    def _flat_state(
+        self, group: Group, owners: Mapping[str, Parameter | None], members: Sequence[Member], of: torch.Tensor
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return room for the state of a tensor with elements of many parameters, and names of those without.
+
+        A slot is zeros where a parameter has none, and as padding, in a type that has the values of all; what is no
+        slot is one value for all. `group`: the settings that the optimizer will have. Raises UsageError: it cannot be
+        one's.
+        """
+        every = list(owners.values())
+        held = [{} if one is None else parameter_values(self.source.checkpoint, one) for one in every]
+        read_numbers(held, every)
+        for name, values in zip(owners, held, strict=True):
+            check_keys(self.holder, group, name, of.dim(), values)
+        state: dict[str, Any] = {}
+        for key in dict.fromkeys(key for values in held for key in values):
+            found = [values[key] for values in held if key in values]
+            slots = [one for one in found if isinstance(one, Slot)]
+            kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
+            if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
+                raise UsageError(
+                    f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
+                    found=", ".join(sorted({str(one) for one in kinds})),
+                    advice=self.advice,
+                )
+            if not slots:
+                state[key] = as_torch(found[0])
+                continue
+            dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
+            state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
+            for values, owner, one in zip(held, every, members, strict=True):
+                slot = values.get(key)
+                if owner is not None and isinstance(slot, Slot) and one.extent and one.extent.numel:
+                    if slot.shape != owner.shape:
+                        raise UsageError(f"{key} of {owner.name} is not one value for each element")
+                    into = state[key].view(-1)[one.offset : one.offset + one.extent.numel]
+                    self.reads.append(TensorRead(slot, one.extent, into))
+        return state, [name for name, values in zip(owners, held, strict=True) if not values]
+
+
+class FlatState(OfMembers):
+    """The state of an optimizer that has parameters in FullyShardedDataParallel, and maybe others.
+
+    Where one tensor stands for many parameters, those of a param group are in the model's order, as they are in an
+    optimizer of the bare model.
+    """
+
+    advice = "wrap with use_orig_params=True"
+
+    def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> None:
+        firsts = {tensor: every[0][0] for tensor, every in members.held.items()}
+        super().__init__(optimizer, {**known, **firsts})
+        self.held = {one: members.held[one] for one in self.called if one in members.held}
+        order = {name: at for at, name in enumerate(members.order)}
+        for group, names in zip(optimizer.param_groups, self._names, strict=True):
+            every = [name for one in group["params"] for name, _ in self._members_of(one)]
+            names[:] = every if len(every) == len(names) else sorted(every, key=order.__getitem__)
+
+    def members(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each parameter's name, with the tensor that has it."""
+        return self.holding()

@@ -24,8 +24,8 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
 from zckpt.optim.ranks import Place
-from zckpt.optim.states import OptimizerState, Snapshot, Source, state_class, state_of, unwrapped
-from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states import state_class, state_of, unwrapped
+from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source
 from zckpt.state import ParamGroup
 from zckpt.torchfile import FromFile, node_of
 
@@ -73,7 +73,7 @@ class Optimizers:
         self.is_one = in_parts and isinstance(given, (list, tuple)) and bool(given)
         for state in self.states.values():
             state.is_sliced = is_sliced
-            if in_parts and type(state) is not ByParameter:  # it divides its state among ranks itself
+            if in_parts and type(state) is not OptimizerState:  # it divides its state among ranks itself
                 raise UnsupportedError(
                     f"{type(state.optimizer).__name__} of a model in parts",
                     advice="use one of torch.optim, or fully_shard",

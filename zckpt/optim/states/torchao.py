@@ -23,8 +23,7 @@ from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.torch_files.quantised import CLASSES, PACKED, Moment, is_quantised, of_torchao, slots_of
 from zckpt.formats.torch_files.tensors import TORCHAO
-from zckpt.optim.states import Snapshot
-from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states.by_parameter import OptimizerState, Snapshot
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, Slot
 
@@ -141,7 +140,7 @@ class _Anew:
     floats: torch.Tensor
 
 
-class TorchaoState(ByParameter):
+class TorchaoState(OptimizerState):
     """The state of one of torchao's optimizers."""
 
     def _shares(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -11,23 +12,23 @@ from zckpt.engine.tensors import TensorRead
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.loss_scaling import of_stage0
-from zckpt.optim.param_groups import by_tensor, sync
+from zckpt.optim.flat_parameters import Member
+from zckpt.optim.param_groups import Names, by_tensor, sync
 from zckpt.optim.ranks import answering
-from zckpt.optim.states import OptimizerState, Snapshot, Target, is_trained, stored_groups
-from zckpt.optim.states.beside import Beside
-from zckpt.optim.states.by_parameter import ByParameter
-from zckpt.optim.states.expected import begins_anew, makes_state
-from zckpt.optim.tensors import Share, world_rank
+from zckpt.optim.states.by_parameter import Snapshot, Target, stored_groups
+from zckpt.optim.states.flat_parameters import OfMembers
+from zckpt.optim.tensors import world_rank
 from zckpt.optim.values import as_stored
 from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object
+from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import DynamicLossScaler, Scaler, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, ParamGroup
 from zckpt.torchfile import Object, node_of, plain
 
 
-class ZeroState(ByParameter):
+class ZeroState(OfMembers):
     """The state of an optimizer over flat groups. Its names are also those of frozen parameters, which are in none.
 
     Experts, which have local numbers in a rank's model, have their global ones in these names.
@@ -44,37 +45,58 @@ class ZeroState(ByParameter):
             self.renamed = experts.named
             self._names = [[experts.named(name) for name in names] for names in self._names]
             self.called = by_tensor(optimizer.param_groups, self._names)
+        self.held = {group.master: self._members(group) for group in optimizer.groups}
+
+    def _members(self, group: FlatGroup) -> list[tuple[str, Member]]:
+        """Return the parameters of a group, with what this rank has of their masters."""
+        found, own = [], {one.index: one for one in group.own}
+        for index, (parameter, shape) in enumerate(zip(group.parameters, group.shapes, strict=True)):
+            extent, offset = None, 0
+            if index in own:
+                extent, offset = Extent.flat(tuple(shape), own[index].start, own[index].numel), own[index].position
+            member = Member(shape, extent, group.master, offset, (world_rank(),), parameter.requires_grad)
+            found.append((self.called[parameter], member))
+        return found
 
     @property
     def local(self) -> Optimizer:
         """The optimizer of this rank's partitions, which is given what is loaded."""
         return self.optimizer.optim
 
-    _loads = holder = local
+    _loads = local
+
+    def _trained(self) -> Names:
+        """Return the names of parameters that were trained when a group was made."""
+        optimizer = self.optimizer
+        return [[self.called[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups]
 
     # --- saving
 
     def groups(self) -> list[ParamGroup]:
-        """Return the param groups with the names of the parameters that were trained when a group was made."""
-        optimizer = self.optimizer
+        """Return the param groups, with what the optimizer keeps once for each."""
         if not self.is_sliced:
-            files.refuse_parts(optimizer)
-        trained = [
-            [self.called[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups
-        ]
+            files.refuse_parts(self.optimizer)
         self._declared.refuse("a ZeroOptimizer has no place for that")
-        found = stored_groups(optimizer, trained)
-        for group, flat in zip(found, optimizer.groups, strict=True):
-            values = optimizer.optim.state.get(flat.master, {}).items()
+        found = stored_groups(self.optimizer, self._trained())
+        for group, flat in zip(found, self.optimizer.groups, strict=True):
+            values = self._declared.state.get(flat.master, {}).items()
             group.state = {key: as_stored(v) for key, v in values if not isinstance(v, torch.Tensor) or not v.dim()}
         return found
+
+    def values_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return masters, where they are saved, and what there is for each element."""
+        state = {MASTER: parameter} | self._declared.state.get(parameter, {})
+        return {
+            key: one for key, one in state.items()
+            if isinstance(one, torch.Tensor) and one.dim() and (key != MASTER or not self._leaves_masters)
+        }  # fmt: skip
 
     def snapshot(self) -> Snapshot:
         """Return what this rank has, the loss scaler, and what else DeepSpeed keeps besides the state.
 
         Masters are only in it where they say more than weights.
         """
-        optimizer, found = self.optimizer, OptimizerState.snapshot(self)
+        optimizer = self.optimizer
         optimizer.adopt_weights()
         same = all(  # on all ranks: then masters say nothing that the weights do not
             flat.master.dtype == flat.flat.dtype
@@ -83,22 +105,8 @@ class ZeroState(ByParameter):
             for flat in optimizer.groups
         )
         with answering():
-            leaves_masters = not optimizer.is_any(not same)
-        for flat in optimizer.groups:
-            slots = {} if leaves_masters else {MASTER: flat.master.detach()}
-            for key, value in optimizer.optim.state.get(flat.master, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == flat.master.shape:
-                    slots[key] = value.detach()
-                elif isinstance(value, torch.Tensor) and value.dim():
-                    raise UnsupportedError(
-                        f"{key} is a tensor for a whole param group, which no parameter has a part of"
-                    )
-            for own in flat.own:
-                name, shape = self.called[flat.parameters[own.index]], tuple(flat.shapes[own.index])
-                extent = Extent.flat(shape, own.start, own.numel)
-                for key, tensor in slots.items():
-                    share = Share(shape, extent, tensor[own.of_partition], (world_rank(),))
-                    found.shares.append((name, key, share))
+            self._leaves_masters = not optimizer.is_any(not same)
+        found = super().snapshot()
         found.metadata = {**optimizer.settings(), "loss_scaler": scaler_object(optimizer.loss_scaler)}
         found.zero_stage, found.loss_scale = optimizer.stage, float(optimizer.loss_scale)
         return found
@@ -112,7 +120,15 @@ class ZeroState(ByParameter):
     @property
     def publishes(self) -> set[str]:
         """Names of the parameters that are trained."""
-        return {self.called[parameter] for group in self.optimizer.groups for parameter in group.parameters}
+        return {name for members in self.held.values() for name, _ in members}
+
+    def stateful(self) -> Names:
+        """Return the names of parameters that are trained; of experts, also those that other ranks have."""
+        names = self._trained()
+        for its, flat, theirs in zip(names, self.optimizer.groups, self.source.param_groups, strict=False):
+            if flat.is_expert:
+                its += [name for name in theirs.parameters if is_expert(name) and name not in its]
+        return names
 
     def prepare(self) -> None:
         """Make room for masters and state."""
@@ -124,45 +140,17 @@ class ZeroState(ByParameter):
                 advice="give zckpt.load tp_rules=, which say how parts are cut; or load_state_dict() what this rank's "
                 "file holds, at the same degrees",
             )
-        self.beside, self.masters = Beside(), list[torch.Tensor]()
-        hyperparameters = self.hyperparameters([self._group_names(index) for index in range(len(optimizer.groups))])
-        self.settings = [
-            {**ours, **its, "params": [index]}
-            for index, (ours, its) in enumerate(
-                zip(self.local.state_dict()["param_groups"], hyperparameters, strict=True)
-            )
-        ]
         self.called = {**self.called, **{one.master: f"param group {at}" for at, one in enumerate(optimizer.groups)}}
-        without: list[str] = []
-        for index, group in enumerate(optimizer.groups):
-            named = [(self.called[p], p) for p in group.parameters]
-            owners = {name: self.owner(name, tuple(p.shape), optional=not is_trained(p)) for name, p in named}
-            every, master = list(owners.values()), group.master.detach().clone()
-            parts = []
-            for own in group.own:
-                owner, into = every[own.index], master[own.of_partition]
+        self.masters = [one.master.detach().clone() for one in optimizer.groups]
+        super().prepare()
+        for flat, master in zip(optimizer.groups, self.masters, strict=True):
+            for name, one in self.held[flat.master]:
+                owner = self.owner(name, tuple(one.shape), optional=not one.is_trained)
                 slot = None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
-                if slot is not None:
-                    self.reads.append(TensorRead(slot, Extent.flat(slot.shape, own.start, own.numel), into))
-                extent = Extent.flat(tuple(group.shapes[own.index]), own.start, own.numel)
-                parts.append((own.index, extent, own.position))
-            self.masters.append(master)
-            values, _ = self.flat_state(self.settings[index], owners, parts, master)
-            if values:
-                self.loaded[index] = values
-            elif makes_state(self.holder, self.settings[index], 1):
-                without += owners
-        if without and self.source.checkpoint.step:
-            self.notes.append(begins_anew(self.holder, without))
+                if slot is not None and one.extent is not None:
+                    into = master[one.offset : one.offset + one.extent.numel]
+                    self.reads.append(TensorRead(slot, one.extent, into))
         self.scaler = self._scaler()
-
-    def _group_names(self, index: int) -> list[str]:
-        """Return the names of a param group's trained parameters; of experts, also those that other ranks have."""
-        optimizer, every = self.optimizer, self.source.param_groups
-        names = [self.called[p] for p in optimizer.param_groups[index]["params"] if p in optimizer._place]
-        if optimizer.groups[index].is_expert and index < len(every):
-            names += [name for name in every[index].parameters if is_expert(name) and name not in names]
-        return names
 
     def _scaler(self) -> Scaler:
         """Return the loss scaler that the checkpoint has, or else the optimizer's.

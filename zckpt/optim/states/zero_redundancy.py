@@ -24,18 +24,18 @@ from zckpt.optim.files import open_for
 from zckpt.optim.flat_parameters import Bare
 from zckpt.optim.param_groups import Names, sync
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import OptimizerState, Snapshot, Source, Target
 from zckpt.optim.states.beside import declared
-from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source, Target, stored_groups
 from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
+from zckpt.state import ParamGroup
 from zckpt.storage.durable import written
 from zckpt.version import __version__
 
 
-class PerRank(ByParameter):
+class PerRank(OptimizerState):
     """The state of an optimizer that is cut by parameter."""
 
     optimizer: ZeroRedundancyOptimizer
@@ -141,6 +141,14 @@ class WorkersState(OptimizerState):
             )
         return [list(group["param_names"]) for group in groups]
 
+    def groups(self) -> list[ParamGroup]:
+        """Return the param groups."""
+        return stored_groups(self.optimizer, self.names())
+
+    def snapshot(self) -> Snapshot:
+        """Return the param groups: workers have the rest."""
+        return Snapshot(self.groups())
+
     def write(self, target: Target) -> None:
         """Let each worker write its files of a directory; the caller calls it."""
         names = self.names()
@@ -155,7 +163,7 @@ class WorkersState(OptimizerState):
 
     def prepare(self) -> None:
         """Compare the param groups with the checkpoint's."""
-        self.settings = self.hyperparameters(self.names())
+        self.settings = self.hyperparameters()
 
     def read(self) -> None:
         """Let each worker read the state of its parameters into memory of its own."""
@@ -187,7 +195,7 @@ def _read(
     checkpoint = open_for(path, (), order, tag=tag, names=listed)
     checks = Checks()
     checks.find = checksums_by_path([checkpoint]) if verify else None
-    state = ByParameter(local.optimizer, {})
+    state = OptimizerState(local.optimizer, {})
     elsewhere = frozenset(name for names in order for name in names).difference(*state.names())
     state.restore(Source(checkpoint, path, checkpoint.param_groups, {}, elsewhere=elsewhere))
     state.check()

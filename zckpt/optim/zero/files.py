@@ -33,7 +33,7 @@ from zckpt.operations.small_file import beside_it, check_text, name_of, write_te
 from zckpt.operations.target import write_target
 from zckpt.optim.flat_parameters import Bare
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import Target
+from zckpt.optim.states.by_parameter import Target
 from zckpt.optim.tensors import bare
 from zckpt.optim.values import Values
 from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
