@@ -845,7 +845,7 @@ def test_object_that_is_no_torch_file_is_refused(small):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda o: o["param_groups"][0].update(params=[0, "a"]), "names or numbers"),
+        (lambda o: o["param_groups"][0].update(params=[0, "a"]), "names and numbers"),
         (lambda o: o["param_groups"][0].update(params=["a", "a"]), "a parameter twice"),
         (lambda o: o["param_groups"].append({"params": [0]}), "a parameter twice, or names and numbers"),
         (lambda o: o["state"].update(a=5), "a dict by slot"),

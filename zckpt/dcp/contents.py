@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import UnsupportedError
-from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
-from zckpt.formats.torch_files.tensors import encode
+from zckpt.formats.torch_files.tensors import TensorItem, encode
 from zckpt.optim.values import Values
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Span, most_steps
 from zckpt.state.dtypes import is_floating

@@ -22,40 +22,12 @@ from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.heads import Kinds, read_blob
 from zckpt.formats.dcp.metadata import Metadata, Offsets
+from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import ALIGNMENT, FileRange, Storage, Tensor, TorchFile, read_source
-
-
-@dataclass(frozen=True, slots=True)
-class TensorItem:
-    """A tensor of the saved dict.
-
-    Parameters
-    ----------
-    key : str
-    dtype : str
-    shape : tuple of int
-    spans : sequence of Span
-        One for each chunk.
-    whole : Tensor or None
-        The node of the tensor, where one chunk is all of it.
-    path : str
-        The file of that.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    spans: Sequence[Span]
-    whole: Tensor | None
-    path: str
-
-    def slot(self, name: str) -> Slot:
-        """Return the tensor as a slot."""
-        return Slot(name, self.dtype, self.shape, self.spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.evidence import Evidence
-from zckpt.formats.dcp.optimizer import Group, OptimizerState
+from zckpt.formats.dcp.optimizer import Optimizer
 from zckpt.formats.dcp.tree import Branch, carry
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
@@ -66,7 +66,7 @@ def own_tree(
 
 
 def prepare(
-    checkpoint: Checkpoint, optimizers: Sequence[OptimizerState], file: TorchFile, names: Sequence[str] | None
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], file: TorchFile, names: Sequence[str] | None
 ) -> Sequence[str] | None:
     """Add the parameters of which the model has no tensor; give optimizers the groups and names that they lack.
 
@@ -79,17 +79,21 @@ def prepare(
         checkpoint.parameters[name] = Parameter(name, shape, dtype)
     listed = _about(file).get("groups")
     if listed is not None:  # of flat keys
-        values = {label: one.hyperparameters for its in optimizers for one in its.groups for label in one.members}
+        numbers = {name: number for one in optimizers for number, name in one.state.names.items()}
         groups = [as_names(group, file.path) for group in listed] if isinstance(listed, list) else []
         members = [name for group in groups for name in group]
-        if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != values.keys():
+        if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != numbers.keys():
             raise DamagedFileError(
                 "param groups of other parameters", path=file.path, expected="those of the optimizer"
             )
-        optimizers[0].groups = [Group(dict(values[its[0]]) if its else {}, list(its)) for its in groups]
+        state = optimizers[0].state
+        values = {number: group for group in state.groups for number in group["params"]}
+        state.groups[:] = [
+            {**(values[numbers[its[0]]] if its else {}), "params": [numbers[name] for name in its]} for its in groups
+        ]
     if names is None or not _described(file, "unnamed"):
         return names
-    labels = [label for optimizer in optimizers for group in optimizer.groups for label in group.members]
+    labels = [one.state.names.get(number, number) for one in optimizers for number in one.state.every_number]
     given = Evidence([labels], dict.fromkeys(names, ())).given(names)
     for optimizer in optimizers:
         optimizer.rename(given)

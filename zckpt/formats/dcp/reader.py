@@ -10,11 +10,10 @@ from pathlib import Path
 from zckpt.errors import UnknownFormatError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
-from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
-from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
+from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.optimizer import OptimizerState, read_optimizer
+from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
 from zckpt.formats.dcp.own import prepare, restore_own
 from zckpt.formats.dcp.tree import (
     PARAMS,
@@ -31,9 +30,8 @@ from zckpt.formats.dcp.tree import (
     owners,
 )
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
-from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
+from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
 from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile
-from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -144,7 +142,7 @@ def fill(
 
 def _find(
     checkpoint: Checkpoint, root: Branch, own: TorchFile | None, pairs: Sequence[Sequence[str]]
-) -> tuple[list[ModelPart], list[OptimizerPart], list[OptimizerState]]:
+) -> tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]]:
     """Return the models of a dict, and its optimizers as they are there, and in one form.
 
     Several models of Accelerate's have each its own names, which may be those of another: they begin with what the
@@ -153,12 +151,12 @@ def _find(
     if len(pairs) < 2:
         optimizers = find_optimizers(root)
         models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
-        return models, optimizers, _states(optimizers, models, checkpoint.source)
+        return models, optimizers, _states(optimizers, models, checkpoint)
     known = own.root.get("models") if own is not None and isinstance(own.root, Mapping) else None
     if not (isinstance(known, list) and len(known) == len(pairs) and all(isinstance(name, str) for name in known)):
         known = [f"model_{number}" if number else "model" for number in range(len(pairs))]
     checkpoint.details["models"] = known
-    every: tuple[list[ModelPart], list[OptimizerPart], list[OptimizerState]] = [], [], []
+    every: tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]] = [], [], []
     for name, folders in zip(known, pairs, strict=True):
         models, optimizers, states = _find(checkpoint, {folder: root[folder] for folder in folders}, own, ())
         if len(models) != 1 or len(optimizers) > 1:
@@ -177,14 +175,17 @@ def _find(
     return every
 
 
-def _states(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], path: str) -> list[OptimizerState]:
+def _states(
+    optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], checkpoint: Checkpoint
+) -> list[Optimizer]:
     """Return the optimizers in one form, under the names that their models have.
 
     Before names is put what was put before those of the model, and before numbers that have to differ from another
     optimizer's, where that one is. Several are called by their keys, or by numbers where Lightning has made keys of a
     list.
     """
-    states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
+    names = [name for one in models for name in one.tensors]
+    states = [read_optimizer(part, names, checkpoint.source, checkpoint.warnings) for part in optimizers]
     numbered = sum(not part.names for part in optimizers) > 1
     for state, part, model in zip(states, optimizers, owners(optimizers, models), strict=True):
         if model is not None:
@@ -336,10 +337,6 @@ def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | 
 
 
 def _whole_number(node: Node) -> int | None:
-    if isinstance(node, TensorItem) and node.shape == () and node.whole is not None and not is_floating(node.dtype):
-        if not node.path:  # in memory
-            return None
-        number = read_scalars(node.path, [node.whole])[0].value
-        return number if type(number) is int else None
-    value = node.node if isinstance(node, ObjectItem) else None
+    number = scalars_in({"": node}, "").get("")
+    value = number.value if number is not None else node.node if isinstance(node, ObjectItem) else None
     return value if type(value) is int else None

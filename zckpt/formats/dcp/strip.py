@@ -22,7 +22,6 @@ from zckpt.formats.companions import copy_of
 from zckpt.formats.dcp.directory import OWN_NAME, find
 from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Metadata, read_metadata
-from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.tree import STATE, Node, OptimizerPart, build, find_optimizers, leaves
 from zckpt.formats.shrinking import kept_ranges, shares
 from zckpt.formats.stripped_directory import completed
@@ -37,6 +36,7 @@ from zckpt.formats.stripping import (
     replaced,
     rewrite,
 )
+from zckpt.formats.torch_files.state_dicts import split_key
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.ranges import merge, without
 from zckpt.torchfile import ALIGNMENT, Object, TorchFile, dump, read_pickle

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import AVERAGES, STATE_DICT_KEYS, is_called_like, words
-from zckpt.formats.torch_files.tensors import carried
+from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, node_of
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankFiles, RankReader, add, elements, rules_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
-from zckpt.formats.torch_files.state_dicts import looks_like_optimizer, optimizer_rules
+from zckpt.formats.torch_files.state_dicts import check_hyperparameters, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import (
     as_mapping,
     by_name,
@@ -31,9 +30,8 @@ from zckpt.formats.torch_files.tensors import (
     describe,
     identity_of,
     read_scalars,
-    with_scalars,
 )
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, number_of
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import OrderedMapping, Tensor, TorchFile, alike, brief, has_checksums, read_torchfile
@@ -224,27 +222,10 @@ def _rules(rank: int, single: Sequence[str]) -> tuple[Rule, ...]:
 
 
 def _parsed(file: TorchFile) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
-    root = file.root
-    if not isinstance(root, dict) or not looks_like_optimizer(root):
-        raise DamagedFileError("unexpected content", expected="an optimizer's state dict", found=brief(root, 60))
-    groups: list[dict[str, Any]] = []
-    for group in root["param_groups"]:
-        params = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(params, (list, tuple)) or not all(type(one) in (int, str) for one in params):
-            raise DamagedFileError(
-                "unreadable param group", expected="numbers or names in `params`", found=brief(params)
-            )
-        groups.append({**with_scalars(group, file.path), "params": list(params)})
-    known = [key for group in groups for key in group["params"]]
-    members = set(known)
-    if len(members) != len(known) or len({type(key) for key in known}) > 1:
-        raise DamagedFileError("param groups have a parameter twice")
-    state: dict[Key, dict[str, object]] = {}
-    for key, slots in root["state"].items():
-        if type(key) not in (int, str) or key not in members or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
-        state[key] = {str(slot): value for slot, value in slots.items()}
-    return groups, state
+    found = parse(file.root, file.path)
+    label: dict[int, Key] = {number: found.names.get(number, number) for number in found.every_number}
+    groups = [{**group, "params": [label[number] for number in group["params"]]} for group in found.groups]
+    return groups, {label[number]: slots for number, slots in found.state.items()}
 
 
 def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
@@ -255,21 +236,7 @@ def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, 
             found=" + ".join(str(len(group["params"])) for group in its),
             ranks=[rank],
         )
-    for number, (one, two) in enumerate(zip(mine, its, strict=True)):
-        for key in sorted((one.keys() | two.keys()) - set(MEMBERS)):
-            if not alike(_plain(one.get(key)), _plain(two.get(key))):
-                raise LayoutError(
-                    f"param group {number} has another {key} than rank 0's",
-                    expected=brief(one.get(key)),
-                    found=brief(two.get(key)),
-                    advice="the files are of different steps or runs",
-                    code=HYPERPARAMETERS_DIFFER,
-                    ranks=[rank],
-                )
-
-
-def _plain(value: object) -> object:
-    return (value.value, value.dtype) if isinstance(value, Scalar) else value
+    check_hyperparameters(mine, its, rank)
 
 
 def _add(found: Optimizer, rank: int, file: TorchFile, state: Mapping[Key, Mapping[str, object]]) -> list[str]:
@@ -302,11 +269,11 @@ def _agree(found: Optimizer, key: Key, slot: str, value: object, rank: int) -> N
     values = found.values.setdefault(key, {})
     if slot not in values:
         values[slot] = value
-    elif not alike(_plain(values[slot]), _plain(value)):
+    elif not alike(values[slot], value):
         raise LayoutError(
             f"state {slot} of the optimizer's parameter {key} is another than on the first rank",
-            expected=brief(_plain(values[slot])),
-            found=brief(_plain(value)),
+            expected=brief(number_of(values[slot])),
+            found=brief(number_of(value)),
             advice="the files are of different steps or runs",
             ranks=[rank],
         )

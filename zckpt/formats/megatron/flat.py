@@ -27,7 +27,7 @@ from math import prod
 
 from zckpt.errors import SourceError, UnsupportedError, ZckptError
 from zckpt.formats.account.fits import text_of
-from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.buckets import (
     PARAM,
     Buffer,
@@ -44,7 +44,7 @@ from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
-from zckpt.formats.torch_files.tensors import carried, read_scalars
+from zckpt.formats.torch_files.tensors import TensorItem, carried, read_scalars
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
 from zckpt.formats.dcp.directory import Directory
-from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.optimizer import hyperparameters
 from zckpt.formats.dcp.reader import fill, say_what_values_are, tree_of
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, leaves
@@ -29,6 +29,7 @@ from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
 from zckpt.formats.megatron.names import in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, settle, topology_of
+from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.state import Checkpoint, Duplicate
 from zckpt.torchfile import Digests
 

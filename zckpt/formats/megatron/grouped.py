@@ -18,9 +18,9 @@ import re
 from collections.abc import Callable, Mapping
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.dcp.items import TensorItem
 from zckpt.formats.megatron.keys import Stored
 from zckpt.formats.megatron.proof import unproven
+from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.state import MASTER, WEIGHT, Slot
 
 _EXPERTS = re.compile(r"(.*\.experts\.(?:experts|local_experts)\.(?:[0-9]+\.)?)linear_fc([12])\.weight")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.formats.dcp.directory import NAME
-from zckpt.formats.dcp.items import Items, TensorItem, read_items
+from zckpt.formats.dcp.items import Items, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
 from zckpt.formats.megatron.cut import end_to_end, is_flattened, unflattened
@@ -33,7 +33,7 @@ from zckpt.formats.megatron.names import in_order
 from zckpt.formats.megatron.objects import carry_objects, read_common, settle, topology_of
 from zckpt.formats.megatron.optimizer import attach, keep_common
 from zckpt.formats.megatron.own import read_own, restore_own
-from zckpt.formats.torch_files.tensors import describe
+from zckpt.formats.torch_files.tensors import TensorItem, describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
-from zckpt.formats.dcp.items import Items, ObjectItem, TensorItem
+from zckpt.formats.dcp.items import Items, ObjectItem
 from zckpt.formats.megatron.directory import Place
 from zckpt.formats.megatron.torch_dist import read_by
-from zckpt.formats.torch_files.tensors import describe
+from zckpt.formats.torch_files.tensors import TensorItem, describe
 from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize

@@ -11,17 +11,18 @@ one memory, and all of them come out as the last: what can be noticed of that in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
 from zckpt.errors import DamagedFileError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, shared_values
-from zckpt.formats.torch_files.tensors import holds_tensors, read_scalars, slot_of
+from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of
 from zckpt.state import MASTER, Checkpoint, ParamGroup
+from zckpt.state.names import is_number
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Tensor
+from zckpt.torchfile import FromFile, Tensor, walk_tensors
 
 Sample = Callable[[Tensor, str], bool]
 """Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""
@@ -36,6 +37,7 @@ def attach(
     sample: Sample | None = None,
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
+    known: Collection[str] = ("params", "param_names"),
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -56,6 +58,8 @@ def attach(
         The names that are certain, by number, where they have been found already.
     orders : callable
         In which groups may have their parameters, as for `Evidence.certain`.
+    known : collection of str
+        Keys of a group that are no hyperparameters.
 
     Raises
     ------
@@ -84,18 +88,18 @@ def attach(
             if number in optimizer.masters:
                 owner.slots[MASTER] = slot_of(MASTER, optimizer.masters[number], path)
             for key, value in slots.items():
-                if isinstance(value, Tensor):
-                    owner.slots[key] = slot_of(key, value, path)
+                if isinstance(value, (Tensor, TensorItem)):
+                    owner.slots[key] = slot_of(key, value, path) if isinstance(value, Tensor) else value.slot(key)
                 else:  # quantised, say: its tensors mean nothing by themselves
-                    owner.state[key] = FromFile(value, path) if holds_tensors(value) else value
+                    owner.state[key] = FromFile(value, path) if any(True for _ in walk_tensors(value)) else value
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
-        known = ("params", "param_names") if of is None else ("params", "param_names", OPTIMIZER)
-        hyperparameters = {key: value for key, value in group.items() if key not in known}
+        gone = known if of is None else (*known, OPTIMIZER)
+        hyperparameters = {key: value for key, value in group.items() if key not in gone}
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
-    foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and checkpoint.parameters]
-    if foreign:
+    foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
+    if foreign and checkpoint.parameters:
         checkpoint.warnings.append(
             f"the optimizer has state of {listed(foreign)}, which the model has not; it is kept under these names"
         )
@@ -107,8 +111,7 @@ def attach(
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
     """Return the single values that all parameters of a group with any state share."""
     present = [number for number in numbers if number in optimizer.state]
-    tensors = {n: t for n in present if (t := optimizer.tensors(n).get("step")) is not None and t.shape == ()}
-    steps = dict(zip(tensors, read_scalars(path, list(tensors.values())), strict=True))
+    steps = scalars_in({n: optimizer.state[n].get("step") for n in present}, path)
     return shared_values(
         [
             ({"step": steps[n]} if n in steps else {})

@@ -11,17 +11,18 @@ same values are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zckpt.errors import DamagedFileError, UnsupportedError, about
+from zckpt.codes import HYPERPARAMETERS_DIFFER
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.evidence import shown_shape
-from zckpt.formats.torch_files.tensors import with_scalars
-from zckpt.state import MASTER
+from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
+from zckpt.state import MASTER, number_of
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import Digests, MetaTensor, Tensor, brief
+from zckpt.torchfile import Digests, MetaTensor, Tensor, alike, brief, walk_tensors
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""
@@ -84,7 +85,7 @@ class OptimizerState:
 
 def _shapes(value: object) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of what an optimizer keeps under a key: a tensor of any class, or a dict, as bitsandbytes'."""
-    if isinstance(value, (Tensor, MetaTensor)):
+    if isinstance(value, (Tensor, MetaTensor, TensorItem)):
         yield value.shape
     elif isinstance(value, dict):
         yield from (one.shape for one in _elementwise(value).values() if isinstance(one, Tensor))
@@ -168,6 +169,24 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         return OptimizerState(state, groups, found, names)
 
 
+def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Raise LayoutError unless a rank has the param groups of the first one, whatever their parameters are."""
+    if len(mine) != len(its):
+        raise LayoutError("has other param groups than rank 0", expected=len(mine), found=len(its), ranks=[rank])
+    for number, (one, two) in enumerate(zip(mine, its, strict=True)):
+        for key in sorted((one.keys() | two.keys()) - {"params", "param_names"}):
+            expected, found = one.get(key), two.get(key)
+            if not alike(expected, found) and not any(True for _ in walk_tensors([expected, found])):
+                raise LayoutError(
+                    f"param group {number} has another {key} than rank 0's",
+                    expected=brief(number_of(expected)),
+                    found=brief(number_of(found)),
+                    advice="the files are of different steps or runs",
+                    code=HYPERPARAMETERS_DIFFER,
+                    ranks=[rank],
+                )
+
+
 def _group(node: object) -> dict[object, object]:
     params = node.get("params") if isinstance(node, dict) else None
     if (
@@ -181,20 +200,28 @@ def _group(node: object) -> dict[object, object]:
     return node
 
 
-def unflattened(node: Mapping[str, object], path: str) -> dict[str, object]:
+def split_key(joined: str, names: Collection[str]) -> tuple[str, str]:
+    """Cut a joined key after the longest name that it begins with; after the last dot where none is known."""
+    at = joined.rfind(".")
+    while at > 0:
+        if joined[:at] in names:
+            return joined[:at], joined[at + 1 :]
+        at = joined.rfind(".", 0, at)
+    name, _, slot = joined.rpartition(".")
+    return name, slot
+
+
+def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = ()) -> dict[str, Any]:
     """Return a state dict whose keys are joined as one of names; what it keeps once a parameter is once a group.
 
-    Raises DamagedFileError: state of a parameter of which it has no hyperparameters.
+    `names`: those that are known, by which a name is told from a slot.
     """
     state: dict[str, dict[str, object]] = {}
     values: dict[str, dict[str, object]] = {}
     for key, value in node.items():
         kind, _, rest = key.partition(".")
-        name, _, last = rest.rpartition(".")
+        name, last = split_key(rest, names)
         (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
-    strange = [name for name in state if name not in values]
-    if strange:
-        raise DamagedFileError("state of a parameter that has no hyperparameters", found=brief(strange[0]))
     groups: dict[bytes, dict[str, Any]] = {}
     digests = Digests()
     for name, its in values.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
@@ -20,6 +20,7 @@ from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, node_of, walk_tensors
 
 Value = TypeVar("Value")
+Key = TypeVar("Key")
 
 PLAIN_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 """Classes of tensors of which the elements are the values. What another class makes of its elements only it knows."""
@@ -105,6 +106,35 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
         expected="dense tensors of torch.Tensor",
         advice="write its values as a plain tensor in the program that wrote it",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """A tensor of the saved dict.
+
+    Parameters
+    ----------
+    key : str
+    dtype : str
+    shape : tuple of int
+    spans : sequence of Span
+        One for each chunk.
+    whole : Tensor or None
+        The node of the tensor, where one chunk is all of it.
+    path : str
+        The file of that.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    spans: Sequence[Span]
+    whole: Tensor | None
+    path: str
+
+    def slot(self, name: str) -> Slot:
+        """Return the tensor as a slot."""
+        return Slot(name, self.dtype, self.shape, self.spans)
 
 
 def holds_tensors(value: object) -> bool:
@@ -259,10 +289,22 @@ def _format(dtype: str) -> str:
     return _FORMATS[dtype]
 
 
+def scalars_in(values: Mapping[Key, object], path: str) -> dict[Key, Scalar]:
+    """Return those that are 0-d tensors of a file, read file by file. `path`: of those that do not say theirs."""
+    by_file: dict[str, dict[Key, Tensor]] = {}
+    for key, value in values.items():
+        one, file = (value.whole, value.path) if isinstance(value, TensorItem) else (value, path)
+        if isinstance(one, Tensor) and one.shape == () and file:
+            by_file.setdefault(file, {})[key] = one
+    found: dict[Key, Scalar] = {}
+    for file, its in by_file.items():
+        found.update(zip(its, read_scalars(file, list(its.values())), strict=True))
+    return found
+
+
 def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object]:
     """Return a dict of a torch file with its 0-d tensors read (a learning rate may be one) and its keys as text."""
-    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor) and value.shape == ()}
-    scalars = dict(zip(tensors, read_scalars(path, list(tensors.values())), strict=True))
+    scalars = scalars_in(values, path)
     return {str(key): scalars.get(key, value) for key, value in values.items()}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
+from zckpt.codes import OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
@@ -31,13 +31,19 @@ from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse, shared_values
+from zckpt.formats.torch_files.state_dicts import (
+    OptimizerState,
+    check_hyperparameters,
+    optimizer_rules,
+    parse,
+    shared_values,
+)
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Scalar, Topology
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
-from zckpt.torchfile import Tensor, TorchFile, alike, brief, each, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 Order = list[list[str]]
 """For each param group, the names of its parameters."""
@@ -90,7 +96,8 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
                 raise ShardError(
                     f"is of another {name}", path=path, expected=expected, found=found, code=code, ranks=[rank]
                 )
-        _check_groups(ranks[0], ranks[-1])
+        with about(path):
+            check_hyperparameters(ranks[0].state.groups, ranks[-1].state.groups, rank)
     checkpoint.world_size = len(paths)
     checkpoint.topology = Topology(dp=len(paths))
     return ranks
@@ -102,32 +109,6 @@ def rank_rules(key: object, *, first: bool) -> tuple[Rule, ...]:
     same = Rule((*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
     about = tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
     return (*optimizer_rules(*where), *about) if first else (*optimizer_rules(*where)[:1], same, *about)
-
-
-def _check_groups(first: RankFile, other: RankFile) -> None:
-    """Raise unless two ranks have the same param groups but for their shares of the parameters."""
-    mine, its = first.state.groups, other.state.groups
-    if len(mine) != len(its):
-        raise LayoutError(
-            "has other param groups than rank 0", path=other.file.path, expected=len(mine), found=len(its)
-        )
-    for number, (one, two) in enumerate(zip(mine, its, strict=True)):
-        for key in (one.keys() | two.keys()) - {"params", "param_names"}:
-            expected, found = one.get(key), two.get(key)
-            if _is_plain(expected) and _is_plain(found) and not alike(expected, found):
-                raise LayoutError(
-                    f"param group {number} has another {key} than rank 0's",
-                    path=other.file.path,
-                    expected=brief(expected),
-                    found=brief(found),
-                    advice="the files are of different steps or runs",
-                    code=HYPERPARAMETERS_DIFFER,
-                )
-
-
-def _is_plain(value: object) -> bool:
-    values = each(value, lambda node: node if isinstance(node, (list, tuple)) else ())
-    return all(one is None or isinstance(one, (list, tuple, bool, int, float, str, Scalar)) for one in values)
 
 
 def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order, held: Shares | None = None) -> None:
