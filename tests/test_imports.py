@@ -63,6 +63,7 @@ MAY_IMPORT_TORCH = (
     "torchtitan.py",
 )
 
+SAMPLE = ("s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2")
 SOURCES = [
     "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_client", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2",
     "tp2_s1_bf16_dp2", "ds0145_s2_bf16_dp4", "s2_bf16_dp2_elastic", "other/plain_adamw/ckpt.pt",
@@ -111,27 +112,30 @@ def test_inspect_needs_neither_torch_nor_deepspeed(options: tuple[str, ...]) -> 
             assert json.loads(out)["num_parameters"] > 0, source
 
 
-@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2"])
-def test_safetensors_are_written_without_torch(name: str, tmp_path: Path) -> None:
-    target = tmp_path / "model.safetensors"
-    done = without(EVERYTHING, "consolidate", FIXTURES / name, target, "--slots", "all")
-    assert done.returncode == 0, done.stderr
-    model, truth = load_file(target), Truth(FIXTURES / name)
-    for parameter, value in truth.masters.items():
-        assert_same(model[parameter], value, parameter)
+def test_safetensors_are_written_without_torch(tmp_path: Path) -> None:
+    targets = {name: tmp_path / f"{name}.safetensors" for name in SAMPLE}
+    commands = (("consolidate", FIXTURES / name, one, "--slots", "all") for name, one in targets.items())
+    assert [status for status, _, _ in several_without(EVERYTHING, *commands)] == [0] * len(targets)
+    for name, one in targets.items():
+        model = load_file(one)
+        for parameter, value in Truth(FIXTURES / name).masters.items():
+            assert_same(model[parameter], value, parameter)
 
 
-@pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_everything_works_without_deepspeed(target: str, tmp_path: Path) -> None:
-    targets = {dtype: tmp_path / dtype / target for dtype in ("float32", "bfloat16", "float16", "keep")}
-    for one in targets.values():
-        one.parent.mkdir()
-    consolidated = (
-        ("consolidate", FIXTURES / "s2_bf16_dp2", one, "--dtype", dtype, "--slots", "all")
-        for dtype, one in targets.items()
+def test_everything_works_without_deepspeed(tmp_path: Path) -> None:
+    targets = {
+        tmp_path / f"{dtype}{end}": dtype
+        for dtype in ("float32", "bfloat16", "float16", "keep")
+        for end in (".safetensors", ".pt", "")
+    }
+    results = several_without(
+        ("deepspeed",),
+        *(
+            ("consolidate", FIXTURES / "s2_bf16_dp2", one, "--dtype", dtype, "--slots", "all")
+            for one, dtype in targets.items()
+        ),
     )
-    results = several_without(("deepspeed",), *consolidated)
-    for one, (status, _, errors) in zip(targets.values(), results, strict=True):
+    for one, (status, _, errors) in zip(targets, results, strict=True):
         assert status == 0, errors
         assert one.exists()
 

@@ -287,7 +287,7 @@ def _run(line: str) -> subprocess.CompletedProcess[str]:
 def test_every_pair_of_the_table(source: str, cells: list[str], every: bool, there: Path) -> None:
     first = [name for name, _ in ROWS].index(source)
     for number, (anchor, cell) in enumerate(zip(COLUMNS, cells, strict=True)):
-        if (first + number) % 3 and not every:
+        if (first + number) % 7 and not every:
             continue
         language, block = _of_all(anchor)
         text = block.replace(SOURCE, source)

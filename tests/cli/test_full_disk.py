@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, environment
-from tests.pairwise import each, some
+from tests.pairwise import some
 
-SCRIPT = 'mount -t tmpfs -o "$1" none "$2" || exit 99; shift 2; "$@"; status=$?; find "$0" -mindepth 1; exit $status'
-"""$0 the mount point again, $1 the mount options, $2 the mount point, then a command; prints what is left there."""
+SCRIPT = 'mount -t tmpfs -o "$1" none "$2" || exit 99; exec "$3" -c "$4" "$2"'
+"""$1 the mount options, $2 the mount point, $3 Python, $4 a program."""
+PROGRAM = """
+import json, os, sys
+from tests.cli.console import run
+
+place = sys.argv[1]
+said = []
+for command in json.load(sys.stdin):
+    done = run(*command)
+    said.append([done.returncode, done.stdout, done.stderr, os.listdir(place)])
+print(json.dumps(said))
+"""
+"""Runs commands, and says of each what it said, and what was there when it had ended."""
 
 VERBS = {
     "reshard": ("reshard", "--world-size", "12"),
@@ -25,35 +38,36 @@ VERBS = {
 }
 
 
-def on_tmpfs(options: str, place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run zckpt with a tmpfs at `place`, which only that process sees."""
+def on_tmpfs(options: str, place: Path, *verbs: str) -> list[tuple[int, str, str, list[str]]]:
+    """Run verbs, one after the other, with a tmpfs at `place`, which only that process sees."""
     place.mkdir()
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", SCRIPT, str(place), options, str(place)]
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", SCRIPT, "sh", options, place]
+    commands = [[first, str(FIXTURES / "s2_bf16_dp4"), str(place / verb), *rest]
+                for verb in verbs for first, *rest in [VERBS[verb]]]  # fmt: skip
     done = subprocess.run(
-        [*command, sys.executable, "-m", "zckpt", *arguments],
+        [*command, sys.executable, PROGRAM], input=json.dumps(commands),
         capture_output=True, text=True, env=environment(), timeout=120, check=False,
     )  # fmt: skip
     if done.returncode == 99 or "unshare" in done.stderr:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-    return done
+    assert done.returncode == 0, done.stderr
+    return [tuple(one) for one in json.loads(done.stdout)]
 
 
-@pytest.mark.parametrize(("verb", "options"), each(VERBS, ["size=16k", "size=8m,nr_inodes=3"]))
-def test_nothing_is_left_on_a_full_disk(verb: str, options: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [("size=16k", "not enough space"), ("size=8m,nr_inodes=3", "no space for so many files: expected ")],
+)
+def test_nothing_is_left_on_a_full_disk(options: str, words: str, tmp_path: Path) -> None:
     """Both are seen before anything is written: too few bytes, or no room for so many files."""
-    place = tmp_path / "disk"
-    first, *rest = VERBS[verb]
-    done = on_tmpfs(options, place, first, str(FIXTURES / "s2_bf16_dp4"), str(place / "out"), *rest)
-    assert done.returncode == 4, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert ("not enough space" if options == "size=16k" else "no space for so many files: expected ") in done.stderr
-    assert done.stdout == ""
+    for status, out, errors, left in on_tmpfs(options, tmp_path / "disk", *VERBS):
+        assert (status, out, left) == (4, "", []), errors
+        assert len(errors.splitlines()) == 1, errors
+        assert words in errors
 
 
 @pytest.mark.parametrize("verb", some(["reshard"], VERBS.keys() - {"reshard"}))
 def test_the_same_disk_with_room_is_written(verb: str, tmp_path: Path) -> None:
     place = tmp_path / "disk"
-    first, *rest = VERBS[verb]
-    done = on_tmpfs("size=8m", place, first, str(FIXTURES / "s2_bf16_dp4"), str(place / "out"), *rest)
-    assert done.returncode == 0, done.stderr
-    assert str(place / "out") in done.stdout
+    ((status, _, errors, left),) = on_tmpfs("size=8m", place, verb)
+    assert (status, left) == (0, [verb]), errors

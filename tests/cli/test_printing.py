@@ -79,7 +79,8 @@ def test_names_that_no_encoding_has_are_printed(encoding: str, tmp_path: Path) -
     path = os.fsencode(tmp_path) + b"/\xff.pt"
     torch.save({"schön.\ud800": torch.ones(2)}, tmp_path / "model.pt")
     os.rename(tmp_path / "model.pt", path)  # noqa: PTH104  # a name that is not text
-    for arguments in (("inspect", "--parameters"), ("inspect", "--json"), ("verify", "--deep"), ("diff", CKPT)):
+    every = [("inspect", "--json"), ("inspect", "--parameters"), ("verify", "--deep"), ("diff", CKPT)]
+    for arguments in every if encoding == "ascii" else every[:1]:
         done = subprocess.run(
             [*command(*arguments), path],
             capture_output=True, env={**environment(), "PYTHONIOENCODING": encoding}, check=False,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-
 import pytest
 
-from tests.cli.console import FIXTURES, command, environment, on_terminal
+from tests.cli.console import FIXTURES, on_terminal, run
 
 ESCAPE = "\x1b["
 
@@ -20,13 +18,14 @@ COMMANDS = {
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_colour_is_for_terminals(verb: str) -> None:
     assert ESCAPE in on_terminal(*COMMANDS[verb])
-    assert ESCAPE not in on_terminal(*COMMANDS[verb], NO_COLOR="1")
-    assert ESCAPE in on_terminal(*COMMANDS[verb], NO_COLOR="")
-    done = subprocess.run(command(*COMMANDS[verb]), capture_output=True, text=True, env=environment(), check=False)
-    assert ESCAPE not in done.stdout
+    assert ESCAPE not in run(*COMMANDS[verb]).stdout
 
 
-def test_tables_fit_the_terminal() -> None:
-    lines = on_terminal(*COMMANDS["diff"], NO_COLOR="1").split("different: ")[1].splitlines()
+def test_no_color_is_heeded_unless_it_is_empty_and_tables_fit_the_terminal() -> None:
+    assert ESCAPE in on_terminal(*COMMANDS["verify"], NO_COLOR="")
+    assert ESCAPE not in on_terminal(*COMMANDS["verify"], NO_COLOR="1")
+    shown = on_terminal(*COMMANDS["diff"], NO_COLOR="1")
+    assert ESCAPE not in shown
+    lines = shown.split("different: ")[1].splitlines()
     assert len(lines) > 3
     assert max(map(len, lines)) == 70

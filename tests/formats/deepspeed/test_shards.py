@@ -491,7 +491,7 @@ def test_file_that_grew_is_named_or_still_right(tmp_path: Path) -> None:
     assert str(optimizer_file(tag, 0)) in refusal(SourceError, tag)
 
 
-FLIPS = [pytest.param(100, id="some"), pytest.param(400, id="many", marks=pytest.mark.nightly)]
+FLIPS = [pytest.param(50, id="some"), pytest.param(400, id="many", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize("flips", FLIPS)
