@@ -8,7 +8,11 @@ otherwise than it was found (`tests/rank_state.py`, which puts back what an engi
 
 from __future__ import annotations
 
+import copy
 import datetime
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -18,10 +22,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 COLLECTIVE_TIMEOUT = 300  # seconds a rank waits for its peers; then it says itself where it waited
 TIMEOUT = 600  # seconds for the whole run: one that hangs fails, and one on a busy machine does not
@@ -112,6 +118,38 @@ def run(
     finally:
         if warm:
             _in_use.release()
+
+
+def on_ranks(*world_sizes: int, each: Sequence[Sequence[Any]] = ((),), fresh: bool = False) -> Callable[..., Any]:
+    """Make a test of what each of so many ranks runs, given its rank, their number, and what pytest gives.
+
+    `each`: further arguments, before those of pytest; the same ranks run it with one after the other.
+    """
+
+    def of(body: Callable[..., None]) -> Any:
+        names = [*inspect.signature(body).parameters][2 + len(each[0]) :]
+        given_number = ["world_size"] if len(world_sizes) > 1 else []
+
+        def test(**given: Any) -> None:
+            run(_in_turn, given.pop("world_size", world_sizes[0]), body.__module__, body.__name__, given, fresh=fresh)
+
+        functools.update_wrapper(test, body)
+        del test.__wrapped__  # type: ignore[attr-defined]  # of which pytest would take the parameters
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*given_number, *names)]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.body, test.each = body, each  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", world_sizes)(test) if given_number else test
+
+    return of
+
+
+def _in_turn(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    test = getattr(importlib.import_module(module), name)
+    for arguments in test.each:
+        try:
+            test.body(rank, world_size, *copy.deepcopy(arguments), **given)
+        except BaseException as error:
+            raise AssertionError(f"{name}, with {arguments}") from error
 
 
 def _warm(world_size: int) -> list[_Rank]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
 import zckpt
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.pairwise import each
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -408,7 +408,8 @@ def frozen_copy(value: Any) -> torch.Tensor:
     return made.detach().clone()
 
 
-def on_ranks(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path):
     for name, make, match in (
         ("redundancy", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Many), "keeps sides, type"),
         ("turning", lambda model: ZeroRedundancyOptimizer(model.named_parameters(), Turning, lr=0.1), "keeps turn"),
@@ -423,29 +424,25 @@ def on_ranks(rank: int, world_size: int, folder: Path) -> None:
         optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
         optimizer.step()
         with pytest.raises(ZckptError, match=match):
-            zckpt.save(folder / name, model=model, optimizer=optimizer)
+            zckpt.save(tmp_path / name, model=model, optimizer=optimizer)
         if name == "turning":
             with pytest.raises(ZckptError, match="keeps turn"):
-                zckpt.save(folder / name, model=model, optimizer=optimizer, format="zero-redundancy")
+                zckpt.save(tmp_path / name, model=model, optimizer=optimizer, format="zero-redundancy")
         dist.barrier()
-        assert not (folder / name).exists()
+        assert not (tmp_path / name).exists()
     model = fully_shard(net())  # a number is the same on all ranks
     optimizer = Turning(model.named_parameters(), lr=0.1, momentum=0.9)
     train(model, [optimizer], range(2))
-    zckpt.save(folder / "c", model=model, optimizer=optimizer)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
     for other in (net(seed=1), fully_shard(net(seed=1))):
         its = Turning(other.named_parameters(), lr=0.1, momentum=0.9)
-        zckpt.load(folder / "c", model=other, optimizer=its)
+        zckpt.load(tmp_path / "c", model=other, optimizer=its)
         assert its.turn == optimizer.turn == 2
         before = [frozen_copy(one) for one in other.parameters()]
         raising = Raising(other.named_parameters(), lr=0.1, momentum=0.9)
         with pytest.raises(UsageError, match="not today"):
-            zckpt.load(folder / "c", model=other, optimizer=raising)
+            zckpt.load(tmp_path / "c", model=other, optimizer=raising)
         assert all(map(torch.equal, before, map(frozen_copy, other.parameters())))
-
-
-def test_what_ranks_have_shares_of_is_refused_by_name(tmp_path: Path) -> None:
-    run(on_ranks, 2, tmp_path)
 
 
 def test_other_names_follow_and_another_arrangement_is_refused(tmp_path: Path) -> None:

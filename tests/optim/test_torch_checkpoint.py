@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.optim.zero_redundancy_optimizer as torchs
 from torch.distributed.checkpoint import state_dict as of_torch
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, zero_redundancy
 
@@ -30,7 +30,8 @@ def trained(kind: type[Any]) -> tuple[torch.nn.Module, Any]:
     return model, optimizer
 
 
-def of_flat_groups(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_of_flat_groups(rank, world_size):
     model, optimizer = trained(ZeroOptimizer)
     for get in (of_torch.get_state_dict, of_torch.get_optimizer_state_dict):
         with pytest.raises(UnsupportedError, match=r"DeepSpeed's form.*get_state_dict.*zckpt\.save\("):
@@ -48,7 +49,8 @@ def of_flat_groups(rank: int, world_size: int) -> None:
         optimizer.load_state_dict(again)
 
 
-def of_parts(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_of_parts(rank, world_size):
     """One rank's part is refused; the whole is what the plain optimizer's is."""
     model, optimizer = trained(ZeroRedundancyOptimizer)
     for options in (None, of_torch.StateDictOptions(full_state_dict=True)):
@@ -72,12 +74,8 @@ def of_parts(rank: int, world_size: int) -> None:
             assert all(torch.equal(found["state"][name][key], value) for key, value in slots.items())
 
 
-@pytest.mark.parametrize("check", [of_flat_groups, of_parts], ids=lambda check: check.__name__)
-def test_get_state_dict(check: Any) -> None:
-    run(check, 3)
-
-
-def private_names(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_private_names_of_torch(rank, world_size):
     tree = {"a": [torch.full((2,), float(rank)), (rank, "b")], "c": {"d": torch.tensor(rank)}}
     pair = dist.new_group([1, 2])
     for module in (torchs, zero_redundancy):
@@ -92,7 +90,3 @@ def private_names(rank: int, world_size: int) -> None:
         assert copied["a"][0].is_meta
         assert copied["a"][1] == (rank, "b")
         assert module._is_trainable(torch.nn.Parameter(torch.ones(1)))
-
-
-def test_private_names_of_torch() -> None:
-    run(private_names, 3)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from tests.gloo import forked, run
+from tests.gloo import forked, on_ranks, run
 from zckpt.errors import WorkerError
 from zckpt.training import checkpointer as module
 from zckpt.training import ending
@@ -218,9 +218,10 @@ def test_who_is_told_when_all_is_done_waits_for_nobody(tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("step-*"))
 
 
-def one_does_not_answer(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(2, fresh=True)
+def test_a_rank_that_does_not_answer_is_told_of(rank, world_size, tmp_path):
     ending.PATIENCE = 0.2
-    checkpointer = zckpt.Checkpointer(directory / "run")
+    checkpointer = zckpt.Checkpointer(tmp_path / "run")
     assert checkpointer._ending is not None
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -231,7 +232,3 @@ def one_does_not_answer(rank: int, world_size: int, directory: Path) -> None:
         checkpointer._ending.stop()
     dist.barrier()
     checkpointer.close()
-
-
-def test_a_rank_that_does_not_answer_is_told_of(tmp_path: Path) -> None:
-    run(one_does_not_answer, 2, tmp_path, fresh=True)

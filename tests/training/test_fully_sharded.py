@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 
 import zckpt
 from tests.fsdp_training.training import STEPS, Net, made, step, truth
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from zckpt.errors import UnsupportedError, UsageError
 
 Found = dict[str, torch.Tensor]
@@ -203,11 +203,8 @@ class Own(nn.Linear):
         super()._save_to_state_dict(*args)
 
 
-def own_state_dict(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_a_state_dict_of_a_modules_own_making_is_refused(rank, world_size, tmp_path):
     model = FullyShardedDataParallel(nn.Sequential(Own(2, 2)), device_id=torch.device("cpu"))
     with pytest.raises(UnsupportedError, match="state dict of its own making"):
-        zckpt.save(folder / "saved", model=model)
-
-
-def test_a_state_dict_of_a_modules_own_making_is_refused(tmp_path: Path) -> None:
-    run(own_state_dict, 2, tmp_path)
+        zckpt.save(tmp_path / "saved", model=model)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.training.test_load_any_format import build, check
 from tests.training.test_load_failures import build as build_small
 from tests.training.test_load_failures import everything, same, step
@@ -129,11 +129,13 @@ def test_ranks_of_dcp_put_together_what_they_read(members: list[int] | None, tmp
     assert all(count >= 4 for rank, count in enumerate(told) if members is None or rank in members), told
 
 
-def one_by_one(rank: int, world_size: int, folder: Path, family: str) -> None:
+@pytest.mark.parametrize("family", ["redundancy", "adamw"])
+@on_ranks(2)
+def test_state_that_is_damaged_changes_nothing_and_weights_leave_the_optimizer(rank, world_size, tmp_path, family):
     """What damage to state and to weights leaves of the model and the optimizer, and what says so."""
     model, optimizer = build_small(family, 1)
     step(model, optimizer)
-    path = folder / family
+    path = tmp_path / family
     zckpt.save(path, model=model, optimizer=optimizer, step=1)
     other, its = build_small(family, 2)
     step(other, its)
@@ -155,13 +157,6 @@ def one_by_one(rank: int, world_size: int, folder: Path, family: str) -> None:
                     files.load(its, path, model=other)
     zckpt.load(path, model=other, optimizer=its)
     assert same(everything(model, optimizer)[:-1], everything(other, its)[:-1])
-
-
-@pytest.mark.parametrize("family", ["redundancy", "adamw"])
-def test_state_that_is_damaged_changes_nothing_and_weights_that_are_leave_the_optimizer(
-    family: str, tmp_path: Path
-) -> None:
-    run(one_by_one, 2, tmp_path, family)
 
 
 def load_of_another_rank(rank: int, world_size: int, path: Path, source: str) -> str:

@@ -24,7 +24,7 @@ from tests.cli.console import FIXTURES
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
 from tests.deepspeed_engine.training import batch
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.truth import Truth
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer, ZeroRedundancyOptimizer, files
@@ -117,24 +117,21 @@ def test_weights_that_cannot_be_read_leave_the_optimizer_as_it_was_and_say_so(fa
     run(cut_files, 2, family, "read", tmp_path)
 
 
-def only_optimizer(rank: int, world_size: int, family: str, folder: Path) -> None:
+@pytest.mark.parametrize("family", ["zero", "redundancy"])
+@on_ranks(2)
+def test_an_optimizer_by_itself_is_loaded_on_all_ranks_or_none(rank, world_size, family, tmp_path):
     """`optim.files.load`: a rank that fails is told to all, and none has changed."""
     model, optimizer = build(family, 1)
     step(model, optimizer)
-    files.save(optimizer, folder / family / "step1", model=model)
+    files.save(optimizer, tmp_path / family / "step1", model=model)
     other, its = build(family, 2)
     before = everything(other, its)
-    path = folder / family / "step1" if rank else folder / "none"
+    path = tmp_path / family / "step1" if rank else tmp_path / "none"
     with pytest.raises(SourceError):
         files.load(its, path, model=other)
     assert same(before, everything(other, its))
     dist.barrier()
-    files.load(its, folder / family / "step1", model=other)
-
-
-@pytest.mark.parametrize("family", ["zero", "redundancy"])
-def test_an_optimizer_by_itself_is_loaded_on_all_ranks_or_none(family: str, tmp_path: Path) -> None:
-    run(only_optimizer, 2, family, tmp_path)
+    files.load(its, tmp_path / family / "step1", model=other)
 
 
 def test_dcp_finds_a_file_that_is_too_short_before_anything_is_changed(tmp_path: Path) -> None:
@@ -257,7 +254,9 @@ def test_random_states_that_no_generator_takes_are_found_before_anything_is_chan
 # --- loss scale
 
 
-def scaled(rank: int, world_size: int, form: str, folder: Path) -> None:
+@pytest.mark.parametrize("form", ["zckpt", "deepspeed"])
+@on_ranks(2)
+def test_a_dynamic_loss_scale_goes_on_where_it_was(rank, world_size, form, tmp_path):
     def made(seed: int, scaler: DynamicLossScaler) -> tuple[nn.Module, ZeroOptimizer]:
         torch.manual_seed(seed)
         model = nn.Linear(4, 4).half()
@@ -266,18 +265,13 @@ def scaled(rank: int, world_size: int, form: str, folder: Path) -> None:
     model, optimizer = made(1, DynamicLossScaler(256.0, scale_window=3, cur_iter=7, min_scale=0.5))
     optimizer.backward(model(torch.ones(2, 4).half()).sum())
     optimizer.step()
-    target = folder / "run" / "step1"
+    target = tmp_path / "run" / "step1"
     zckpt.save(target, model=model, optimizer=optimizer, format=form)
     other, its = made(2, DynamicLossScaler())
     zckpt.load(target, model=other, optimizer=its)
     assert its.loss_scaler == optimizer.loss_scaler
     assert torch.equal(its.groups[0].master, optimizer.groups[0].master)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("form", ["zckpt", "deepspeed"])
-def test_a_dynamic_loss_scale_goes_on_where_it_was(form: str, tmp_path: Path) -> None:
-    run(scaled, 2, form, tmp_path)
 
 
 def scaled_without_zero(rank: int, world_size: int, folder: Path) -> None:

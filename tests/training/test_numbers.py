@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 
 import zckpt
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -137,19 +137,20 @@ def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path: Path) -> 
     assert not torch.equal(model[1].weight, other[1].weight)
 
 
-def redundant(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world_size, tmp_path):
     """torch's own ZeroRedundancyOptimizer: each rank's file, and all in one; into every sharded optimizer."""
     model = build(frozen=1, layers=4)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = TorchsOptimizer(trained, torch.optim.AdamW, lr=0.1)
     torch.manual_seed(7)
     step(model, optimizer)
-    (folder / "ranks").mkdir(exist_ok=True)
-    torch.save(optimizer.optim.state_dict(), folder / "ranks" / f"optimizer_rank_{rank}.pt")
+    (tmp_path / "ranks").mkdir(exist_ok=True)
+    torch.save(optimizer.optim.state_dict(), tmp_path / "ranks" / f"optimizer_rank_{rank}.pt")
     optimizer.consolidate_state_dict(0)
     if rank == 0:
-        torch.save(model.state_dict(), folder / "ranks" / "model.pt")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "whole.pt")
+        torch.save(model.state_dict(), tmp_path / "ranks" / "model.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "whole.pt")
     dist.barrier()
     every: list[Any] = [None] * world_size
     dist.all_gather_object(every, slots(model, optimizer.optim))
@@ -164,17 +165,13 @@ def redundant(rank: int, world_size: int, folder: Path) -> None:
             ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=1),
             torch.optim.AdamW([one for _, one in named], lr=0.5),
         ):
-            zckpt.load(folder / source, model=other, optimizer=made)
+            zckpt.load(tmp_path / source, model=other, optimizer=made)
             for name, value in expected.items():
                 found = made.full_state(name, "exp_avg") if isinstance(made, ZeroOptimizer) else None
                 inner = made.optim if isinstance(made, ZeroRedundancyOptimizer) else made
                 found = inner.state.get(other.get_parameter(name), {}).get("exp_avg") if found is None else found
                 assert found is None or torch.equal(found, value), (source, type(made), name)
             assert made.param_groups[0]["lr"] == 0.1
-
-
-def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(tmp_path: Path) -> None:
-    run(redundant, 2, tmp_path)
 
 
 def frozen_in_groups(rank: int, world_size: int, path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zckpt
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.training.trainings import BY_NAME, Training, differences, whole
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.native.rank_file import recorded
@@ -188,7 +188,8 @@ def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path: Pa
 # --- sharded models, subgroups, and what is read by one
 
 
-def on_a_mesh(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(4)
+def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_path):
     """Shard along one dimension of a mesh and replicate along the other; rows and columns; load into other cuts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     torch.manual_seed(0)
@@ -198,8 +199,8 @@ def on_a_mesh(rank: int, world_size: int, directory: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
-    zckpt.save(directory / "hybrid", model=model, optimizer=optimizer, step=1)
-    opened = zckpt.open(directory / "hybrid")
+    zckpt.save(tmp_path / "hybrid", model=model, optimizer=optimizer, step=1)
+    opened = zckpt.open(tmp_path / "hybrid")
     for name, parameter in model.named_parameters():
         assert torch.equal(opened.read(name), whole(parameter))
         assert torch.equal(opened.read(name, "exp_avg"), whole(optimizer.state[parameter]["exp_avg"]))
@@ -207,17 +208,13 @@ def on_a_mesh(rank: int, world_size: int, directory: Path) -> None:
         other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
         for layer in other:
             layer.weight = nn.Parameter(distribute_tensor(torch.zeros_like(layer.weight), mesh, placements))
-        zckpt.load(directory / "hybrid", model=other, random_states=False)
+        zckpt.load(tmp_path / "hybrid", model=other, random_states=False)
         for name, parameter in other.named_parameters():
             assert torch.equal(whole(parameter), opened.read(name)), (name, placements)
-        zckpt.save(directory / "other", model=other, overwrite=True)
-        again = zckpt.open(directory / "other")
+        zckpt.save(tmp_path / "other", model=other, overwrite=True)
+        again = zckpt.open(tmp_path / "other")
         assert all(torch.equal(again.read(name), opened.read(name)) for name in expected)
         dist.barrier()
-
-
-def test_boxes_are_saved_once_and_loaded_into_other_boxes(tmp_path: Path) -> None:
-    run(on_a_mesh, 4, tmp_path)
 
 
 def in_a_subgroup(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -250,41 +247,35 @@ def test_a_part_of_the_world_saves_and_loads(tmp_path: Path) -> None:
     assert first == third == names
 
 
-def broadcast_everything(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(3)
+def test_weights_may_be_read_once_and_sent_around(rank, world_size, tmp_path):
     for name in ("zero2-plain-float32", "adamw-ddp-float32", "adamw-fsdp-float32"):
         training = Training.of(BY_NAME[name])
         training.train(range(2))
         before = training.state()
-        zckpt.save(directory / name, model=training.model, optimizer=training.optimizer)
+        zckpt.save(tmp_path / name, model=training.model, optimizer=training.optimizer)
         other = Training.of(BY_NAME[name], seed=3)
-        zckpt.load(directory / name, model=other.model, optimizer=other.optimizer, broadcast=True)
+        zckpt.load(tmp_path / name, model=other.model, optimizer=other.optimizer, broadcast=True)
         assert differences(other.state(), before) == []
-
-
-def test_weights_may_be_read_once_and_sent_around(tmp_path: Path) -> None:
-    run(broadcast_everything, 3, tmp_path)
 
 
 # --- formats of others, and workers
 
 
-def other_formats(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(2)
+def test_formats_of_deepspeed_and_torch_are_written(rank, world_size, tmp_path):
     for name, form in (("zero2-plain-float32", "deepspeed"), ("redundancy-ddp-float32", "zero-redundancy")):
         training = Training.of(BY_NAME[name])
         training.train(range(2))
         given = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
-        zckpt.save(directory / form, **given, step=2, extra={"epoch": 3}, format=form)
-        assert zckpt.open(directory / form).format == form
+        zckpt.save(tmp_path / form, **given, step=2, extra={"epoch": 3}, format=form)
+        assert zckpt.open(tmp_path / form).format == form
         other = Training.of(BY_NAME[name], seed=2)
-        restored = zckpt.load(directory / form, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
+        restored = zckpt.load(tmp_path / form, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
         assert restored.step == 2
         assert restored.extra["epoch"] == 3
         assert differences(other.state(), training.state()) == []
         assert other.train(range(2, 5)) == training.train(range(2, 5))
-
-
-def test_formats_of_deepspeed_and_torch_are_written(tmp_path: Path) -> None:
-    run(other_formats, 2, tmp_path)
 
 
 def make_parameter(seed: int, rows: int) -> nn.Parameter:

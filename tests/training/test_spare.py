@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.pairwise import some
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.compare.digests import read_digests
@@ -95,10 +95,11 @@ def with_error(checkpointer: zckpt.Checkpointer, training: Training) -> None:
         _ = 1 // 0
 
 
-def alone(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(1)
+def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world_size, tmp_path):
     """One rank, on which whatever happens to a spare happens."""
     training = Training.of(ZERO)
-    run_directory, within = directory / "run", directory / "memory"
+    run_directory, within = tmp_path / "run", tmp_path / "memory"
     within.mkdir()
     options: dict[str, Any] = {"replicate": True, "replicate_in": within}
 
@@ -156,17 +157,13 @@ def alone(rank: int, world_size: int, directory: Path) -> None:
         resumed()
     shutil.rmtree(run_directory)
     with pytest.raises(UsageError, match="no such directory"):
-        zckpt.Checkpointer(run_directory, replicate=True, replicate_in=directory / "none")
+        zckpt.Checkpointer(run_directory, replicate=True, replicate_in=tmp_path / "none")
     with pytest.raises(UsageError, match="replicate_every"):
         zckpt.Checkpointer(run_directory, replicate=True, replicate_every=0)
     mine = within / f"zckpt-{os.getuid()}"
     mine.chmod(0o755)
     with pytest.raises(TargetError, match="this user alone"):
         resumed()
-
-
-def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(tmp_path: Path) -> None:
-    run(alone, 1, tmp_path)
 
 
 def fail(rank: int, world_size: int, directory: Path) -> list[str]:
@@ -200,14 +197,15 @@ def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(tmp_path: Path) -> None
     assert all(len(one) == 1 for one in said), said
 
 
-def end_with_an_error(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(2)
+def test_an_error_waits_for_what_is_sent(rank, world_size, tmp_path):
     """Two runs in one process, each rank a node; what fails has been sent when both are closed."""
     spare.PIECE_NBYTES = 100  # many
     training = Training.of(ZERO)
-    within = directory / f"node{rank}"
+    within = tmp_path / f"node{rank}"
     within.mkdir()
     options: dict[str, Any] = {"replicate": True, "replicate_in": within, "on_sigterm": False}
-    runs = [zckpt.Checkpointer(directory / name, **options) for name in "ab"]
+    runs = [zckpt.Checkpointer(tmp_path / name, **options) for name in "ab"]
     for number in (1, 2):
         for checkpointer in runs:
             checkpointer.step(number, **everything(training))
@@ -219,19 +217,12 @@ def end_with_an_error(rank: int, world_size: int, directory: Path) -> None:
     assert all(zckpt.verify(one.source, deep=True).sound for one in found)
 
 
-def test_an_error_waits_for_what_is_sent(tmp_path: Path) -> None:
-    run(end_with_an_error, 2, tmp_path)
-
-
-def in_a_store(rank: int, world_size: int, directory: Path) -> None:
+@on_ranks(1)
+def test_a_spare_becomes_a_checkpoint_in_a_store(rank, world_size, tmp_path):
     url = "memory://run"
     training = Training.of(ZERO)
     for first in (0, 1, 2):
-        checkpointer = zckpt.Checkpointer(url, replicate=True, replicate_in=directory)
+        checkpointer = zckpt.Checkpointer(url, replicate=True, replicate_in=tmp_path)
         restored = checkpointer.resume(**everything(training))
         assert (restored.step if restored else 0) == first
         checkpointer.step(first + 1, **everything(training))
-
-
-def test_a_spare_becomes_a_checkpoint_in_a_store(tmp_path: Path) -> None:
-    run(in_a_store, 1, tmp_path)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from zckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.nightly  # its import alone takes seconds, on each rank
@@ -199,15 +199,16 @@ def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls: str, t
     assert then[0] == pytest.approx(losses[0], rel=1e-5)
 
 
-def others(rank: int, _: int, folder: Path) -> None:
+@on_ranks(1)
+def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
     """What one rank can tell: files of torch, other blocks, floats, a run's directory, bfloat16, other cuts."""
     net, optimizer = made("plain", "AdamW8bit")
     train(net, optimizer, range(STEPS))
     expected = pieces(optimizer)
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, folder / "torch.pt")
-    with zckpt.Checkpointer(folder / "run", async_=True) as checkpointer:
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "torch.pt")
+    with zckpt.Checkpointer(tmp_path / "run", async_=True) as checkpointer:
         checkpointer.save(STEPS, model=net, optimizer=optimizer)
-    for path in (folder / "torch.pt", folder / "run"):
+    for path in (tmp_path / "torch.pt", tmp_path / "run"):
         other, its = made("plain", "AdamW8bit", seed=1)
         assert zckpt.load(path, model=other, optimizer=its).notes == []
         assert same(pieces(its), expected) == [], path
@@ -229,37 +230,34 @@ def others(rank: int, _: int, folder: Path) -> None:
         assert any("rounded into blocks" in note for note in restored.notes)
         assert type(four.state[net4.wide.weight]["exp_avg"]).__name__ == "OptimState4bit"
         train(net4, four, range(1))
-    zckpt.save(folder / "floats", model=plain, optimizer=adam)
+    zckpt.save(tmp_path / "floats", model=plain, optimizer=adam)
     net8, eight = made("plain", "AdamW8bit")
     assert any(
-        "rounded into blocks" in note for note in zckpt.load(folder / "floats", model=net8, optimizer=eight).notes
+        "rounded into blocks" in note for note in zckpt.load(tmp_path / "floats", model=net8, optimizer=eight).notes
     )
     for mine, one in zip(floats(eight), expected, strict=True):
         assert torch.allclose(mine["exp_avg"], one["exp_avg"], atol=1e-2 * float(one["exp_avg"].abs().max()))
 
-    zckpt.convert(folder / "run", folder / "dcp", to="dcp")
-    assert zckpt.diff(folder / "run", folder / "dcp").equal
+    zckpt.convert(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "run", tmp_path / "dcp").equal
     net_dcp, optimizer = made("plain", "AdamW8bit", seed=1)
-    zckpt.load(folder / "dcp", model=net_dcp, optimizer=optimizer)
+    zckpt.load(tmp_path / "dcp", model=net_dcp, optimizer=optimizer)
     assert same(pieces(optimizer), expected) == []
     for to in ("zero-redundancy", "consolidated"):
         with pytest.raises(UnsupportedError, match="in pieces of ranks"):
-            zckpt.convert(folder / "run", folder / to, to=to)
-        zckpt.convert(folder / "run", folder / to, to=to, dequantize=True)
+            zckpt.convert(tmp_path / "run", tmp_path / to, to=to)
+        zckpt.convert(tmp_path / "run", tmp_path / to, to=to, dequantize=True)
 
     half, optimizer = made("plain", "AdamW8bit", dtype=torch.bfloat16)
     train(half, optimizer, range(1))
-    zckpt.save(folder / "half", model=half, optimizer=optimizer)
+    zckpt.save(tmp_path / "half", model=half, optimizer=optimizer)
     other, its = made("plain", "AdamW8bit", seed=1, dtype=torch.bfloat16)
-    zckpt.load(folder / "half", model=other, optimizer=its)
+    zckpt.load(tmp_path / "half", model=other, optimizer=its)
     assert same(pieces(its), pieces(optimizer)) == []
 
 
-def test_other_sources_and_other_optimizers(tmp_path: Path) -> None:
-    run(others, 1, tmp_path)
-
-
-def by_columns(rank: int, _: int, folder: Path) -> None:
+@on_ranks(2)
+def test_blocks_that_are_not_those_of_the_whole_parameter_are_refused(rank, world_size, tmp_path):
     import torchao.optim
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -271,8 +269,4 @@ def by_columns(rank: int, _: int, folder: Path) -> None:
     net.weight.grad = DTensor.from_local(torch.ones(64, 128), mesh, [Shard(1)])
     optimizer.step()
     with pytest.raises(UnsupportedError, match="shard by rows only"):
-        zckpt.save(folder / "saved", model=net, optimizer=optimizer)
-
-
-def test_blocks_that_are_not_those_of_the_whole_parameter_are_refused(tmp_path: Path) -> None:
-    run(by_columns, 2, tmp_path)
+        zckpt.save(tmp_path / "saved", model=net, optimizer=optimizer)

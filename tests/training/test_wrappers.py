@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.training.trainings import compiled, traced_if, whole
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -145,7 +145,10 @@ def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(
     assert run(pairs_of, 2, model, wrappers, tmp_path) == [pairs, pairs]
 
 
-def own_formats(rank: int, world_size: int, form: str, named: bool, folder: Path) -> None:
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("form", ["deepspeed", "zero-redundancy"])
+@on_ranks(2)
+def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, world_size, form, named, tmp_path):
     def made(seed: int) -> tuple[nn.Module, ZeroOptimizer | ZeroRedundancyOptimizer]:
         torch.manual_seed(seed)
         model = compiled(Net())
@@ -159,7 +162,7 @@ def own_formats(rank: int, world_size: int, form: str, named: bool, folder: Path
         loss = model(torch.ones(2, 4))
     optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
     optimizer.step()
-    target = folder / "run" / "step1"
+    target = tmp_path / "run" / "step1"
     zckpt.save(target, model=model, optimizer=optimizer, format=form)
     other, its = made(2)
     zckpt.load(target, model=other, optimizer=its)
@@ -173,15 +176,8 @@ def own_formats(rank: int, world_size: int, form: str, named: bool, folder: Path
         assert list(torch.load(target / "model.pt")) == list(bare.state_dict())
 
 
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("form", ["deepspeed", "zero-redundancy"])
-def test_formats_of_other_programs_are_loaded_into_the_compiled_model_that_saved(
-    form: str, named: bool, tmp_path: Path
-) -> None:
-    run(own_formats, 2, form, named, tmp_path)
-
-
-def flat_sharded(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(rank, world_size, tmp_path):
     torch.manual_seed(1)
     model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     with FullyShardedDataParallel.summon_full_params(model):
@@ -189,28 +185,22 @@ def flat_sharded(rank: int, world_size: int, folder: Path) -> None:
     told["n"] = torch.zeros(3)
     if rank == 0:
         inside = {f"_fsdp_wrapped_module.{name}": one for name, one in told.items()}
-        torch.save({"model": inside}, folder / "inside.pt")
-        torch.save({"model": told}, folder / "whole.pt")
+        torch.save({"model": inside}, tmp_path / "inside.pt")
+        torch.save({"model": told}, tmp_path / "whole.pt")
     torch.distributed.barrier()
     torch.manual_seed(1)
     expected = Net()
     for name in ("inside.pt", "whole.pt"):
         torch.manual_seed(2)
         bare = Net()
-        zckpt.load(folder / name, model=bare)
+        zckpt.load(tmp_path / name, model=bare)
         assert all(map(torch.equal, bare.parameters(), expected.parameters()))
     torch.manual_seed(3)
     other = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
-    zckpt.load(folder / "inside.pt", model=other)
+    zckpt.load(tmp_path / "inside.pt", model=other)
     assert all(map(torch.equal, other.parameters(), model.parameters()))
     with pytest.raises(UnsupportedError, match=r"use zckpt.save and zckpt.load"):
-        zckpt.optim.files.load(torch.optim.SGD(model.parameters()), folder / "whole.pt", model=model)
-
-
-def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(
-    tmp_path: Path,
-) -> None:
-    run(flat_sharded, 2, tmp_path)
+        zckpt.optim.files.load(torch.optim.SGD(model.parameters()), tmp_path / "whole.pt", model=model)
 
 
 @pytest.fixture

@@ -168,13 +168,10 @@ class Flat:
                 part.copy_(master.detach())
 
 
-def every(rank: int, world_size: int, check: Callable[..., Any], variants: Sequence[Sequence[Any]]) -> None:
-    """Run a check in all its variants on the same ranks, and say in which one it failed."""
-    for variant in variants:
-        try:
-            check(rank, world_size, *variant)
-        except BaseException as error:
-            raise AssertionError(f"{check.__name__}, with {variant}") from error
+def assert_near(model: torch.nn.Module, other: torch.nn.Module, tolerance: dict[str, float] = TOLERANCE) -> None:
+    """Fail unless two models have the same parameters, but for rounding."""
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), **tolerance)
 
 
 def assert_alike(model: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
     TOLERANCE,
     Flat,
@@ -31,7 +31,6 @@ from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
 
-LIMIT = 300  # seconds for all of a check: one that hangs fails
 STAGES = (1, 2)
 
 Uses = Callable[[int, int], bool]
@@ -70,19 +69,17 @@ USES: dict[str, Uses] = {
 }
 
 
-def used_and_unused(rank: int, world_size: int, uses: str) -> None:
+@pytest.mark.parametrize("uses", USES)
+@on_ranks(3)
+def test_parameters_that_some_passes_or_ranks_do_not_use(rank, world_size, uses):
     for options in modes():
         trains_as_unsharded(USES[uses], rank, world_size, **options)
     for size in (1, 10_000):
         trains_as_unsharded(USES[uses], rank, world_size, stage=2, reduce_bucket_size=size)
 
 
-@pytest.mark.parametrize("uses", USES)
-def test_parameters_that_some_passes_or_ranks_do_not_use(uses: str) -> None:
-    run(used_and_unused, 3, uses, timeout=LIMIT)
-
-
-def on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_one_rank_is_flat_training_bit_for_bit(rank, world_size):
     """Nothing is summed over ranks, so that all is equal, bit for bit, to one flat tensor's training."""
     for options in modes():
         model, flat = Net(), Net()
@@ -97,8 +94,7 @@ def on_one_rank(rank: int, world_size: int) -> None:
         twin.assert_is(model)
 
 
-def test_one_rank_is_flat_training_bit_for_bit() -> None:
-    run(on_one_rank, 1)
+Nothing = contextlib.nullcontext
 
 
 class Sparse(torch.nn.Module):
@@ -116,7 +112,8 @@ class Sparse(torch.nn.Module):
         return self.after(x + self.embedding(torch.tensor(1)) if sparse else x).sum()
 
 
-def sparse_gradients(rank: int, world_size: int, *, everywhere: bool) -> None:
+@on_ranks(2, each=[(True,), (False,)])
+def test_sparse_gradients_are_refused_by_name(rank, world_size, everywhere):
     """Those after the first backward leave no trace of what had been reduced before they came."""
     for stage in STAGES:
         for first in (True, False):
@@ -138,14 +135,6 @@ def sparse_gradients(rank: int, world_size: int, *, everywhere: bool) -> None:
             assert_alike(model)
 
 
-Nothing = contextlib.nullcontext
-
-
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_sparse_gradients_are_refused_by_name(everywhere: bool) -> None:
-    run(partial(sparse_gradients, everywhere=everywhere), 2, timeout=LIMIT)
-
-
 PARTS = 3
 
 
@@ -158,7 +147,8 @@ def every_part(step: int, world_size: int) -> list[Callable[[torch.nn.Module], t
     return [loss for rank in range(world_size) for loss in parts_of(step, rank)]
 
 
-def accumulated_by_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulated_by_steps(rank, world_size):
     for options in modes():
         model, twin, ours = beside_unsharded(gradient_accumulation_steps=PARTS, **options)
         for step in range(3):
@@ -174,7 +164,8 @@ def accumulated_by_steps(rank: int, world_size: int) -> None:
         assert_alike(model)
 
 
-def accumulated_by_no_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulated_by_no_sync(rank, world_size):
     for options in modes():
         model, twin, ours = beside_unsharded(**options)
         for step in range(3):
@@ -189,7 +180,8 @@ def accumulated_by_no_sync(rank: int, world_size: int) -> None:
         assert_alike(model)
 
 
-def accumulated_by_backward_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_accumulated_by_backward_alone(rank, world_size):
     """Two losses, each with its own backward; and each pass is reduced."""
     for options in modes():
         for by_tensor in (False, True):
@@ -203,7 +195,8 @@ def accumulated_by_backward_alone(rank: int, world_size: int) -> None:
             assert_alike(model)
 
 
-def of_two_losses_with_one_graph(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_of_two_losses_with_one_graph(rank, world_size):
     for options in modes():
         model, twin, ours = beside_unsharded(**options)
         for step in range(3):
@@ -217,7 +210,8 @@ def of_two_losses_with_one_graph(rank: int, world_size: int) -> None:
             twin.assert_is(model)
 
 
-def zeroed_inside_of_no_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_zeroed_inside_of_no_sync(rank, world_size):
     """Without a number of steps nothing is a window, and gradients are forgotten as torch forgets them."""
     for stage in STAGES:
         model, twin, ours = beside_unsharded(stage=stage)
@@ -233,7 +227,8 @@ def zeroed_inside_of_no_sync(rank: int, world_size: int) -> None:
         twin.assert_is(model)
 
 
-def put_by_hand(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_put_by_hand(rank, world_size):
     """Before any backward, later, and beside it; what was put there belongs to whoever did, and keeps its value."""
     for options in modes():
         for size in (1, 10_000):
@@ -264,7 +259,8 @@ def _half(model: Net, hidden: torch.Tensor) -> torch.Tensor:
     return torch.tanh(model.twice(hidden))
 
 
-def through_checkpoints(rank: int, world_size: int, *, reentrant: bool) -> None:
+@on_ranks(2, each=[(False,), (True,)])
+def test_gradients_through_activation_checkpoints(rank, world_size, reentrant):
     for options in modes():
         model, twin, ours = beside_unsharded(**options)
         for step in range(4):
@@ -294,7 +290,8 @@ def _closure(ours: ZeroOptimizer, model: Net, step: int, rank: int, told: list[t
     return loss
 
 
-def by_a_closure(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_by_a_closure(rank, world_size):
     for stage in STAGES:
         model, twin, ours = beside_unsharded(stage=stage)
         for step in range(3):
@@ -305,7 +302,8 @@ def by_a_closure(rank: int, world_size: int) -> None:
             twin.assert_is(model)
 
 
-def of_part_of_a_graph(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_of_part_of_a_graph(rank, world_size):
     """Arguments of `Tensor.backward` reach it."""
     model = Net()
     ours = make(model)
@@ -314,25 +312,11 @@ def of_part_of_a_graph(rank: int, world_size: int) -> None:
     assert not ours.full_state("first.weight", "gradient").any()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [accumulated_by_steps, accumulated_by_no_sync, accumulated_by_backward_alone, of_two_losses_with_one_graph,
-     zeroed_inside_of_no_sync, put_by_hand, by_a_closure, of_part_of_a_graph],
-    ids=lambda check: check.__name__,
-)  # fmt: skip
-def test_gradients(check: Any) -> None:
-    run(check, 2, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradients_through_activation_checkpoints(reentrant: bool) -> None:
-    run(partial(through_checkpoints, reentrant=reentrant), 2, timeout=LIMIT)
-
-
 # --- whole tensors by name
 
 
-def whole_tensors_are_those_of_unsharded_training(rank: int, world_size: int) -> None:
+@on_ranks(1, 3)
+def test_whole_tensors_are_those_of_unsharded_training(rank, world_size):
     for options in modes():
         model, twin, ours = beside_unsharded(torch.optim.AdamW, **options)
         theirs = dict(twin.model.named_parameters())
@@ -357,7 +341,8 @@ def whole_tensors_are_those_of_unsharded_training(rank: int, world_size: int) ->
             assert not (ours.full_state(name, "exp_avg") == 77.0).any()
 
 
-def gradients_by_name_are_scaled_by_the_loss_scale(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_gradients_by_name_are_scaled_by_the_loss_scale(rank, world_size):
     model = Net()
     ours = make(model, loss_scale=8.0)
     ours.backward(loss_of(model, 0, rank))
@@ -367,7 +352,8 @@ def gradients_by_name_are_scaled_by_the_loss_scale(rank: int, world_size: int) -
         torch.testing.assert_close(ours.full_state(name, "gradient"), 8.0 * parameter.grad, rtol=1e-5, atol=1e-5)
 
 
-def what_is_set_takes_effect(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_is_set_takes_effect(rank, world_size):
     for options in modes():
         for dtype in (torch.float32, torch.bfloat16):
             model = Net(dtype)
@@ -397,7 +383,8 @@ def what_is_set_takes_effect(rank: int, world_size: int) -> None:
             assert_alike(model)
 
 
-def what_is_not_there_is_refused(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_what_is_not_there_is_refused(rank, world_size):
     model = Net()
     model.spare.requires_grad_(False)
     ours = make(model, torch.optim.AdamW)
@@ -419,20 +406,6 @@ def what_is_not_there_is_refused(rank: int, world_size: int) -> None:
         unnamed.full_state("first.weight", "master")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_whole_tensors_are_those_of_unsharded_training(world_size: int) -> None:
-    run(whole_tensors_are_those_of_unsharded_training, world_size, timeout=LIMIT)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [gradients_by_name_are_scaled_by_the_loss_scale, what_is_set_takes_effect, what_is_not_there_is_refused],
-    ids=lambda check: check.__name__,
-)
-def test_whole_tensors(check: Any) -> None:
-    run(check, 3, timeout=LIMIT)
-
-
 # --- order
 
 
@@ -446,7 +419,8 @@ class Ordered(torch.nn.Module):
         self.two = torch.nn.Linear(6, 6, bias=False)
 
 
-def in_another_order_on_each_rank(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_may_make_gradients_in_different_orders(rank, world_size):
     """Ranks whose gradients become ready in different orders reduce the same buckets."""
     for options in modes():
         model = Ordered()
@@ -472,11 +446,8 @@ def in_another_order_on_each_rank(rank: int, world_size: int) -> None:
             ours.zero_grad()
 
 
-def test_ranks_may_make_gradients_in_different_orders() -> None:
-    run(in_another_order_on_each_rank, 3, timeout=LIMIT)
-
-
-def second_gradients_in_one_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_second_gradients_in_one_backward_are_refused_or_taken(rank, world_size):
     """After the first was sent they are refused, not lost. First of all, or under no_sync, they are taken."""
     for way in ("refused", "first", "no_sync"):
         model = Ordered()
@@ -514,7 +485,3 @@ def _twice(model: Ordered) -> torch.Tensor:
         for layer in (model.one, model.two):
             x = checkpoint(layer, x, use_reentrant=True)
     return x.sum()
-
-
-def test_second_gradients_in_one_backward_are_refused_or_taken() -> None:
-    run(second_gradients_in_one_backward, 2, timeout=LIMIT)

@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
     SGD,
     TOLERANCE,
     Flat,
     Net,
     assert_alike,
+    assert_near,
     bits,
-    every,
     groups,
     has_gradient,
+    is_unchanged,
     loss_of,
     make,
 )
@@ -32,7 +33,6 @@ from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
 
-LIMIT = 300  # seconds for all of a check
 
 Train = Callable[[DDP, torch.optim.Optimizer, int], None]
 
@@ -121,7 +121,12 @@ def pair(dtype: torch.dtype, ddp: dict[str, Any], **options: Any) -> tuple[DDP, 
     return model, ours
 
 
-def trains_as_the_plain_optimizer(rank: int, world_size: int, mode: str, options: dict[str, Any]) -> None:
+OPTIONS = [{"stage": 1, "overlap_comm": False, "reduce_scatter": False}, {"stage": 2}]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, each=[[one] for one in OPTIONS])
+def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
     """In bfloat16 the plain optimizer has float32 copies of the parameters, as we have."""
     train, dtype, ddp = MODES[mode]
     model, ours = pair(dtype, ddp, **options)
@@ -166,13 +171,8 @@ class WithMasters(torch.optim.SGD):
             weight.grad = None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_trains_as_the_plain_optimizer(mode: str) -> None:
-    variants = [(mode, {"stage": 1, "overlap_comm": False, "reduce_scatter": False}), (mode, {"stage": 2})]
-    run(every, 3, trains_as_the_plain_optimizer, variants, timeout=LIMIT)
-
-
-def equals_bit_for_bit_where_sums_are_the_same(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_two_ranks_equal_the_plain_optimizer_bit_for_bit(rank, world_size):
     """Of two ranks, whose sum has no order, with one bucket, and elements that lie in the same places."""
     model, ours = pair(torch.float32, {}, reduce_scatter=False)
     net = Net()
@@ -183,11 +183,7 @@ def equals_bit_for_bit_where_sums_are_the_same(rank: int, world_size: int) -> No
         ours.step()
         loss_of(other, step, rank).backward()
         theirs.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
-def test_two_ranks_equal_the_plain_optimizer_bit_for_bit() -> None:
-    run(equals_bit_for_bit_where_sums_are_the_same, 2, timeout=LIMIT)
+    assert is_unchanged(model, bits(other))
 
 
 @contextlib.contextmanager
@@ -228,7 +224,8 @@ def what_ddp_gets_back(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
     return found
 
 
-def reduces_each_gradient_once(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reduces_each_gradient_once(rank, world_size):
     """To its owner, also if there is accumulation; and DDP's own reducer, which counts beside Python, sends nothing."""
     for reduce_scatter, name in ((True, "reduce"), (False, "all_reduce")):
         model, ours = pair(torch.float32, {"bucket_cap_mb": 1e-4}, reduce_scatter=reduce_scatter)
@@ -253,11 +250,8 @@ def reduces_each_gradient_once(rank: int, world_size: int) -> None:
             assert not any(torch.equal(a, b) for a, b in zip(theirs[0], theirs[1], strict=True))
 
 
-def test_reduces_each_gradient_once() -> None:
-    run(reduces_each_gradient_once, 2, timeout=LIMIT)
-
-
-def holds_its_own_part_only(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_holds_its_own_part_only(rank, world_size):
     model, ours = pair(torch.float32, {})
     step_of(model, ours, 0, rank)
     for group in ours.groups:
@@ -270,24 +264,25 @@ def holds_its_own_part_only(rank: int, world_size: int) -> None:
         torch.testing.assert_close(whole[name], parameter.grad, **TOLERANCE)
 
 
-def scales_the_loss(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scales_the_loss(rank, world_size):
     """Overflow on one rank skips the step on all."""
     model, ours = pair(torch.float32, {}, loss_scale=1024.0)
     other, theirs = pair(torch.float32, {})
     for one, optimizer in ((model, ours), (other, theirs)):
         plain(one, optimizer, rank)
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach(), its.detach(), **TOLERANCE)
+    assert_near(model, other)
     before = bits(model)
     ours.backward(loss_of(model, 9, rank) * (float("inf") if rank == 1 else 1.0))
     ours.step()
     assert ours.overflow
-    assert all(torch.equal(p.detach(), was) for p, was in zip(model.parameters(), before, strict=True))
+    assert is_unchanged(model, before)
     plain(model, ours, rank)
     assert_alike(model)
 
 
-def leaves_out_parameters_of_others(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_leaves_out_parameters_of_others(rank, world_size):
     """The model's parameters that another optimizer has keep their gradients."""
     process_group = group_of_ranks()
     model = DDP(Net(), process_group=process_group)
@@ -301,22 +296,22 @@ def leaves_out_parameters_of_others(rank: int, world_size: int) -> None:
             one.zero_grad()
             loss_of(one, step, rank).backward()
             optimizer.step()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE)
+    assert_near(model, other)
 
 
-def without_attach(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_without_attach(rank, world_size):
     """What both reduce is right, too: it is only sent twice."""
     model, other = DDP(Net()), DDP(Net())
     ours = make(model.module)
     theirs = torch.optim.SGD(groups(other.module), **SGD)
     for one, optimizer in ((model, ours), (other, theirs)):
         plain(one, optimizer, rank)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE)
+    assert_near(model, other)
 
 
-def other_ranks_are_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_ranks_are_refused(rank, world_size):
     halves = [dist.new_group([0]), dist.new_group([1])]
     model = DDP(Net(), process_group=halves[rank])
     ours = make(model.module)
@@ -325,18 +320,3 @@ def other_ranks_are_refused(rank: int, world_size: int) -> None:
     ours.backward(loss_of(model.module, 0, rank))  # its own hooks are still there
     ours.step()
     assert_alike(model)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        holds_its_own_part_only,
-        scales_the_loss,
-        leaves_out_parameters_of_others,
-        without_attach,
-        other_ranks_are_refused,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_attached(check: Any) -> None:
-    run(check, 2, timeout=LIMIT)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.deepspeed_engine import Spec, models, optimizers
 from tests.deepspeed_engine.training import batch, build_engine
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.pairwise import some
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer
 
@@ -335,7 +335,9 @@ def losses_and_weights_of_ddp(spec: Spec, steps: int) -> tuple[list[float], dict
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def is_unsharded_training(rank: int, world_size: int, steps: int) -> None:
+@pytest.mark.parametrize("steps", some([FEWER], [STEPS]))
+@on_ranks(3)
+def test_fp32_is_unsharded_training(rank, world_size, steps):
     for optimizer in ("adamw", "sgdm"):
         spec = Spec("ddp", dtype="fp32", world_size=world_size, optimizer=optimizer, clip=0.5)
         wanted, weights = losses_and_weights_of_ddp(spec, steps)
@@ -352,8 +354,3 @@ def is_unsharded_training(rank: int, world_size: int, steps: int) -> None:
             assert losses == pytest.approx(wanted, rel=1e-5)
             for name, parameter in model.named_parameters():
                 torch.testing.assert_close(parameter.detach(), weights[name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("steps", some([FEWER], [STEPS]))
-def test_fp32_is_unsharded_training(steps: int) -> None:
-    run(is_unsharded_training, 3, steps)

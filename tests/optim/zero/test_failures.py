@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
     Net,
     Unsharded,
@@ -24,7 +24,6 @@ from tests.optim.zero.reference import (
     batch,
     beside_unsharded,
     bits,
-    every,
     is_unchanged,
     loss_of,
     losses,
@@ -37,7 +36,6 @@ from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 pytestmark = pytest.mark.interop
 
 PATIENCE = datetime.timedelta(seconds=30)  # of a rank that waits for another
-LIMIT = 300  # seconds for all of a check
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1, "overlap_comm": False},
@@ -86,13 +84,25 @@ def train_on(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank:
     assert_alike(model)
 
 
-def backward_that_raises(
-    rank: int, world_size: int, options: dict[str, Any], at: int, breaks: str, by_tensor: bool, then: str
-) -> None:
+WAYS = [
+    ({}, "late", False, "step"),
+    ({}, "late", True, "step"),
+    ({}, "early", False, "backward"),
+    ({}, "late", True, "backward"),
+    ({}, "late", False, "zero_grad"),
+    ({}, "late", True, "zero_grad"),
+    ({"ignore_unused_parameters": False}, "late", False, "step"),
+    ({"ignore_unused_parameters": False}, "early", False, "backward"),
+]
+
+
+@pytest.mark.parametrize(("options", "at"), each(OPTIONS, [0, 2]))
+@on_ranks(2, each=WAYS)
+def test_exception_in_backward_of_one_rank(rank, world_size, more, breaks, by_tensor, then, options, at):
     """The rank that failed goes on to its step, forgets its gradients, or begins the next backward at once."""
     model = Fragile()
     twin = Unsharded(model)
-    ours = make(model, process_group=patient(), **options)
+    ours = make(model, process_group=patient(), **OPTIONS[options], **more)
     for step in range(at):
         stepped(ours, model, step, rank)
         twin.train(losses(step, world_size), world_size)
@@ -115,23 +125,8 @@ def backward_that_raises(
     train_on(ours, model, twin, rank, world_size)
 
 
-@pytest.mark.parametrize(("options", "at"), each(OPTIONS, [0, 2]))
-def test_exception_in_backward_of_one_rank(options: str, at: int) -> None:
-    strict = {**OPTIONS[options], "ignore_unused_parameters": False}
-    variants = [
-        (OPTIONS[options], at, "late", False, "step"),
-        (OPTIONS[options], at, "late", True, "step"),
-        (OPTIONS[options], at, "early", False, "backward"),
-        (OPTIONS[options], at, "late", True, "backward"),
-        (OPTIONS[options], at, "late", False, "zero_grad"),
-        (OPTIONS[options], at, "late", True, "zero_grad"),
-        (strict, at, "late", False, "step"),
-        (strict, at, "early", False, "backward"),
-    ]
-    run(every, 2, backward_that_raises, variants, timeout=LIMIT)
-
-
-def backward_that_raises_in_a_window(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@on_ranks(2, each=[[one] for one in OPTIONS.values()])
+def test_exception_in_one_of_several_passes(rank, world_size, options):
     """In any of the passes of a window: the whole window is lost, and nothing else."""
     for failing, no_sync in ((0, False), (1, False), (2, False), (0, True), (1, True)):
         model = Fragile()
@@ -160,11 +155,8 @@ def backward_that_raises_in_a_window(rank: int, world_size: int, options: dict[s
         assert_alike(model)
 
 
-def test_exception_in_one_of_several_passes() -> None:
-    run(every, 3, backward_that_raises_in_a_window, [[one] for one in OPTIONS.values()], timeout=LIMIT)
-
-
-def forward_that_raises(rank: int, world_size: int, options: dict[str, Any], at: int) -> None:
+@on_ranks(2, each=list(itertools.product(OPTIONS.values(), (0, 2))))
+def test_exception_in_forward_of_one_rank(rank, world_size, options, at):
     """A rank without a backward steps with the others, who take its gradient for zero."""
     model, twin, ours = beside_unsharded(process_group=patient(), **options)
     for step in range(4):
@@ -180,11 +172,9 @@ def forward_that_raises(rank: int, world_size: int, options: dict[str, Any], at:
     assert_alike(model)
 
 
-def test_exception_in_forward_of_one_rank() -> None:
-    run(every, 2, forward_that_raises, list(itertools.product(OPTIONS.values(), (0, 2))), timeout=LIMIT)
-
-
-def closure_that_raises(rank: int, world_size: int, options: dict[str, Any], where: str, everywhere: bool) -> None:
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@on_ranks(2, each=[*itertools.product(OPTIONS.values(), (False, True))])
+def test_closure_that_raises(rank, world_size, options, everywhere, where):
     """Before its backward, in it, or after it; on one rank or on all. That rank's step raises what the closure did."""
     model = Fragile()
     twin = Unsharded(model)
@@ -212,15 +202,12 @@ def closure_that_raises(rank: int, world_size: int, options: dict[str, Any], whe
     train_on(ours, model, twin, rank, world_size)
 
 
-@pytest.mark.parametrize("where", ["before", "inside", "after"])
-def test_closure_that_raises(where: str) -> None:
-    variants = list(itertools.product(OPTIONS.values(), (where,), (False, True)))
-    run(every, 2, closure_that_raises, variants, timeout=LIMIT)
+VALUES = (math.inf, -math.inf, math.nan)
 
 
-def gradient_that_is_not_finite(
-    rank: int, world_size: int, options: dict[str, Any], value: float, norm_type: float
-) -> None:
+@on_ranks(2, each=[(options, VALUES[number % 3], norm) for number, options in enumerate(OPTIONS.values())
+                      for norm in (2.0, math.inf)])  # fmt: skip
+def test_overflow_on_one_rank_skips_the_step_on_all(rank, world_size, options, value, norm_type):
     """On one rank, of one element: no rank steps, and all know. State is as if the step had not been."""
     model, twin, ours = beside_unsharded(norm_type=norm_type, process_group=patient(), **options)
     for step in range(2):
@@ -242,20 +229,16 @@ def gradient_that_is_not_finite(
     assert math.isfinite(ours.last_grad_norm)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_overflow_on_one_rank_skips_the_step_on_all(norm_type: float) -> None:
-    values = (math.inf, -math.inf, math.nan)
-    pairs = [  # with the usual norm, all; with the other, each value with some options
-        (options, value)
-        for row, options in enumerate(OPTIONS.values())
-        for column, value in enumerate(values)
-        if norm_type == 2.0 or row % len(values) == column
-    ]
-    variants = [(*pair, norm_type) for pair in pairs]
-    run(every, 3, gradient_that_is_not_finite, variants, timeout=LIMIT)
-
-
-def unused_that_are_refused(rank: int, world_size: int, options: dict[str, Any], at: int, by_tensor: bool) -> None:
+@on_ranks(
+    2,
+    each=[  # all pairs
+        (options, at, by_tensor)
+        for number, options in enumerate(OPTIONS.values())
+        for at, by_tensor in itertools.product((0, 1), (False, True))
+        if (number + at + by_tensor) % 2 == 0
+    ],
+)
+def test_unused_parameters_of_one_rank_are_refused_on_all_if_asked(rank, world_size, options, at, by_tensor):
     """Those of one rank are told on all."""
     model, twin, ours = beside_unsharded(ignore_unused_parameters=False, process_group=patient(), **options)
     for step in range(at):
@@ -270,37 +253,30 @@ def unused_that_are_refused(rank: int, world_size: int, options: dict[str, Any],
     train_on(ours, model, twin, rank, world_size)
 
 
-def test_unused_parameters_of_one_rank_are_refused_on_all_if_asked() -> None:
-    variants = [  # all pairs
-        (options, at, by_tensor)
-        for number, options in enumerate(OPTIONS.values())
-        for at, by_tensor in itertools.product((0, 1), (False, True))
-        if (number + at + by_tensor) % 2 == 0
-    ]
-    run(every, 3, unused_that_are_refused, variants, timeout=LIMIT)
-
-
-def unused_parameters_without_names(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_many_unused_parameters_are_told_in_a_line(rank, world_size):
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(7)]
     ours = ZeroOptimizer(parameters, torch.optim.SGD, ignore_unused_parameters=False, lr=1.0)
     with pytest.raises(RuntimeError, match=r"parameter 1 of param group 0, .* and 2 more; ignore_unused_parameters="):
         ours.backward(parameters[0].sum())
 
 
-def test_many_unused_parameters_are_told_in_a_line() -> None:
-    run(unused_parameters_without_names, 1)
-
-
 # --- uneven inputs
 
 
-def ranks_that_join_early(rank: int, world_size: int, options: dict[str, Any], first: int) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+@on_ranks(3, each=list(zip(OPTIONS.values(), (0, 1, 1, 0), strict=True)))
+def test_ranks_that_join_early(rank, world_size, options, first, accumulation):
     """Rank `first` has no batch at all, those after it more and more: sums are divided by all ranks, as DDP may do.
 
     The unsharded twin takes the batches that there are, divided by the number of all ranks.
     """
-    model, twin, ours = beside_unsharded(process_group=patient(), **options)
-    accumulation = ours.gradient_accumulation_steps
+    model, twin, ours = beside_unsharded(
+        process_group=patient(),
+        gradient_accumulation_steps=accumulation,
+        ignore_unused_parameters=first == 0,
+        **options,
+    )
 
     def count(its: int) -> int:
         return (its - first) % world_size * 2
@@ -321,27 +297,14 @@ def ranks_that_join_early(rank: int, world_size: int, options: dict[str, Any], f
         )
     twin.assert_is(model)
     assert_alike(model)
-    train_on_with_all(ours, model, twin, rank, world_size)
-
-
-def train_on_with_all(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank: int, world_size: int) -> None:
-    for _ in range(ours.gradient_accumulation_steps):
+    for _ in range(accumulation):
         stepped(ours, model, 70, rank)
     twin.train(losses(70, world_size), world_size)
     twin.assert_is(model)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_ranks_that_join_early(accumulation: int) -> None:
-    variants = [
-        ({**options, "gradient_accumulation_steps": accumulation, "ignore_unused_parameters": first == 0}, first)
-        for options in OPTIONS.values()
-        for first in (0, 1)
-    ]
-    run(every, 3, ranks_that_join_early, variants, timeout=LIMIT)
-
-
-def joined_while_another_fails(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_rank_that_has_joined_while_another_fails(rank, world_size):
     """A rank that has joined takes part in a step that fails on another, and in the next ones."""
     model = Fragile()
     ours = make(model, process_group=patient())
@@ -361,10 +324,6 @@ def joined_while_another_fails(rank: int, world_size: int) -> None:
     assert len(told) == (rank != 1)
     assert not is_unchanged(model, before)
     assert_alike(model)
-
-
-def test_rank_that_has_joined_while_another_fails() -> None:
-    run(joined_while_another_fails, 3, timeout=LIMIT)
 
 
 # --- what is refused
@@ -444,18 +403,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }  # fmt: skip
 
 
-def refused(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_what_is_refused(rank, world_size):
     for name, (act, error, message) in REFUSED.items():
         with pytest.raises(error, match=message) as told:
             act()
         assert "\n" not in str(told.value), name
 
 
-def test_what_is_refused() -> None:
-    run(refused, 1)
-
-
-def reentrant_checkpoints_of_somebody_elses_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told(rank, world_size):
     """A backward inside of one that `Tensor.backward` runs is told, wherever it comes, and nothing stepped."""
     for stage in (1, 2):
         for inside in ("first", "twice", "last"):
@@ -473,11 +430,8 @@ def reentrant_checkpoints_of_somebody_elses_backward(rank: int, world_size: int)
             train_on(ours, model, twin, rank, world_size)
 
 
-def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told() -> None:
-    run(reentrant_checkpoints_of_somebody_elses_backward, 2, timeout=LIMIT)
-
-
-def twice_in_two_groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_that_are_refused(rank, world_size):
     shared = one()
     with pytest.raises(ValueError, match="more than one parameter group"):
         ZeroOptimizer([{"params": [shared]}, {"params": [shared]}], SGD, lr=1.0)
@@ -494,21 +448,14 @@ def twice_in_two_groups(rank: int, world_size: int) -> None:
     assert len(ours.groups) == 2
 
 
-def test_groups_that_are_refused() -> None:
-    run(twice_in_two_groups, 2, timeout=LIMIT)
-
-
-def group_that_this_process_is_not_in(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_process_group_of_others(rank, world_size):
     group = dist.new_group([0])
     if rank == 1:
         with pytest.raises(ValueError, match="this process is not in the process group"):
             ZeroOptimizer([one()], SGD, process_group=group, lr=1.0)
     else:
         assert ZeroOptimizer([one()], SGD, process_group=group, lr=1.0).world_size == 1
-
-
-def test_process_group_of_others() -> None:
-    run(group_that_this_process_is_not_in, 2)
 
 
 def test_no_process_group() -> None:

@@ -14,7 +14,7 @@ import zckpt
 from tests.deepspeed_engine import Spec, models, optimizers
 from tests.deepspeed_engine.training import batch, build_engine
 from tests.deepspeed_engine.truth import read_live
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.truth import Truth, assert_same
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer, files
 
@@ -284,7 +284,8 @@ def test_state_dicts_at_other_numbers_of_ranks(elastic: bool, tmp_path: Path) ->
                 assert_same(found[slot][name], value, f"{slot}/{name} at {world_size}")
 
 
-def masters_from_weights(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_masters_from_weights(rank, world_size):
     spec = Spec("rounded", stage=1, dtype="bf16", world_size=world_size)
     model, optimizer = build(spec)
     losses(model, optimizer, spec, range(1, 3))
@@ -299,7 +300,8 @@ def masters_from_weights(rank: int, world_size: int) -> None:
         assert torch.equal(value, other.full_state(name, "master"))
 
 
-def refused_states(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_refused_states(rank, world_size):
     spec = Spec("refused", stage=1, dtype="bf16", world_size=world_size)
     _, optimizer = build(spec)
     state = optimizer.state_dict()
@@ -317,11 +319,6 @@ def refused_states(rank: int, world_size: int) -> None:
     unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="no names"):
         unnamed.state_dict()
-
-
-@pytest.mark.parametrize("check", [masters_from_weights, refused_states], ids=lambda check: check.__name__)
-def test_state_dicts(check: Any) -> None:
-    run(check, 2)
 
 
 # --- the tools

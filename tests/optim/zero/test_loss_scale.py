@@ -13,13 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
     Net,
     assert_alike,
     beside_unsharded,
     bits,
-    every,
     is_unchanged,
     loss_of,
     losses,
@@ -30,7 +29,6 @@ from zckpt.optim import DynamicLossScaler, LossScaler
 
 pytestmark = pytest.mark.interop
 
-LIMIT = 300  # seconds for all of a check
 
 POWERS = st.integers(-2, 12).map(lambda power: 2.0**power)
 SHARED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -86,15 +84,13 @@ def follows_deepspeeds_rule(kind: dict[str, Any], factor: float, overflows: list
     assert told_by_ours(kind, factor, overflows) == told_by_deepspeed(kind, factor, overflows)
 
 
-def compared_with_deepspeed(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_dynamic_scale_follows_deepspeeds_rule(rank, world_size):
     follows_deepspeeds_rule()
 
 
-def test_dynamic_scale_follows_deepspeeds_rule() -> None:
-    run(compared_with_deepspeed, 1)  # in a rank: DeepSpeed's scalers ask which one they are before they log
-
-
-def fixed_scale_stays(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_fixed_scale_stays(rank, world_size):
     from deepspeed.runtime.fp16 import loss_scaler
 
     ours, theirs = LossScaler(8.0), loss_scaler.LossScaler(8.0)
@@ -103,10 +99,6 @@ def fixed_scale_stays(rank: int, world_size: int) -> None:
         theirs.update_scale(overflow)
         assert ours.cur_scale == theirs.cur_scale == 8.0
     assert ours.dynamic is theirs.dynamic is False
-
-
-def test_fixed_scale_stays() -> None:
-    run(fixed_scale_stays, 1)
 
 
 def test_scalers_of_strange_numbers_are_refused() -> None:
@@ -118,7 +110,12 @@ def test_scalers_of_strange_numbers_are_refused() -> None:
 # --- in a training
 
 
-def overflow_on_one_rank(rank: int, world_size: int, options: dict[str, Any], bad: int, dtype: torch.dtype) -> None:
+KINDS = [{"stage": 1}, {"stage": 2}, {"stage": 2, "reduce_scatter": False}, {"stage": 2, "offload": True}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@on_ranks(3, each=list(zip(KINDS, (0, 2, 2, 0), strict=True)))
+def test_overflow_on_one_rank_skips_the_step_on_all(rank, world_size, options, bad, dtype):
     """Of one element. Weights and state are bit for bit what they were, and the scale has fallen on all ranks."""
     model = Net(dtype)
     ours = make(model, torch.optim.AdamW, loss_scale=DynamicLossScaler(2.0**6, delayed_shift=1), **options)
@@ -144,13 +141,8 @@ def overflow_on_one_rank(rank: int, world_size: int, options: dict[str, Any], ba
     assert_alike(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_overflow_on_one_rank_skips_the_step_on_all(dtype: torch.dtype) -> None:
-    kinds = [{"stage": 1}, {"stage": 2}, {"stage": 2, "reduce_scatter": False}, {"stage": 2, "offload": True}]
-    run(every, 3, overflow_on_one_rank, [(kind, bad, dtype) for kind in kinds for bad in (0, 2)], timeout=LIMIT)
-
-
-def small_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_small_gradients(rank, world_size):
     """Gradients of 2 ** -30 vanish in float16 unless they are scaled; steps are as without a scale."""
     for scale, survives in ((1.0, False), (2.0**20, True)):
         model = Net(torch.float16)
@@ -164,7 +156,8 @@ def small_gradients(rank: int, world_size: int) -> None:
         assert abs(ours.last_grad_norm - (2.0**-30 * 3**0.5 if survives else 0)) < 2.0**-40
 
 
-def powers_of_two_change_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_powers_of_two_change_nothing(rank, world_size):
     """In float32, bit for bit; clipping and norm are of what is not scaled."""
     models = [Net(), Net()]
     scales: list[Any] = [1.0, DynamicLossScaler(2.0**4, scale_window=1)]
@@ -179,7 +172,8 @@ def powers_of_two_change_nothing(rank: int, world_size: int) -> None:
     assert both[1].loss_scale == 2.0**8  # raised in all steps but the first, which has none before it
 
 
-def scale_of_somebody_else(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scale_of_somebody_else(rank, world_size):
     """One that is set holds, whatever happens; None gives the choice back."""
     model, twin, ours = beside_unsharded(loss_scale=DynamicLossScaler(4.0, delayed_shift=1))
     ours.loss_scale = 32.0
@@ -198,7 +192,8 @@ def scale_of_somebody_else(rank: int, world_size: int) -> None:
     assert ours.loss_scale == ours.loss_scaler.cur_scale == 2.0
 
 
-def scales_itself_by_hand(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scales_itself_by_hand(rank, world_size):
     """Whoever runs `Tensor.backward` scales the loss by what `loss_scale` tells."""
     model, twin, ours = beside_unsharded(loss_scale=64.0)
     for step in range(2):
@@ -208,7 +203,8 @@ def scales_itself_by_hand(rank: int, world_size: int) -> None:
     twin.assert_is(model)
 
 
-def least_scale(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_least_scale(rank, world_size):
     """Raised on all ranks, with nothing stepped; or kept, and the step skipped."""
     for raises in (True, False):
         model = Net()
@@ -229,7 +225,8 @@ def least_scale(rank: int, world_size: int) -> None:
         assert_alike(model)
 
 
-def scale_in_state(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_scale_in_state(rank, world_size):
     """All of what decides about the next scales is saved and loaded; also where the kind of scaler is another."""
     kinds = [
         DynamicLossScaler(2.0**10, scale_window=2, delayed_shift=3, consecutive_hysteresis=True, min_scale=0.5),
@@ -257,13 +254,3 @@ def scale_in_state(rank: int, world_size: int) -> None:
                     its.update(overflow)
                     assert other.loss_scaler == its
     assert isinstance(other.loss_scaler, LossScaler)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [small_gradients, powers_of_two_change_nothing, scale_of_somebody_else, scales_itself_by_hand, least_scale,
-     scale_in_state],
-    ids=lambda check: check.__name__,
-)  # fmt: skip
-def test_loss_scale(check: Any) -> None:
-    run(check, 2, timeout=LIMIT)

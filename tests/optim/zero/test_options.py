@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.optim.zero.reference import (
     Net,
     Unsharded,
@@ -616,7 +616,8 @@ def test_every_option_has_a_test() -> None:
     assert options == set(OPTIONS) | IN_TEST_PARTITION | IN_TEST_WEIGHTS | IN_TEST_PER_TENSOR
 
 
-def out_of_range(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_options_out_of_range_are_refused(rank, world_size):
     for option, value, told in (
         ("stage", 3, "stage must be 1 or 2, not 3"),
         ("reduce_bucket_size", 0, "reduce_bucket_size must be at least 1, not 0"),
@@ -630,7 +631,3 @@ def out_of_range(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             layered(**{option: value})
-
-
-def test_options_out_of_range_are_refused() -> None:
-    run(out_of_range, 1)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.pairwise import some
 from zckpt.optim import ZeroOptimizer
 from zckpt.state.partition import (
@@ -279,10 +279,7 @@ CHECKS = (
 )
 
 
-def in_turn(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_flat_groups(rank, world_size):
     for check in CHECKS:
         check(rank, world_size)
-
-
-def test_flat_groups() -> None:
-    run(in_turn, 3)

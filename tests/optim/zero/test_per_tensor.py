@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import Net, bits, is_unchanged, make, stepped
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.optim.zero.flat import NAMES, is_per_tensor
@@ -79,7 +79,9 @@ class Derived(torch.optim.Adafactor):
     """Somebody's own."""
 
 
-def refused(rank: int, world_size: int) -> None:
+@pytest.mark.interop
+@on_ranks(2)
+def test_what_looks_at_whole_tensors_is_refused_unless_told(rank, world_size):
     """Before anything is moved; unless told; and by the optimizer that steps whole tensors not at all."""
     for cls in (torch.optim.Adafactor, Derived, partial(Derived, eps=(1e-9, 1e-3))):
         net = Net()
@@ -97,8 +99,3 @@ def refused(rank: int, world_size: int) -> None:
     ZeroRedundancyOptimizer(Net().named_parameters(), torch.optim.Adafactor, lr=0.01)
     with pytest.raises(ValueError, match="LBFGS looks at whole tensors"):
         ZeroOptimizer(Net().named_parameters(), torch.optim.LBFGS)
-
-
-@pytest.mark.interop
-def test_what_looks_at_whole_tensors_is_refused_unless_told() -> None:
-    run(refused, 2)

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
     Net,
     Unsharded,
     assert_alike,
     beside_unsharded,
     bits,
-    every,
     is_unchanged,
     loss_of,
     losses,
@@ -32,8 +31,6 @@ from tests.optim.zero.reference import (
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
-
-LIMIT = 300  # seconds for all of a check
 
 
 def prepared(attached: bool, **options: Any) -> tuple[torch.nn.Module, Net, Unsharded, ZeroOptimizer]:
@@ -45,7 +42,15 @@ def prepared(attached: bool, **options: Any) -> tuple[torch.nn.Module, Net, Unsh
     return model, net, twin, ours
 
 
-def clipped(rank: int, world_size: int, attached: bool, norm_type: float, options: dict[str, Any]) -> None:
+WAYS = [
+    (attached, options)
+    for attached in (False, True)
+    for options in ({"stage": 1}, {"stage": 2}, {"stage": 2, "loss_scale": 64.0})
+]
+
+
+@on_ranks(3, each=[(*way, norm) for way, norm in zip(WAYS, [2.0, math.inf, 2.0, math.inf, 2.0, 2.0], strict=True)])
+def test_clipping_of_torch_by_norm(rank, world_size, attached, options, norm_type):
     """torch's own clipping gives the norm of the average, whatever the loss scale, and clips it."""
     model, net, twin, ours = prepared(attached, **options)
     for step in range(3):
@@ -62,7 +67,8 @@ def clipped(rank: int, world_size: int, attached: bool, norm_type: float, option
     assert_alike(net)
 
 
-def clipped_by_value(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+@on_ranks(2, each=WAYS)
+def test_clipping_of_torch_by_value(rank, world_size, attached, options):
     model, net, twin, ours = prepared(attached, **options)
     for step in range(3):
         ours.backward(loss_of(model, step, rank))
@@ -74,19 +80,8 @@ def clipped_by_value(rank: int, world_size: int, attached: bool, options: dict[s
         twin.assert_is(net)
 
 
-WAYS = [
-    (attached, options)
-    for attached in (False, True)
-    for options in ({"stage": 1}, {"stage": 2}, {"stage": 2, "loss_scale": 64.0})
-]
-
-
-def test_clipping_of_torch() -> None:
-    run(every, 3, clipped, [(attached, norm, o) for attached, o in WAYS for norm in (2.0, math.inf)], timeout=LIMIT)
-    run(every, 2, clipped_by_value, WAYS, timeout=LIMIT)
-
-
-def scaled_and_dropped(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+@on_ranks(2, each=WAYS)
+def test_scaled_and_dropped(rank, world_size, attached, options):
     """What is taken out of `grad` is forgotten, for one parameter or all, as torch's own optimizers forget it."""
     model, net, twin, ours = prepared(attached, **options)
     for step in range(3):
@@ -108,7 +103,8 @@ def scaled_and_dropped(rank: int, world_size: int, attached: bool, options: dict
         twin.assert_is(net)
 
 
-def what_is_refused(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+@on_ranks(2, each=WAYS)
+def test_what_is_refused(rank, world_size, attached, options):
     model, net, _, ours = prepared(attached, **options)
     ours.backward(loss_of(model, 0, rank))
     gradient = net.last.weight.grad
@@ -129,7 +125,8 @@ def what_is_refused(rank: int, world_size: int, attached: bool, options: dict[st
     assert net.last.weight.grad is None
 
 
-def scaler_of_torch(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+@on_ranks(2, each=WAYS)
+def test_scaler_of_torch(rank, world_size, attached, options):
     """It is told what to use instead, and nothing is stepped."""
     model, _, _, ours = prepared(attached, **options)
     before = bits(model)
@@ -140,12 +137,8 @@ def scaler_of_torch(rank: int, world_size: int, attached: bool, options: dict[st
     assert is_unchanged(model, before)
 
 
-@pytest.mark.parametrize("check", [scaled_and_dropped, what_is_refused, scaler_of_torch], ids=lambda c: c.__name__)
-def test_gradients_that_lie_elsewhere(check: Any) -> None:
-    run(every, 2, check, WAYS, timeout=LIMIT)
-
-
-def parts_of_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parts_of_models(rank, world_size):
     """A norm over this rank's parts is not that of the model."""
     alone = [dist.new_group([r]) for r in range(world_size)]
 
@@ -166,7 +159,8 @@ def parts_of_models(rank: int, world_size: int) -> None:
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
-def another_optimizer_after_this_one(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_optimizer_after_this_one(rank, world_size):
     """One that is gone between backward and step leaves nothing that the next one trips over."""
     net, twin, ours = beside_unsharded()
     ours.backward(loss_of(net, 0, rank))
@@ -180,8 +174,3 @@ def another_optimizer_after_this_one(rank: int, world_size: int) -> None:
     stepped(ours, net, 1, rank)
     twin.train(losses(1, world_size), world_size)
     twin.assert_is(net)
-
-
-@pytest.mark.parametrize("check", [parts_of_models, another_optimizer_after_this_one], ids=lambda c: c.__name__)
-def test_sharded(check: Any) -> None:
-    run(check, 2, timeout=LIMIT)

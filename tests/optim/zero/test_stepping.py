@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.zero import stepping
 
@@ -110,7 +110,9 @@ def test_norm_in_pieces(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(stepping._norm(values, order), expected)
 
 
-def memory(rank: int, world_size: int) -> None:
+@pytest.mark.interop
+@on_ranks(2)
+def test_memory_is_given_back(rank, world_size):
     del rank, world_size
     model = torch.nn.Linear(8, 8, bias=False)
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, stage=1, gradient_accumulation_steps=2)
@@ -125,8 +127,3 @@ def memory(rank: int, world_size: int) -> None:
     del model
     gc.collect()
     assert [one() for one in held] == [None, None]
-
-
-@pytest.mark.interop
-def test_memory_is_given_back() -> None:
-    run(memory, 2)

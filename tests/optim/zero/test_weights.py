@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,13 +10,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 import zckpt
-from tests.gloo import run
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, losses, make, stepped
+from tests.gloo import on_ranks
+from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, is_unchanged, losses, make, stepped
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
 
-LIMIT = 300  # seconds for all of a check
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -33,7 +30,11 @@ def seeded(rank: int, dtype: torch.dtype = torch.float32, *, freeze: bool = True
     return net
 
 
-def ranks_that_begin_otherwise(rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+BEGINNINGS = ({"stage": 1}, {"stage": 2, "offload": True}, {"round_robin_gradients": True, "elastic_checkpoint": True})
+
+
+@on_ranks(3, each=[(dtype, options) for dtype in DTYPES for options in BEGINNINGS])
+def test_ranks_begin_with_the_same_weights(rank, world_size, dtype, options):
     """All get the weights of the first rank; a step at a rate of zero changes nothing."""
     net = seeded(rank, dtype)
     first = bits(seeded(0, dtype))
@@ -48,7 +49,8 @@ def ranks_that_begin_otherwise(rank: int, world_size: int, dtype: torch.dtype, o
     assert added.tolist() == [1.0] * 3
 
 
-def ranks_that_are_left_alone(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_are_left_alone(rank, world_size):
     """On one's own word nothing is sent; what DDP has made of the weights is then what is trained."""
     net = seeded(rank, freeze=False)
     mine = bits(net)
@@ -65,7 +67,8 @@ def ranks_that_are_left_alone(rank: int, world_size: int) -> None:
     assert_alike(net)
 
 
-def in_subgroups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_weights_in_subgroups(rank, world_size):
     """The first rank of a group is not the first of all; experts come from the first that holds the same."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     dense, expert = (torch.nn.Parameter(torch.full((5,), float(rank))) for _ in range(2))
@@ -75,13 +78,6 @@ def in_subgroups(rank: int, world_size: int) -> None:
     )  # fmt: skip
     assert dense.tolist() == [0.0] * 5
     assert expert.tolist() == [float(rank % 2)] * 5
-
-
-def test_ranks_begin_with_the_same_weights() -> None:
-    options = ({"stage": 1}, {"stage": 2, "offload": True}, {"round_robin_gradients": True, "elastic_checkpoint": True})
-    run(every, 3, ranks_that_begin_otherwise, [(dtype, o) for dtype in DTYPES for o in options], timeout=LIMIT)
-    run(ranks_that_are_left_alone, 2, timeout=LIMIT)
-    run(in_subgroups, 4, timeout=LIMIT)
 
 
 Write = Callable[[Net], None]
@@ -109,7 +105,11 @@ def of_one_element(net: Net) -> None:
 WRITES: list[Write] = [by_load_state_dict, by_data, by_other_memory, of_one_element]
 
 
-def written_weights(rank: int, world_size: int, write: Write, dtype: torch.dtype, options: dict[str, Any]) -> None:
+OPTIONS = ({"stage": 1}, {"stage": 2, "offload": True, "parameter_alignment": True})
+
+
+@on_ranks(2, each=[(write, dtype, options) for write in WRITES for dtype in DTYPES for options in OPTIONS])
+def test_weights_that_somebody_writes_are_trained(rank, world_size, write, dtype, options):
     """The next step goes on from what was written; other masters keep what rounding has lost."""
     net = Net(dtype)
     ours = make(net, **options)
@@ -131,7 +131,8 @@ def written_weights(rank: int, world_size: int, write: Write, dtype: torch.dtype
         assert torch.equal(ours.full_state(name, "master"), expected[name]), name
 
 
-def saved_before_the_next_step(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_saved_before_the_next_step(rank, world_size, tmp_path):
     net = Net(torch.bfloat16)
     ours = make(net)
     stepped(ours, net, 0, rank)
@@ -139,22 +140,23 @@ def saved_before_the_next_step(rank: int, world_size: int, path: Path) -> None:
     for group, master in zip(ours.groups, ours.state_dict()["single_partition_of_fp32_groups"], strict=True):
         assert torch.equal(master.bfloat16(), group.weights[: master.numel()])
     by_other_memory(net)
-    zckpt.save(path / "own", model=net, optimizer=ours)
-    checkpoint = zckpt.open(path / "own")
+    zckpt.save(tmp_path / "own", model=net, optimizer=ours)
+    checkpoint = zckpt.open(tmp_path / "own")
     assert (checkpoint.read("last.bias", "master") == 0.125).all()
 
 
-def loaded_beside(rank: int, world_size: int, path: Path) -> None:
+@on_ranks(2)
+def test_loaded_beside(rank, world_size, tmp_path):
     """A checkpoint that is loaded into the model alone is where training goes on."""
     source = Net()
     by_data(source)
     if rank == 0:
-        torch.save(source.state_dict(), path / "model.pt")
+        torch.save(source.state_dict(), tmp_path / "model.pt")
     dist.barrier()
     net = Net()
     ours = make(net)
     stepped(ours, net, 0, rank)
-    zckpt.load(path / "model.pt", model=net)
+    zckpt.load(tmp_path / "model.pt", model=net)
     twin = Unsharded(net, torch.optim.SGD, momentum=0.0)
     for group in ours.param_groups:
         group["momentum"] = 0.0
@@ -164,25 +166,11 @@ def loaded_beside(rank: int, world_size: int, path: Path) -> None:
     twin.assert_is(net)
 
 
-def masters_that_are_set(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_masters_that_are_set(rank, world_size):
     """With a master its weight is set, rounded once."""
     net = Net(torch.bfloat16)
     ours = make(net)
     value = torch.tensor(1.0 + 2**-8 + 2**-40, dtype=torch.float64)  # in bfloat16 a tie, or just above it
     ours.set_full_state("scale", "master", value)
     assert torch.equal(net.scale.detach(), ours.full_state("scale", "master").bfloat16())
-
-
-def test_weights_that_somebody_writes_are_trained() -> None:
-    options = ({"stage": 1}, {"stage": 2, "offload": True, "parameter_alignment": True})
-    variants = [(write, dtype, o) for write in WRITES for dtype in DTYPES for o in options]
-    run(every, 2, written_weights, variants, timeout=LIMIT)
-
-
-@pytest.mark.parametrize("check", [saved_before_the_next_step, loaded_beside], ids=lambda c: c.__name__)
-def test_weights_that_somebody_writes_are_saved(check: Any, tmp_path: Path) -> None:
-    run(check, 2, tmp_path, timeout=LIMIT)
-
-
-def test_masters_that_are_set() -> None:
-    run(masters_that_are_set, 2)

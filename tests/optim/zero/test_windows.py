@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.gloo import run
+from tests.gloo import on_ranks
 from tests.optim.zero.reference import (
     SGD,
-    TOLERANCE,
     Net,
     Unsharded,
     assert_alike,
+    assert_near,
     beside_unsharded,
     bits,
-    every,
     groups,
     has_gradient,
     is_unchanged,
@@ -34,7 +34,6 @@ from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
 
-LIMIT = 300  # seconds for all of a check
 PARTS = 3
 
 
@@ -46,7 +45,12 @@ def run_backward(ours: ZeroOptimizer, loss: torch.Tensor, how: str) -> None:
         (loss / ours.gradient_accumulation_steps).backward()
 
 
-def attached_and_accumulating(rank: int, world_size: int, how: str, syncs: str, options: dict[str, Any]) -> None:
+HOWS = ("optimizer.backward", "Tensor.backward")
+
+
+@pytest.mark.parametrize("syncs", ["each", "last", "none"])
+@on_ranks(2, each=[(how, {"stage": stage, "views": stage == 1}) for how in HOWS for stage in (1, 2)])
+def test_attached_steps_once_in_a_window(rank, world_size, how, options, syncs):
     """A step comes with the last backward of a window, whether DDP synchronises each of them, the last or none."""
     net = Net()
     model = DDP(net, gradient_as_bucket_view=options.pop("views", False), bucket_cap_mb=1e-4)
@@ -65,13 +69,6 @@ def attached_and_accumulating(rank: int, world_size: int, how: str, syncs: str, 
         twin.train(losses(range(PARTS * step, PARTS * step + PARTS), world_size), PARTS * world_size)
         twin.assert_is(net)
     assert_alike(net)
-
-
-@pytest.mark.parametrize("syncs", ["each", "last", "none"])
-def test_attached_steps_once_in_a_window(syncs: str) -> None:
-    hows = ("optimizer.backward", "Tensor.backward")
-    variants = [(how, syncs, {"stage": stage, "views": stage == 1}) for how in hows for stage in (1, 2)]
-    run(every, 2, attached_and_accumulating, variants, timeout=LIMIT)
 
 
 class Split(torch.nn.Module):
@@ -95,7 +92,8 @@ def wrapped(model: Split) -> DDP:
     return made
 
 
-def what_ddp_does_not_reduce(rank: int, world_size: int, how: str, steps: int, options: dict[str, Any]) -> None:
+@on_ranks(2, each=[(how, steps, {"stage": stage}) for how in HOWS for steps in (1, 2) for stage in (1, 2)])
+def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, steps, options):
     model = Split()
     twin = Unsharded(model)
     ours = make(model, gradient_accumulation_steps=steps, **options)
@@ -115,13 +113,8 @@ def what_ddp_does_not_reduce(rank: int, world_size: int, how: str, steps: int, o
     assert not any(torch.equal(p.detach(), was) for p, was in zip(model.parameters(), start, strict=True))
 
 
-def test_parameters_that_ddp_does_not_reduce_are_trained() -> None:
-    hows = ("optimizer.backward", "Tensor.backward")
-    variants = [(how, steps, {"stage": stage}) for how in hows for steps in (1, 2) for stage in (1, 2)]
-    run(every, 2, what_ddp_does_not_reduce, variants, timeout=LIMIT)
-
-
-def of_two_optimizers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_of_two_optimizers(rank, world_size):
     """What is in DDP's buckets and another optimizer's, is averaged for that one."""
     model, other = DDP(Net(), bucket_cap_mb=1e-4), DDP(Net(), bucket_cap_mb=1e-4)
     every_one = list(model.module.named_parameters())
@@ -136,11 +129,11 @@ def of_two_optimizers(rank: int, world_size: int) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     assert_alike(model)
-    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(mine.detach(), its.detach(), **TOLERANCE)
+    assert_near(model, other)
 
 
-def with_inner_hook(rank: int, world_size: int, kind: str, steps: int, options: dict[str, Any]) -> None:
+@on_ranks(2, each=list(itertools.product(("all-reduce", "fp16", "power"), (1, 2))))
+def test_inner_hooks(rank, world_size, kind, steps):
     """As DDP with this hook and the plain optimizer; what is not in its buckets, is trained all the same."""
 
     def hook_of(model: DDP) -> tuple[Any, Any]:
@@ -154,7 +147,7 @@ def with_inner_hook(rank: int, world_size: int, kind: str, steps: int, options: 
         net.scale = torch.nn.Parameter(torch.tensor([1.5]))  # PowerSGD takes none without dimensions
     # PowerSGD sends from callbacks, in no order where there are several buckets.
     model, other = (DDP(net, bucket_cap_mb=25 if kind == "power" else 1e-4) for net in nets)
-    ours = make(model.module, gradient_accumulation_steps=steps, **options)
+    ours = make(model.module, gradient_accumulation_steps=steps, stage=steps)
     hook, state = hook_of(model)
     ours.attach(model, hook, state=state)
     other.register_comm_hook(*reversed(hook_of(other)))
@@ -169,18 +162,12 @@ def with_inner_hook(rank: int, world_size: int, kind: str, steps: int, options: 
                 (loss_of(other, steps * step + part, rank) / steps).backward()
         theirs.step()
         theirs.zero_grad()
-        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(mine.detach(), its.detach(), **TOLERANCE)
+        assert_near(model, other)
     assert_alike(model)
 
 
-def test_inner_hooks() -> None:
-    kinds = ("all-reduce", "fp16", "power")
-    variants = [(kind, steps, {"stage": steps}) for kind in kinds for steps in (1, 2)]
-    run(every, 2, with_inner_hook, variants, timeout=LIMIT)
-
-
-def hooks_that_are_refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hooks_that_are_refused(rank, world_size):
     model = DDP(Net())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     ours = make(model.module)
@@ -194,7 +181,11 @@ def hooks_that_are_refused(rank: int, world_size: int) -> None:
     ours.step()
 
 
-def partial_window(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": False}]
+
+
+@on_ranks(2, each=[(attached, options) for attached in (False, True) for options in STAGES])
+def test_partial_window(rank, world_size, attached, options):
     """Five batches in windows of three: the last window is two, and is stepped."""
     net = Net()
     twin = Unsharded(net)
@@ -221,7 +212,8 @@ def partial_window(rank: int, world_size: int, attached: bool, options: dict[str
     assert_alike(net)
 
 
-def boundary_by_hand(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@on_ranks(2, each=[(options,) for options in STAGES])
+def test_boundary_by_hand(rank, world_size, options):
     """Windows of any length, and one that is ended when its last backward has been."""
     net, twin, ours = beside_unsharded(**options)
     step = 0
@@ -240,18 +232,12 @@ def boundary_by_hand(rank: int, world_size: int, options: dict[str, Any]) -> Non
         step += length
 
 
-def test_windows_of_other_lengths() -> None:
-    every_stage = [{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": False}]
-    variants = [(attached, options) for attached in (False, True) for options in every_stage]
-    run(every, 2, partial_window, variants, timeout=LIMIT)
-    run(every, 2, boundary_by_hand, [(options,) for options in every_stage], timeout=LIMIT)
-
-
 class BrokenError(Exception):
     """Raised in a backward."""
 
 
-def boundary_and_a_failure(rank: int, world_size: int, at: int, stage: int) -> None:
+@on_ranks(2, each=[(at, stage) for at in (0, 2) for stage in (1, 2)])
+def test_failure_in_a_window_whose_end_is_told(rank, world_size, at, stage):
     """A rank that fails in a window whose end is told goes through it with the others, and all go on."""
     net = Net()
     ours = make(net, stage=stage)
@@ -280,11 +266,8 @@ def fails(_: torch.Tensor) -> None:
     raise BrokenError
 
 
-def test_failure_in_a_window_whose_end_is_told() -> None:
-    run(every, 2, boundary_and_a_failure, [(at, stage) for at in (0, 2) for stage in (1, 2)], timeout=LIMIT)
-
-
-def left_by_no_sync(rank: int, world_size: int, stage: int) -> None:
+@on_ranks(2, each=[(1,), (2,)])
+def test_left_by_no_sync(rank, world_size, stage):
     """A backward under no_sync after one that was reduced: the step has both."""
     net, twin, ours = beside_unsharded(stage=stage)
     for step in range(0, 6, 2):
@@ -298,7 +281,8 @@ def left_by_no_sync(rank: int, world_size: int, stage: int) -> None:
     assert_alike(net)
 
 
-def no_sync_of_the_optimizer_beside_ddp(rank: int, world_size: int, stage: int) -> None:
+@on_ranks(2, each=[(1,), (2,)])
+def test_no_sync_of_the_optimizer_beside_ddp(rank, world_size, stage):
     """The optimizer's own no_sync holds back what DDP would have reduced; before a backward outside it, and after."""
     net = Net()
     model = DDP(net, bucket_cap_mb=1e-4)
@@ -315,7 +299,8 @@ def no_sync_of_the_optimizer_beside_ddp(rank: int, world_size: int, stage: int) 
     assert_alike(net)
 
 
-def put_by_hand_after_backward(rank: int, world_size: int, stage: int) -> None:
+@on_ranks(2, each=[(1,), (2,)])
+def test_put_by_hand_after_backward(rank, world_size, stage):
     net, twin, ours = beside_unsharded(stage=stage)
     ours.backward(loss_of(net, 0, rank))
     for parameter in net.parameters():
@@ -328,7 +313,8 @@ def put_by_hand_after_backward(rank: int, world_size: int, stage: int) -> None:
     twin.assert_is(net)
 
 
-def joined_in_a_window(rank: int, world_size: int, steps: int, stage: int) -> None:
+@on_ranks(2, each=list(itertools.product((1, 2), (1, 2))))
+def test_joined_in_a_window(rank, world_size, steps, stage):
     """Attached, rank 0 has two windows and rank 1 has four."""
     net = Net()
     model = DDP(net, bucket_cap_mb=1e-4)
@@ -345,28 +331,11 @@ def joined_in_a_window(rank: int, world_size: int, steps: int, stage: int) -> No
     assert_alike(net)
     assert not any(map(has_gradient, net.parameters()))
     if rank == 1:
-        for mine, its_own in zip(net.parameters(), twin.model.parameters(), strict=True):
-            torch.testing.assert_close(mine.detach(), its_own.detach(), **TOLERANCE)
+        assert_near(net, twin.model)
 
 
-def joining_and_boundary(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_joining_and_boundary(rank, world_size):
     ours = make(Net())
     with Join([ours]), pytest.raises(RuntimeError, match="cannot know where a window ends"):
         ours.set_gradient_accumulation_boundary(True)
-
-
-@pytest.mark.parametrize(
-    ("check", "variants"),
-    [
-        (of_two_optimizers, [()]),
-        (hooks_that_are_refused, [()]),
-        (left_by_no_sync, [(1,), (2,)]),
-        (no_sync_of_the_optimizer_beside_ddp, [(1,), (2,)]),
-        (put_by_hand_after_backward, [(1,), (2,)]),
-        (joined_in_a_window, [(steps, stage) for steps in (1, 2) for stage in (1, 2)]),
-        (joining_and_boundary, [()]),
-    ],
-    ids=lambda one: getattr(one, "__name__", ""),
-)
-def test_windows(check: Any, variants: list[Any]) -> None:
-    run(every, 2, check, variants, timeout=LIMIT)

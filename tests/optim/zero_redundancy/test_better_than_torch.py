@@ -18,8 +18,8 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.gloo import run
-from tests.optim.zero_redundancy.training import Net, backward, groups, named_checks, train
+from tests.gloo import on_ranks, run
+from tests.optim.zero_redundancy.training import Net, backward, groups, train
 from zckpt.optim import ZeroRedundancyOptimizer, hook_with_zero_step
 
 pytestmark = pytest.mark.interop
@@ -49,7 +49,8 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def consolidation_costs_those_nothing_that_do_not_want_it(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_consolidation_costs_those_nothing_that_do_not_want_it(rank, world_size):
     grown = {}
     for optimizer_class in (TorchOptimizer, ZeroRedundancyOptimizer):
         parameters = [torch.nn.Parameter(torch.zeros(MEGABYTE // 4)) for _ in range(24)]
@@ -64,7 +65,8 @@ def consolidation_costs_those_nothing_that_do_not_want_it(rank: int, world_size:
         assert grown[TorchOptimizer] > 16 * MEGABYTE  # at the least the 8 parameters of another rank, twice
 
 
-def state_is_there_without_consolidation(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_state_is_there_without_consolidation(rank, world_size):
     _, torchs = trained(TorchOptimizer)
     with pytest.raises(RuntimeError, match="has not been consolidated"):
         torchs.state_dict()
@@ -77,7 +79,8 @@ def state_is_there_without_consolidation(rank: int, world_size: int) -> None:
         ours.consolidate_state_dict(to=99)
 
 
-def consolidated_copy_is_a_copy(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_consolidated_copy_is_a_copy(rank, world_size):
     for optimizer_class, is_copy in ((TorchOptimizer, False), (ZeroRedundancyOptimizer, True)):
         model, optimizer = trained(optimizer_class)
         optimizer.consolidate_state_dict()
@@ -90,7 +93,8 @@ def consolidated_copy_is_a_copy(rank: int, world_size: int) -> None:
             assert kept == is_copy
 
 
-def loading_leaves_the_dict_alone(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_loading_leaves_the_dict_alone(rank, world_size):
     model = Net()
     reference = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, reference, range(2))
@@ -106,7 +110,8 @@ def loading_leaves_the_dict_alone(rank: int, world_size: int) -> None:
         assert (len(optimizer.optim.state) == 0) == is_clean
 
 
-def loading_casts_to_the_parameters_type(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_loading_casts_to_the_parameters_type(rank, world_size):
     full = torch.optim.AdamW(Net().parameters(), lr=0.1)
     full = trained_by(full)
     for optimizer_class, is_cast in ((TorchOptimizer, False), (ZeroRedundancyOptimizer, True)):
@@ -125,7 +130,8 @@ def trained_by(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def overlap_works_on_gloo(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_overlap_works_on_gloo(rank, world_size):
     for optimizer_class, hook in (
         (TorchOptimizer, ddp_zero_hook.hook_with_zero_step),
         (ZeroRedundancyOptimizer, hook_with_zero_step),
@@ -142,7 +148,8 @@ def overlap_works_on_gloo(rank: int, world_size: int) -> None:
             optimizer.load_state_dict(optimizer.state_dict())
 
 
-def overlap_takes_changes_of_the_learning_rate(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_overlap_takes_changes_of_the_learning_rate(rank, world_size):
     for optimizer_class, takes in ((TorchOptimizer, False), (ZeroRedundancyOptimizer, True)):
         model = Net(strange=False)
         ddp = DDP(model)
@@ -158,7 +165,8 @@ def overlap_takes_changes_of_the_learning_rate(rank: int, world_size: int) -> No
         assert torch.equal(model.first.weight, before["first.weight"]) == takes
 
 
-def copies_work_or_are_refused(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_copies_work_or_are_refused(rank, world_size):
     model, torchs = trained(TorchOptimizer)
     copied = copy.deepcopy(torchs)
     backward(model, 0)
@@ -169,7 +177,8 @@ def copies_work_or_are_refused(rank: int, world_size: int) -> None:
         copy.deepcopy(ours)
 
 
-def defaults_are_the_inner_classes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_defaults_are_the_inner_classes(rank, world_size):
     _, torchs = trained(TorchOptimizer)
     with pytest.raises(ValueError, match="must support momentum or beta1"):
         torch.optim.lr_scheduler.OneCycleLR(torchs, 0.1, total_steps=9)
@@ -177,7 +186,8 @@ def defaults_are_the_inner_classes(rank: int, world_size: int) -> None:
     torch.optim.lr_scheduler.OneCycleLR(ours, 0.1, total_steps=9)
 
 
-def element_types_may_differ(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_element_types_may_differ(rank, world_size):
     parameters = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in (torch.float32, torch.float64)]
     with pytest.raises(ValueError, match="the same dense type"):
         TorchOptimizer(parameters, torch.optim.SGD, lr=1.0)
@@ -187,7 +197,8 @@ def element_types_may_differ(rank: int, world_size: int) -> None:
         assert [p.dtype for p in parameters] == [torch.float32, torch.float64]
 
 
-def few_messages_are_sent(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_few_messages_are_sent(rank, world_size):
     sent = {}
     for optimizer_class in (TorchOptimizer, ZeroRedundancyOptimizer):
         optimizer = optimizer_class([torch.nn.Parameter(torch.ones(n)) for n in range(1, 41)], torch.optim.SGD, lr=1.0)
@@ -198,7 +209,8 @@ def few_messages_are_sent(rank: int, world_size: int) -> None:
     assert sum(optimizer.shares) == sum(range(1, 41))
 
 
-def gradients_lie_in_buckets_as_parameters_do(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_gradients_lie_in_buckets_as_parameters_do(rank, world_size):
     """DDP lays gradients of a transposed or channels-last parameter in a bucket as that lies; torch's hook does not."""
     for optimizer_class, hook in (
         (TorchOptimizer, ddp_zero_hook.hook_with_zero_step),
@@ -219,7 +231,8 @@ def gradients_lie_in_buckets_as_parameters_do(rank: int, world_size: int) -> Non
         assert torch.allclose(ddp.module.second.weight, reference.module.second.weight, atol=1e-6) == is_right
 
 
-def ranks_out_of_inputs_step_with_the_others_gradients(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_out_of_inputs_step_with_the_others_gradients(rank, world_size):
     """Under DDP, a rank without inputs has old gradients: a share stepped with those is wrong."""
     for optimizer_class, is_right in ((TorchOptimizer, False), (ZeroRedundancyOptimizer, True)):
         pair = [DDP(Net(), broadcast_buffers=False) for _ in range(2)]
@@ -235,19 +248,6 @@ def ranks_out_of_inputs_step_with_the_others_gradients(rank: int, world_size: in
                     optimizer.step()
         if rank == world_size - 1:
             assert all(map(torch.equal, pair[0].parameters(), pair[1].parameters())) == is_right
-
-
-@pytest.mark.parametrize(
-    **named_checks([
-        consolidation_costs_those_nothing_that_do_not_want_it, state_is_there_without_consolidation,
-        consolidated_copy_is_a_copy, loading_leaves_the_dict_alone, loading_casts_to_the_parameters_type,
-        overlap_works_on_gloo, overlap_takes_changes_of_the_learning_rate, copies_work_or_are_refused,
-        defaults_are_the_inner_classes, element_types_may_differ, few_messages_are_sent,
-        gradients_lie_in_buckets_as_parameters_do, ranks_out_of_inputs_step_with_the_others_gradients,
-    ])
-)  # fmt: skip
-def test_better_than_torch(check: Any) -> None:
-    run(check, 3)
 
 
 def dcp_saves_it(rank: int, world_size: int, path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.optim.zero_redundancy.training import Net, assert_same_parameters, backward, make, unsharded
 from tests.pairwise import each
 
@@ -141,7 +141,8 @@ def test_ranks_that_joined_early_end_with_the_others_parameters() -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
-def under_autocast_with_a_scaler(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mixed_precision_with_a_scaler_that_skips_a_step(rank, world_size):
     model = Net()
     other = copy.deepcopy(model)
     for net, sharded in ((model, True), (other, False)):
@@ -158,7 +159,3 @@ def under_autocast_with_a_scaler(rank: int, world_size: int) -> None:
             scaler.step(optimizer)
             scaler.update()
     assert_same_parameters(model, other)
-
-
-def test_mixed_precision_with_a_scaler_that_skips_a_step() -> None:
-    run(under_autocast_with_a_scaler, 2)

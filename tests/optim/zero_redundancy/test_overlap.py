@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.optim.zero_redundancy.training import (
     Net,
     assert_same_parameters,
@@ -24,7 +24,6 @@ from tests.optim.zero_redundancy.training import (
     backward,
     groups,
     make,
-    named_checks,
     unsharded,
 )
 from tests.pairwise import each
@@ -99,7 +98,8 @@ def test_as_an_optimizer_that_steps_after_backward(world_size: int, part: int) -
     run(as_an_optimizer_that_steps_after_backward, world_size, part)
 
 
-def first_iterations_change_nothing_unless_asked_to(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_first_iterations_change_nothing_unless_asked_to(rank, world_size):
     for static, lost in ((False, 2), (True, 3)):
         model, other = Net(), Net()
         ddp = DDP(model, static_graph=static)
@@ -113,7 +113,8 @@ def first_iterations_change_nothing_unless_asked_to(rank: int, world_size: int) 
         assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def learning_rates_take_effect(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_learning_rates_take_effect(rank, world_size):
     for hook in HOOKS:
         model, other = Net(), Net()
         pairs = [overlapped(model, hook), separate(other)]
@@ -130,7 +131,8 @@ def learning_rates_take_effect(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def state_is_saved_and_loaded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_is_saved_and_loaded(rank, world_size):
     """At any time: before DDP has settled on its buckets, and after; whole, or each rank its own part."""
     for before, whole in itertools.product((0, 1, 2, 5), (True, False)):
         model, other = Net(), Net()
@@ -151,7 +153,8 @@ def state_is_saved_and_loaded(rank: int, world_size: int) -> None:
             ours.load_state_dict(make("adamw", model).state_dict())
 
 
-def gradients_are_accumulated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_are_accumulated(rank, world_size):
     for hook in HOOKS:
         model, other = Net(), Net()
         pairs = [overlapped(model, hook), separate(other)]
@@ -166,7 +169,8 @@ def gradients_are_accumulated(rank: int, world_size: int) -> None:
         assert_same_parameters(model, other)
 
 
-def hook_that_compresses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hook_that_compresses(rank, world_size):
     for hook, shard in itertools.product(HOOKS, (False, True)):
         model, other = Net(), Net()
         pairs = [overlapped(model, hook, reduce=fp16_compress_hook, shard_buckets=shard),
@@ -175,7 +179,8 @@ def hook_that_compresses(rank: int, world_size: int) -> None:
         assert_same_parameters(model, other)
 
 
-def hook_that_answers_elsewhere(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hook_that_answers_elsewhere(rank, world_size):
     """A hook may return gradients in another tensor than the bucket's."""
 
     def reduce(group, bucket):  # DDP compares annotations to classes
@@ -190,7 +195,8 @@ def hook_that_answers_elsewhere(rank: int, world_size: int) -> None:
         assert_same_parameters(model, other)
 
 
-def uneven_inputs(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_uneven_inputs(rank, world_size):
     for fewest in (1, 2, 4):
         for hook in HOOKS:
             model, other = Net(), Net()
@@ -206,7 +212,8 @@ def uneven_inputs(rank: int, world_size: int) -> None:
                 assert torch.equal(parameter, expected)
 
 
-def parameters_taken_out_of_their_bucket(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_taken_out_of_their_bucket(rank, world_size):
     model, other = Net(), Net()
     pairs = [overlapped(model), separate(other)]
     run_both(pairs, range(4), rank)
@@ -216,7 +223,8 @@ def parameters_taken_out_of_their_bucket(rank: int, world_size: int) -> None:
     assert_same_parameters(model, other)
 
 
-def optimizer_that_counts_steps_in_its_groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizer_that_counts_steps_in_its_groups(rank, world_size):
     class Counting(FusedLayoutAdam):
         """Counts as apex does: once for each call of `step`."""
 
@@ -235,7 +243,8 @@ def optimizer_that_counts_steps_in_its_groups(rank: int, world_size: int) -> Non
         assert [g.get("calls") for g, has in zip(ours.param_groups, mine, strict=True) if has] == [5] * sum(mine)
 
 
-def what_it_refuses_and_warns_of(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_it_refuses_and_warns_of(rank, world_size):
     ddp, ours = overlapped(Net())
     with pytest.raises(ValueError, match="not made with overlap_with_ddp=True"):
         hook_with_zero_step(allreduce_hook, ddp, make("adamw", ddp))
@@ -246,7 +255,8 @@ def what_it_refuses_and_warns_of(rank: int, world_size: int) -> None:
         ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
 
 
-def torchs_own_hook_runs_it(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_own_hook_runs_it(rank, world_size):
     """The surface that torch's hook uses is there. It refuses gloo, on which it may wait for ever, and rarely does."""
     model, other = Net(strange=False), Net(strange=False)
     ddp = DDP(model, bucket_cap_mb=SMALL)
@@ -266,20 +276,8 @@ def torchs_own_hook_runs_it(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-CHECKS = [
-    first_iterations_change_nothing_unless_asked_to, learning_rates_take_effect, state_is_saved_and_loaded,
-    gradients_are_accumulated, hook_that_compresses, hook_that_answers_elsewhere, uneven_inputs,
-    parameters_taken_out_of_their_bucket, optimizer_that_counts_steps_in_its_groups, what_it_refuses_and_warns_of,
-    torchs_own_hook_runs_it,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(**named_checks(CHECKS))
-def test_overlap(check: Any) -> None:
-    run(check, 2)
-
-
-def in_a_group_of_some_ranks(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_group_ranks_are_told_from_global_ranks(rank, world_size):
     group = dist.new_group([1, 2])
     if rank in (1, 2):
         for hook, shard in itertools.product(HOOKS, (False, True)):
@@ -288,7 +286,3 @@ def in_a_group_of_some_ranks(rank: int, world_size: int) -> None:
                      separate(other, process_group=group)]  # fmt: skip
             run_both(pairs, range(5), rank)
             assert_same_parameters(model, other)
-
-
-def test_group_ranks_are_told_from_global_ranks() -> None:
-    run(in_a_group_of_some_ranks, 3)

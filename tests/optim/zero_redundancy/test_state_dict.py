@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.optim.zero_redundancy.training import (
     OPTIMIZERS,
     Net,
@@ -21,7 +21,6 @@ from tests.optim.zero_redundancy.training import (
     assert_same_state,
     groups,
     make,
-    named_checks,
     train,
     twins,
     unsharded,
@@ -40,7 +39,8 @@ def consolidated(optimizer: ZeroRedundancyOptimizer | TorchOptimizer, to: int = 
     return told[0]
 
 
-def consolidated_is_the_unsharded_optimizers(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_consolidated_is_the_unsharded_optimizers(rank, world_size):
     for kind in OPTIMIZERS:
         _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
         assert_trained(pair)
@@ -63,7 +63,8 @@ def assert_trained(
     assert_same_parameters(model, other, what)
 
 
-def loaded_from_each_other(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_loaded_from_each_other(rank, world_size):
     for kind in OPTIMIZERS:
         model, ours, other, theirs = pair = twins(kind)
         assert_trained(pair)
@@ -79,7 +80,8 @@ def loaded_from_each_other(rank: int, world_size: int) -> None:
         assert_trained((model, back, other, torchs), 5, 6, what=kind)
 
 
-def own_part_is_loaded_again(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_own_part_is_loaded_again(rank, world_size):
     model, ours, other, theirs = pair = twins("adamw")
     assert_trained(pair)
     part = ours.state_dict()
@@ -104,7 +106,8 @@ def alone_or_not(rank: int, model: Net) -> ZeroRedundancyOptimizer:
     return make("adamw", model, process_group=alone[rank])
 
 
-def part_of_another_partition_is_taken_over(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_part_of_another_partition_is_taken_over(rank, world_size):
     model, ours, other, theirs = pair = twins("adamw", parameters_as_bucket_view=True)
     turned = [[p for p, r in ours._param_to_rank.items() if (r + 1) % world_size == rank] for rank in range(world_size)]
     ours._repartition(turned)
@@ -119,7 +122,8 @@ def part_of_another_partition_is_taken_over(rank: int, world_size: int) -> None:
         fresh.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
 
-def consolidated_copy_shares_nothing_and_is_released(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_consolidated_copy_shares_nothing_and_is_released(rank, world_size):
     model, ours, _, _ = pair = twins("adamw")
     assert_trained(pair)
     ours.consolidate_state_dict(to=1)
@@ -136,7 +140,8 @@ def consolidated_copy_shares_nothing_and_is_released(rank: int, world_size: int)
     assert "partition" in ours.state_dict()
 
 
-def load_leaves_the_dict_alone_and_shares_nothing(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_load_leaves_the_dict_alone_and_shares_nothing(rank, world_size):
     model, _, _, theirs = pair = twins("adamw")
     assert_trained(pair)
     given = theirs.state_dict()
@@ -150,7 +155,8 @@ def load_leaves_the_dict_alone_and_shares_nothing(rank: int, world_size: int) ->
     assert set(fresh.state) == {p for p, owner in fresh._param_to_rank.items() if owner == rank}
 
 
-def load_clears_what_the_dict_does_not_have(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_load_clears_what_the_dict_does_not_have(rank, world_size):
     _, ours, _, theirs = pair = twins("adamw")
     fresh = theirs.state_dict()
     assert_trained(pair)
@@ -171,7 +177,8 @@ def everyone(count: int) -> list[list[None]]:
     return told
 
 
-def load_casts_as_torch_does(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_load_casts_as_torch_does(rank, world_size):
     for options in ({}, {"fused": True}, {"amsgrad": True}):
         parameters = [torch.nn.Parameter(torch.ones(n, 3, dtype=torch.bfloat16)) for n in (3, 4, 5)]
         ours = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1, **options)
@@ -189,7 +196,8 @@ def load_casts_as_torch_does(rank: int, world_size: int) -> None:
         assert {values["step"].dtype for values in found["state"].values()} == {torch.float32}
 
 
-def names_find_parameters_in_another_order(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_names_find_parameters_in_another_order(rank, world_size):
     model, _, other, theirs = pair = twins("adamw", named=True)
     assert_trained(pair)
     turned = [{**group, "params": group["params"][::-1]} for group in groups(model, named=True)]
@@ -198,7 +206,8 @@ def names_find_parameters_in_another_order(rank: int, world_size: int) -> None:
     assert_trained((model, fresh, other, theirs), 3, 4)
 
 
-def mismatched_dicts_are_refused_by_what_differs(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
     _, ours, _, theirs = pair = twins("adamw", named=True)
     assert_trained(pair)
     whole = theirs.state_dict()
@@ -232,7 +241,8 @@ def mismatched_dicts_are_refused_by_what_differs(rank: int, world_size: int) -> 
             ours.consolidate_state_dict(to=to)
 
 
-def hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank, world_size):
     x, y = (torch.nn.Parameter(torch.ones(n)) for n in (5, 3))
     ours = ZeroRedundancyOptimizer([{"params": [x]}, {"params": [y]}], FusedLayoutAdam, lr=0.1)
     for group in ours.optim.param_groups:
@@ -244,7 +254,8 @@ def hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank: int, worl
         assert [group["step"] for group in found["param_groups"]] == [7, 7]
 
 
-def hooks_of_state_dicts_are_called(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_hooks_of_state_dicts_are_called(rank, world_size):
     _, ours, _, _ = twins("adamw")
     seen: list[str] = []
 
@@ -259,20 +270,6 @@ def hooks_of_state_dicts_are_called(rank: int, world_size: int) -> None:
     ours.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
     ours.load_state_dict(ours.state_dict())
     assert seen == [1, "loaded"]
-
-
-@pytest.mark.parametrize(
-    **named_checks([
-        consolidated_is_the_unsharded_optimizers, loaded_from_each_other, own_part_is_loaded_again,
-        part_of_another_partition_is_taken_over, consolidated_copy_shares_nothing_and_is_released,
-        load_leaves_the_dict_alone_and_shares_nothing, load_clears_what_the_dict_does_not_have,
-        load_casts_as_torch_does, names_find_parameters_in_another_order,
-        mismatched_dicts_are_refused_by_what_differs,
-        hyperparameters_that_count_steps_come_from_a_rank_that_steps, hooks_of_state_dicts_are_called,
-    ])
-)  # fmt: skip
-def test_state_dict(check: Any) -> None:
-    run(check, 3)
 
 
 # --- another number of ranks

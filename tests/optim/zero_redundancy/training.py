@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -122,9 +122,3 @@ def twins(kind: str, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer, Net,
     other = copy.deepcopy(model)
     named = bool(options.get("named"))
     return model, make(kind, model, **options), other, unsharded(kind, other, named=named)
-
-
-def named_checks(checks: Iterable[Callable[..., Any]]) -> dict[str, Any]:
-    """Return arguments of `pytest.mark.parametrize` for functions that ranks run."""
-    listed = list(checks)
-    return {"argnames": "check", "argvalues": listed, "ids": [one.__name__ for one in listed]}
