@@ -40,7 +40,7 @@ from zckpt.formats.native.layouts import LARGE, Cut, Layouts, PieceSpans, Table,
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.reader import Reading, check_digests, headers_shared, read
-from zckpt.formats.native.writer import Placed, describe, lay_out, lay_out_document, place
+from zckpt.formats.native.writer import describe, lay_out, lay_out_document, place
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
@@ -608,13 +608,15 @@ def test_many_slots_by_many_files_have_no_object_for_each(tmp_path: Path) -> Non
         slot = Slot("weight", "float32", shape, ())
         checkpoint.parameters[name] = Parameter(name, shape, "float32", {"weight": slot})
         cut = tuple((rank, Extent.flat(shape, rank * each, each)) for rank in range(count))
-        placed.append(Placed("weight", f"weight/{name}", slot, cut))
+        placed.append(Cut("weight", f"weight/{name}", slot.dtype, slot.shape, cut))
     files = []
     for rank in range(count):
         entries = []
         for name, one in zip(names, placed, strict=True):
             data = memoryview(values[name][rank * each : (rank + 1) * each]).cast("B")
-            entries.append(ranks.slot_entry(one.key, one.slot, one.pieces[rank][1], data))
+            entries.append(
+                ranks.slot_entry(one.key, checkpoint.parameters[name].slots["weight"], one.pieces[rank][1], data)
+            )
         files.append(ranks.lay_out(rank_name(rank, count), entries, "0" * 32))
     members = place(checkpoint, describe(checkpoint)[0], placed)
     document = lay_out_document(members, "0" * 32, [ranks.listed(file) for file in files])

@@ -13,7 +13,6 @@ In the state dict of a whole model the adapter's name comes behind these (`lora_
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +25,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.patterns import Patterns
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.names import PEFT
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
 
 CONFIG_NAME = "adapter_config.json"
@@ -155,12 +154,7 @@ def _unwrapped(name: str) -> str:
 
 def _settings(path: Path) -> dict[str, Any]:
     """Return a configuration of LoRA whose every option is understood."""
-    try:
-        found = json.loads(read_whole(str(path), most=MAXIMUM_CONFIG_NBYTES))
-    except (ValueError, RecursionError) as error:
-        raise DamagedFileError("unreadable configuration", path=path, expected="JSON", found=str(error)) from error
-    if not isinstance(found, dict):
-        raise DamagedFileError("unreadable configuration", path=path, expected="an object of JSON")
+    found = json_object(path, "configuration", most=MAXIMUM_CONFIG_NBYTES)
     kind = found.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError("is no LoRA adapter", path=path, expected="peft_type LORA", found=kind,

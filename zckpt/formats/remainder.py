@@ -105,6 +105,23 @@ def names_in(node: object, checkpoint: Checkpoint, path: str) -> dict[int, str] 
     return {int(number): name for number, name in known.items()}
 
 
+def descriptions(parameters: Iterable[Parameter]) -> dict[str, object]:
+    """Return shapes and types of what has no tensor in a target's files, by name."""
+    return {one.name: {"shape": list(one.shape), "dtype": one.dtype} for one in parameters}
+
+
+def described(node: object, path: str) -> dict[str, Parameter]:
+    """Return parameters without any slots, as `descriptions` says them. Raises DamagedFileError: it is malformed."""
+    found = {}
+    for name, said in as_mapping(node, path).items():
+        one = as_mapping(said, path)
+        shape, dtype = one.get("shape"), one.get("dtype")
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
+            raise DamagedFileError("unexpected content", path=path, expected=f"shape and type of {name}")
+        found[str(name)] = Parameter(str(name), tuple(shape), str(dtype))
+    return found
+
+
 def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the types of weights whose masters have another: in a file that has masters only, nothing else says it."""
     masters = {name: checkpoint.owner(name).slots.get(MASTER) for name in checkpoint.parameters}

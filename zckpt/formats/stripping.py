@@ -11,7 +11,7 @@ A file of which nothing goes is copied, byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -62,6 +62,14 @@ class Request:
     def drops(self, slot: str) -> bool:
         """Tell whether a slot of the optimizer goes."""
         return self.optimizer or (self.keep_slots is not None and slot not in self.keep_slots and slot != MASTER)
+
+    def of(self, present: Collection[str]) -> tuple[set[str], bool]:
+        """Return which of a parameter's slots go, and whether what the optimizer has of it besides goes with them.
+
+        That is a step, say: it goes with the last slot.
+        """
+        gone = {slot for slot in present if self.drops(slot)}
+        return gone, self.optimizer or (bool(gone) and len(gone) == len(present))
 
     def needs(self, slot: str) -> bool:
         """Tell whether a slot must be there afterwards; the model always is."""

@@ -88,10 +88,20 @@ def read_whole(path: str, *, most: int) -> bytes:
 def read_json(path: str | os.PathLike[str], *, most: int = 1 << 24) -> dict[str, Any] | None:
     """Return an object in a file of JSON of at most so many bytes; None where there is none, or something else."""
     try:
-        found = json.loads(read_whole(os.fspath(path), most=most)) if is_file(path) else None
-    except (SourceError, ValueError, RecursionError):
+        return json_object(path, "content", most=most) if is_file(path) else None
+    except SourceError:
         return None
-    return found if isinstance(found, dict) else None
+
+
+def json_object(path: str | os.PathLike[str], what: str, *, most: int) -> dict[str, Any]:
+    """Return an object in a file of JSON of at most so many bytes. Raises SourceError: it has none; `what` it is."""
+    try:
+        found = json.loads(read_whole(os.fspath(path), most=most))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="JSON", found=str(error)[:80]) from error
+    if not isinstance(found, dict):
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="an object of JSON")
+    return found
 
 
 def given_json(path: str | os.PathLike[str]) -> object:

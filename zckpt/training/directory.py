@@ -20,10 +20,11 @@ from zckpt.engine.targets import Hole
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, rank_name
+from zckpt.formats.native.layouts import Cut
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
-from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, place
+from zckpt.formats.native.writer import IDENTITY_NBYTES, describe, lay_out_document, place
 from zckpt.formats.remainder import BESIDE
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
@@ -353,7 +354,9 @@ def write_document(
             names = {one.key for _, one in pieces}
             if len(names) != 1:
                 raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")
-            placed.append(Placed(slot.name, names.pop(), slot, tuple((file, one.extent) for file, one in pieces)))
+            placed.append(
+                Cut(slot.name, names.pop(), slot.dtype, slot.shape, [(file, one.extent) for file, one in pieces])
+            )
     members, _ = describe(checkpoint)
     write_laid_out(place(checkpoint, members, placed), identity, files, directory)
 

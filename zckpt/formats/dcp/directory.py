@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.files import entries_of, is_file, read_head
 
 NAME = ".metadata"
@@ -26,8 +27,6 @@ MEGATRON_MARK = b'"sharded_backend"'
 """A member of its `metadata.json`, which begins with it."""
 
 HEAD_NBYTES = 4096
-
-OWN_NAME = "zckpt.pt"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")

@@ -15,16 +15,11 @@ places in `.metadata` all say where the blob begins, and nothing of where a tens
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from zckpt.errors import DamagedFileError
-from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES
+from zckpt.formats.safetensors.file import header_in
+from zckpt.formats.safetensors.shards import offsets_in
 from zckpt.state.boxes import row_major
-from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
 from zckpt.torchfile import CENTRAL, FileRange, Storage, Tensor, TorchFile, find_directory, read_directory
 
 MAXIMUM_KINDS = 4096
@@ -152,10 +147,6 @@ def _differences(source: FileRange, file: TorchFile) -> list[tuple[int, int]]:
     return found
 
 
-SHARDING_KEY = "DCP_SHARDING_INFO"
-OFFSETS_KEY = "saved_offsets"
-
-
 @dataclass(frozen=True, slots=True)
 class Blob:
     """A chunk: its node, and its first index in its tensor."""
@@ -171,52 +162,10 @@ def read_blob(source: FileRange) -> dict[str, Blob] | None:
     """
     if source.nbytes <= 8 or source.read(8, 1) != b"{":
         return None
-    length = int.from_bytes(source.read(0, 8), "little")
-    start = 8 + length
-    if length > MAXIMUM_HEADER_NBYTES or start > source.nbytes:
-        raise DamagedFileError("unreadable header", found=f"{length} bytes")
-    try:
-        header = json.loads(source.read(8, length))
-        about = sharding(header.pop("__metadata__", {}))
-        found, at = dict[str, Blob](), start
-        for name, one in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            tensor = _tensor(name, one, source.base + at, at - start)
-            found[name] = Blob(tensor, offsets_of(name, about, len(tensor.shape)))
-            at += tensor.nbytes
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedFileError("unreadable header", found=f"{type(error).__name__}: {error}") from error
-    if at != source.nbytes:
-        raise DamagedFileError("the tensors do not fill the file", expected=f"{at} bytes", found=source.nbytes)
+    slots, metadata = header_in(source)
+    found = {}
+    for name, offsets in offsets_in(slots, metadata).items():
+        slot = slots[name]
+        storage = Storage(name, slot.dtype, slot.nbytes, "cpu", slot.spans[0].offset if slot.spans else 0)
+        found[name] = Blob(Tensor(storage, slot.dtype, slot.shape, row_major(slot.shape), 0, "little"), offsets)
     return found
-
-
-def sharding(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a header's metadata says of chunks.
-
-    Raises ValueError, KeyError, TypeError: it says nothing, or is malformed.
-    """
-    found = json.loads(metadata[SHARDING_KEY])
-    if not isinstance(found, dict):
-        raise TypeError(f"{SHARDING_KEY} is no dict")
-    return found
-
-
-def offsets_of(name: str, about: Mapping[str, Any], dimensions: int) -> tuple[int, ...]:
-    """Return the first index of a tensor of a safetensors file in the whole tensor.
-
-    Raises ValueError, KeyError, TypeError: it is malformed.
-    """
-    offsets = about[name][OFFSETS_KEY]
-    if len(offsets) != dimensions or not all(type(n) is int and n >= 0 for n in offsets):
-        raise ValueError(f"the offsets of {name} are {offsets}")
-    return tuple(offsets)
-
-
-def _tensor(name: str, one: Mapping[str, Any], offset: int, begin: int) -> Tensor:
-    dtype, shape = FROM_SAFETENSORS[one["dtype"]], tuple(one["shape"])
-    if not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"the shape of {name} is {shape}")
-    size = math.prod(shape) * itemsize(dtype)
-    if list(one["data_offsets"]) != [begin, begin + size]:
-        raise ValueError(f"{name} is at {one['data_offsets']}, not {[begin, begin + size]}")
-    return Tensor(Storage(name, dtype, size, "cpu", offset), dtype, shape, row_major(shape), 0, "little")

@@ -20,11 +20,10 @@ from zckpt.evidence import Evidence
 from zckpt.formats.dcp.optimizer import Optimizer
 from zckpt.formats.dcp.tree import Branch, carry
 from zckpt.formats.dcp.write_items import expanded
-from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
+from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe, with_scalars
 from zckpt.formats.torch_files.writer import value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
-from zckpt.state.dtypes import DTYPES
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
@@ -53,8 +52,8 @@ def own_tree(
         for index, group in enumerate(checkpoint.param_groups)
     }
     peculiar: dict[str, object] = {
-        "absent": {p.name: {"shape": list(p.shape), "dtype": p.dtype} for p in absent},
-        "unnamed": {name: {"shape": list(p.shape), "dtype": p.dtype} for name, p in checkpoint.unnamed.items()},
+        "absent": descriptions(absent),
+        "unnamed": descriptions(checkpoint.unnamed.values()),
         "hyperparameters": {index: values for index, values in hyperparameters.items() if values},
     }
     version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
@@ -73,10 +72,10 @@ def prepare(
     Return `names`, if they are not used up. Raises DamagedFileError: the file is malformed, or its param groups are not
     those of the optimizer's parameters; UsageError: too few or too many names.
     """
-    for name, (shape, dtype) in _described(file, "absent").items():
+    for name, one in described(_about(file).get("absent", {}), file.path).items():
         if name in checkpoint.parameters or name in checkpoint.buffers:
             raise DamagedFileError(f"{name} is said to be absent, and is there", path=file.path)
-        checkpoint.parameters[name] = Parameter(name, shape, dtype)
+        checkpoint.parameters[name] = one
     listed = _about(file).get("groups")
     if listed is not None:  # of flat keys
         numbers = {name: number for one in optimizers for number, name in one.state.names.items()}
@@ -91,7 +90,7 @@ def prepare(
         state.groups[:] = [
             {**(values[numbers[its[0]]] if its else {}), "params": [numbers[name] for name in its]} for its in groups
         ]
-    if names is None or not _described(file, "unnamed"):
+    if names is None or not _about(file).get("unnamed"):
         return names
     labels = [one.state.names.get(number, number) for one in optimizers for number in one.state.every_number]
     given = Evidence([labels], dict.fromkeys(names, ())).given(names)
@@ -107,9 +106,9 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
     what is not there.
     """
     checkpoint.files.append(describe(file, "metadata", rules=RULES))
-    for label, (shape, dtype) in _described(file, "unnamed").items():
+    for label, one in described(_about(file).get("unnamed", {}), file.path).items():
         if label in checkpoint.unnamed:
-            checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = shape, dtype
+            checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = one.shape, one.dtype
     for index, values in as_mapping(_about(file).get("hyperparameters", {}), file.path).items():
         if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
             raise DamagedFileError("hyperparameters of a param group that is not there", path=file.path)
@@ -123,15 +122,3 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
 
 def _about(file: TorchFile) -> Mapping[object, object]:
     return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
-
-
-def _described(file: TorchFile, key: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shapes and element types under a key, by name."""
-    found = {}
-    for name, node in as_mapping(_about(file).get(key, {}), file.path).items():
-        one = as_mapping(node, file.path)
-        shape, dtype = one.get("shape"), one.get("dtype")
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
-            raise DamagedFileError("unexpected content", path=file.path, expected=f"shape and type of {name}")
-        found[str(name)] = (tuple(shape), str(dtype))
-    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.errors import UnknownFormatError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
-from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
+from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, find, is_megatrons, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
@@ -29,6 +29,7 @@ from zckpt.formats.dcp.tree import (
     joined,
     owners,
 )
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
 from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile

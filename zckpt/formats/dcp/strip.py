@@ -19,7 +19,7 @@ from typing import Any
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of
-from zckpt.formats.dcp.directory import OWN_NAME, find
+from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Metadata, read_metadata
 from zckpt.formats.dcp.tree import STATE, Node, OptimizerPart, build, find_optimizers, leaves
@@ -36,6 +36,7 @@ from zckpt.formats.stripping import (
     replaced,
     rewrite,
 )
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.state_dicts import split_key
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.ranges import merge, without
@@ -107,8 +108,8 @@ def _dropped(checkpoint: Checkpoint, metadata: Metadata, request: Request) -> Dr
         shaped = {slot for slot, keys in every if any(key in tensors and tensors[key].shape for key in keys)}
         for its in slots.values():
             present = {slot for slot, keys in its.items() if slot in shaped and any(key in tensors for key in keys)}
-            goes = {slot for slot in present if request.drops(slot)}
-            if request.optimizer or (goes and goes == present - {MASTER}):
+            goes, whole = request.of(present - {MASTER})
+            if whole:
                 goes = its.keys() - ({MASTER} if masters or not request.optimizer else set())
             found |= {key: slot for slot in goes for key in its[slot]}
     return found

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
-from zckpt.formats.dcp.directory import NAME, OWN_NAME
+from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import FLAT, NESTED, Item, items
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
 from zckpt.state import Checkpoint, Extent, Slot

@@ -19,12 +19,12 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.files import entries_of, is_file, read_head, read_json
 from zckpt.storage.ownership import Owned
 
 FORMAT = "fsdp-rank-files"
 CONFIG_NAME = "fsdp_config.json"
-OWN_NAME = "zckpt.pt"
 HUGGINGFACE = "huggingface"
 LORA_NAME = "lora_train_meta.json"
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")

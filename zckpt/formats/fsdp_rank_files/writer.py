@@ -29,7 +29,6 @@ from zckpt.formats.fsdp_rank_files.directory import (
     LORA_NAME,
     MODEL,
     OPTIMIZER,
-    OWN_NAME,
     rank_name,
 )
 from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, flat_state, plain_tensor
@@ -37,6 +36,7 @@ from zckpt.formats.fsdp_rank_files.kept import ONE, extra_state, of_single_ranks
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
 from zckpt.formats.group_values import refuse_several
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor

@@ -9,18 +9,18 @@ DIR/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     legacy: the directories of ran
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
 from zckpt.formats.latest import is_name, latest_name
-from zckpt.storage.files import is_file, read_head
+from zckpt.formats.suffixes import OWN_NAME
+from zckpt.storage.files import is_file, json_object, read_head
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Names the iteration of a run that was saved last."""
@@ -51,7 +51,6 @@ _KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_v
 METADATA_NBYTES = 1 << 28
 """Of `.metadata` that keys are looked for in."""
 
-OWN_NAME = "zckpt.pt"
 RELEASE = "release"
 """The directory of a model that no training has saved."""
 
@@ -194,11 +193,7 @@ def _tracked(run: Path) -> Place | None:
 
 def _place(path: Path, tracker: Path | None = None) -> Place:
     mark = path / MARK
-    try:
-        found = json.loads(read_head(str(mark), HEAD_NBYTES))
-    except ValueError as error:
-        raise DamagedFileError("cannot be read", path=mark, expected="JSON") from error
-    found = found if isinstance(found, dict) else {}
+    found = json_object(mark, "mark of Megatron-Core", most=HEAD_NBYTES)
     backend, version = found.get("sharded_backend"), found.get("sharded_backend_version", 1)
     if backend not in BACKENDS or version != 1:
         raise UnsupportedError(

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.cut import VOCABULARY
-from zckpt.formats.megatron.directory import OWN_NAME
-from zckpt.formats.remainder import remainder, remainder_rules, restore
+from zckpt.formats.remainder import described, descriptions, remainder, remainder_rules, restore
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe
 from zckpt.state import Checkpoint, Parameter
-from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -63,7 +62,7 @@ def own_tree(
         KEY: {
             "groups": [list(its) for its in groups],
             "names": {filed: name for filed, name in sorted(names.items()) if filed != name},
-            "absent": {one.name: {"shape": list(one.shape), "dtype": one.dtype} for one in aliases},
+            "absent": descriptions(aliases),
             **({} if ranks is None else {"ranks": dict(ranks)}),
         },
     }
@@ -94,18 +93,12 @@ def read_own(directory: Path) -> Own:
     names, listed = has("names"), node.get("groups", [])
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in names.values()):
         raise DamagedFileError("unexpected content", path=file.path, expected="names, and param groups as lists")
-    absent = {}
-    for name, one in ((str(name), as_mapping(one, file.path)) for name, one in has("absent").items()):
-        shape, dtype = one.get("shape"), one.get("dtype")
-        if not isinstance(shape, list) or not all(type(n) is int for n in shape) or dtype not in DTYPES:
-            raise DamagedFileError("unexpected content", path=file.path, expected=f"shape and type of {name}")
-        absent[name] = Parameter(name, tuple(shape), str(dtype))
     return Own(
         file,
         {str(key): str(name) for key, name in names.items()},
         [as_names(its, file.path) for its in listed],
         {str(key): n for key, n in has("ranks").items() if isinstance(n, int)},
-        absent,
+        described(has("absent"), file.path),
     )
 
 

@@ -20,12 +20,13 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.consolidated.model import model_tensors
 from zckpt.formats.format import TargetFiles
-from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, OWN_NAME, RELEASE, TRACKER, folder_of
+from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, RELEASE, TRACKER, folder_of
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP, WEIGHT_DECAY, by_rule_decays
 from zckpt.formats.megatron.own import own_tree
+from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot

@@ -14,7 +14,6 @@ Source: megatron-core 0.8, `strategies/zarr.py`; zarr's specification, version 2
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import product
 from pathlib import Path
@@ -29,7 +28,7 @@ from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.files import is_file, read_head
+from zckpt.storage.files import is_file, json_object
 from zckpt.torchfile import read_torchfile
 
 ARRAY, LOCKS, OBJECTS = ".zarray", ".sync", "shard_*.pt"
@@ -115,11 +114,7 @@ def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
 
 def _described(path: Path) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     """Return shape, chunks and type of an array."""
-    try:
-        found = json.loads(read_head(str(path), HEAD_NBYTES))
-    except ValueError as error:
-        raise DamagedFileError("cannot be read", path=path, expected="JSON") from error
-    node = found if isinstance(found, dict) else {}
+    node = json_object(path, "description of an array", most=HEAD_NBYTES)
     both = [node.get(key) for key in ("shape", "chunks")]
     shape, chunks = (tuple(its) if isinstance(its, list) else ("",) for its in both)
     is_known = len(shape) == len(chunks) and all(type(n) is int for n in (*shape, *chunks))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
+from zckpt.errors import LayoutError, ShardError, about
 from zckpt.evidence import is_trainable
 from zckpt.formats.meta.cut import Sizes, cut_dimension, sizes_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.inventory import Claim
 from zckpt.state.views import concat
-from zckpt.storage.files import is_file, read_whole
+from zckpt.storage.files import is_file, json_object
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile
 
 PARAMS_NAME = "params.json"
@@ -51,10 +50,11 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
             found=f"{len(files)} files up to {max(files):02d}",
         )
     checkpoint = Checkpoint(str(directory), "meta", topology=Topology(tp=len(files)))
-    params = _params(directory / PARAMS_NAME)
+    path = directory / PARAMS_NAME
+    params = json_object(path, "sizes of the model", most=MAXIMUM_NBYTES) if is_file(path) else None
     if params is not None:
         checkpoint.metadata[PARAMS] = params
-        checkpoint.claims[str(directory / PARAMS_NAME)] = Claim("carried", f"as {PARAMS} of the metadata")
+        checkpoint.claims[str(path)] = Claim("carried", f"as {PARAMS} of the metadata")
     elif len(files) > 1:
         raise ShardError(
             "has no params.json, which says how its tensors are cut", path=directory, advice="put it beside the files"
@@ -70,18 +70,6 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     checkpoint.metadata |= {name: carried(every[0], value) for name, value in others.items() if name != PARAMS}
     checkpoint.files += [describe(one, "model", mp_rank=rank) for rank, one in enumerate(every)]
     return checkpoint
-
-
-def _params(path: Path) -> dict[str, object] | None:
-    if not is_file(path):
-        return None
-    try:
-        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DamagedFileError("cannot be read", path=path, expected="the model's sizes as JSON") from error
-    if not isinstance(found, dict):
-        raise DamagedFileError("unexpected content", path=path, expected="the model's sizes as JSON")
-    return found
 
 
 def _check_alike(files: Sequence[TorchFile], contents: Sequence[Mapping[str, object]]) -> None:

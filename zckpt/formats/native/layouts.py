@@ -33,7 +33,7 @@ from zckpt.state.boxes import bounds
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 
-Pieces = list[tuple[int, Extent]]
+Pieces = Sequence[tuple[int, Extent]]
 """Which file, and which elements."""
 
 PIECE = {

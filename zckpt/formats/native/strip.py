@@ -67,11 +67,9 @@ def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
 
 
 def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) -> tuple[Parameter, bool]:
-    """Return a parameter without the slots that go, and whether that was the last of them."""
+    """Return a parameter without the slots that go, and whether what it has besides goes with them."""
     present = {key for key in parameter.slots if key in shaped}
-    gone = {key for key in present if request.drops(key)}
-    whole = bool(gone) and gone == present
-    state = request.optimizer or whole
+    gone, state = request.of(present)
     kept = {
         key: slot
         for key, slot in parameter.slots.items()
@@ -79,7 +77,7 @@ def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) ->
         or (key == MASTER and not (request.optimizer and WEIGHT in parameter.slots))
         or (key != MASTER and not state and key not in gone)
     }
-    return replace(parameter, slots=kept, state={} if state else parameter.state), whole
+    return replace(parameter, slots=kept, state={} if state else parameter.state), state
 
 
 def _dropped(checkpoint: Checkpoint, thin: Checkpoint) -> dict[str, dict[str, int]]:

@@ -13,6 +13,7 @@ from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, rank_name
+from zckpt.formats.native.layouts import Cut, Pieces
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
@@ -27,19 +28,6 @@ IDENTITY_NBYTES = 16
 
 Layout = tuple[tuple[tuple[str, object], ...], ...]
 """The pieces of a slot as members of JSON objects."""
-
-Pieces = tuple[tuple[int, Extent], ...]
-"""Which file, and which elements of a slot it has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A slot, its name in the document and in the files, and its pieces: in which file, and which elements."""
-
-    name: str
-    key: str
-    slot: Slot
-    pieces: Pieces
 
 
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
@@ -150,7 +138,7 @@ def _cut(
         while key in used:  # no two tensors of the files have the same name
             key += "'"
         used.add(key)
-        placed.append(Placed(name, key, slot, pieces))
+        placed.append(Cut(name, key, slot.dtype, slot.shape, pieces))
         for file, extent in pieces:
             entries[file].append(slot_entry(key, part(slot, file), extent))
     return ByRank(place(checkpoint, members, placed), entries)
@@ -208,7 +196,7 @@ def _parameter(parameter: Parameter, nodes: NodeWriter) -> dict[str, object]:
     }
 
 
-def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Placed]) -> dict[str, Any]:
+def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Cut]) -> dict[str, Any]:
     """Say in the members of a document, which are returned, where all slots are, given in their order."""
     layouts: dict[Layout, int] = {}
     every = iter(placed)
@@ -216,12 +204,12 @@ def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Plac
     for one, parameter in zip(described, _parameters(checkpoint), strict=True):
         for _ in parameter.slots:
             at = next(every)
-            said: dict[str, object] = {"name": at.name, "dtype": at.slot.dtype}
-            if at.slot.shape != parameter.shape:
-                said["shape"] = list(at.slot.shape)
+            said: dict[str, object] = {"name": at.name, "dtype": at.dtype}
+            if at.shape != parameter.shape:
+                said["shape"] = list(at.shape)
             if at.key != f"{at.name}/{parameter.name}":
                 said["key"] = at.key
-            layout = tuple(_piece(file, extent, at.slot.shape) for file, extent in at.pieces)
+            layout = tuple(_piece(file, extent, at.shape) for file, extent in at.pieces)
             one["slots"].append(said | {"layout": layouts.setdefault(layout, len(layouts))})
     members["layouts"] = [[dict(piece) for piece in layout] for layout in layouts]
     return members

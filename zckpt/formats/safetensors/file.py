@@ -24,7 +24,7 @@ from zckpt.errors import DamagedFileError, ShardError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
-from zckpt.storage.files import collector_paused, is_file, opened, read_whole
+from zckpt.storage.files import FileRange, collector_paused, is_file, json_object, opened
 
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
@@ -125,11 +125,7 @@ def indexed_files(index: Path) -> list[Path]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index has it."""
-    text = read_whole(str(index), most=MAXIMUM_INDEX_NBYTES)
-    try:
-        found = json.loads(text)["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedFileError("unreadable index", path=index, expected="a weight_map", found=str(error)) from error
+    found = json_object(index, "index", most=MAXIMUM_INDEX_NBYTES).get("weight_map")
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise DamagedFileError("unreadable index", path=index, expected="a weight_map of file names")
     return found
@@ -158,46 +154,48 @@ def source_file(
 
 
 def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
-    """Return the tensors of a file as slots, its metadata, and its size in bytes.
-
-    Raises DamagedFileError: the header is malformed, or tensors leave holes, overlap or reach beyond the file.
-    """
+    """Return the tensors of a file as slots, its metadata, and its size in bytes; errors are those of `header_in`."""
     with opened(path) as source:
-        size = source.nbytes
-        length = int.from_bytes(source.at(0, 8), "little")
-        most = min(size - 8, MAXIMUM_HEADER_NBYTES)
-        if length > most:
-            code = TRUNCATED if most < length <= MAXIMUM_HEADER_NBYTES else None
-            raise DamagedFileError(
-                "unreadable header", path=path, expected=f"at most {most} bytes", found=length, code=code
-            )
-        text = source.at(8, length)
+        return (*header_in(source), source.nbytes)
+
+
+def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
+    """Return the tensors of a range of a file that is such a file as slots, and its metadata.
+
+    Raises DamagedFileError: the header is malformed, or tensors leave holes, overlap or reach beyond the range.
+    """
+    size = source.nbytes
+    length = int.from_bytes(source.at(0, 8), "little")
+    most = min(size - 8, MAXIMUM_HEADER_NBYTES)
+    if length > most:
+        code = TRUNCATED if most < length <= MAXIMUM_HEADER_NBYTES else None
+        raise DamagedFileError("unreadable header", expected=f"at most {most} bytes", found=length, code=code)
+    text = source.at(8, length)
     try:
         with collector_paused():
             header = json.loads(text, object_pairs_hook=_without_duplicates)
         del text
         metadata = header.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
+            raise DamagedFileError("unreadable metadata", expected="texts by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
         extents: dict[tuple[int, ...], Extent] = {}
-        at, file = 0, str(path)
+        at, start = 0, source.base + 8 + length
         with collector_paused():
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-                slots[name], at = _slot(file, name, header.pop(name), 8 + length, at, extents)
+                slots[name], at = _slot(source.path, name, header.pop(name), start, at, extents)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedFileError):
             raise
-        raise DamagedFileError("unreadable header", path=path, found=f"{type(error).__name__}: {error}") from error
+        raise DamagedFileError("unreadable header", found=f"{type(error).__name__}: {error}") from error
     if 8 + length + at != size:
         raise DamagedFileError(
             "the tensors do not fill the file",
-            path=path,
             expected=f"{8 + length + at} bytes",
             found=size,
             code=TRUNCATED if size < 8 + length + at else None,
         )
-    return slots, metadata, size
+    return slots, metadata
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -213,23 +211,17 @@ def _slot(
     """Return a tensor and the byte after it; tensors of one shape share an extent."""
     if len(one["shape"]) > MAXIMUM_DIMENSIONS:
         raise DamagedFileError(
-            f"{name} has too many dimensions",
-            path=path,
-            expected=f"at most {MAXIMUM_DIMENSIONS}",
-            found=len(one["shape"]),
+            f"{name} has too many dimensions", expected=f"at most {MAXIMUM_DIMENSIONS}", found=len(one["shape"])
         )
     dtype = FROM_SAFETENSORS.get(str(one["dtype"]))
     begin, end = one["data_offsets"]
     shape = tuple(one["shape"])
     if dtype is None or not all(type(n) is int and n >= 0 for n in shape):
-        raise DamagedFileError(f"unreadable entry {name}", path=path, found=f"{one['dtype']} {shape}")
+        raise DamagedFileError(f"unreadable entry {name}", found=f"{one['dtype']} {shape}")
     nbytes = math.prod(shape) * itemsize(dtype)
     if (begin, end) != (at, at + nbytes) or type(begin) is not int or type(end) is not int:
         raise DamagedFileError(
-            f"{name} is not where it should be",
-            path=path,
-            expected=f"bytes {at} to {at + nbytes}",
-            found=f"{begin} to {end}",
+            f"{name} is not where it should be", expected=f"bytes {at} to {at + nbytes}", found=f"{begin} to {end}"
         )
     extent = extents.get(shape) or extents.setdefault(shape, Extent.whole(shape))
     shape = extent.sizes

@@ -11,6 +11,7 @@ its pieces do. Where torch has put them together, they are in `sharded/` below w
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,14 +19,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.errors import DamagedFileError, LayoutError, ShardError
-from zckpt.formats.dcp.heads import SHARDING_KEY, offsets_of, sharding
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
 SUFFIX = ".safetensors"
+SHARDING_KEY, OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"
 PIECE_RULES = (
     Rule((METADATA_KEY, SHARDING_KEY), IMPLIED, "where each piece begins"),
     Rule((METADATA_KEY, "DCP_VERSION"), IMPLIED, "which version of the writer"),
@@ -91,15 +92,24 @@ def _files(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.name.endswith(SUFFIX) and one.is_file())
 
 
+def offsets_in(slots: Mapping[str, Slot], metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the first index of each tensor of a file in its whole tensor; raise DamagedFileError: it does not say."""
+    message = "it does not say which pieces of tensors it holds"
+    try:
+        said = json.loads(metadata[SHARDING_KEY])
+        found = {name: tuple(said[name][OFFSETS_KEY]) for name in slots}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedFileError(message, found=f"{type(error).__name__}: {error}") from error
+    for name, its in found.items():
+        if len(its) != len(slots[name].shape) or not all(type(n) is int and n >= 0 for n in its):
+            raise DamagedFileError(message, found=f"the offsets of {name} are {its}")
+    return found
+
+
 def _collect(tensors: dict[str, Pieces], slots: Mapping[str, Slot], metadata: Mapping[str, Any], file: Path) -> None:
     """Add the tensors of one file."""
-    try:
-        about = sharding(metadata)
-        offsets = {name: offsets_of(name, about, len(slot.shape)) for name, slot in slots.items()}
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedFileError(
-            "it does not say which pieces of tensors it holds", path=file, found=f"{type(error).__name__}: {error}"
-        ) from error
+    with about(file):
+        offsets = offsets_in(slots, metadata)
     for name, slot in slots.items():
         pieces = tensors.setdefault(name, Pieces(slot.dtype, len(slot.shape)))
         if (pieces.dtype, pieces.dimensions) != (slot.dtype, len(slot.shape)):

@@ -132,8 +132,7 @@ def drop_slots(states: list[object], request: Request, slots: Collection[str], e
     names |= set(slots)
     for one in dicts:
         present = {str(key) for key, value in one.items() if str(key) in names and _tensors(value)}
-        gone = {key for key in present if request.drops(key)}
-        whole = request.optimizer or (gone and gone == present)
+        gone, whole = request.of(present)
         for key in [key for key in one if whole or str(key) in gone]:
             edited.dropped += [(str(key), tensor) for tensor in _tensors(one.pop(key))]
             edited.changed = True

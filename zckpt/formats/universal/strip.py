@@ -71,8 +71,8 @@ def _gone(checkpoint: Checkpoint, request: Request) -> dict[str, frozenset[str]]
     found = {}
     for name in (name for group in checkpoint.param_groups for name in group.parameters):
         present = {stem for stem in stems[name] if stem in shaped}
-        gone = {stem for stem in present if request.drops(stem)}
-        if request.optimizer or (gone and gone == present):
+        gone, whole = request.of(present)
+        if whole:
             gone = stems[name] - {MASTER_STEM}
         found[name] = frozenset(gone)
     return found
