@@ -19,10 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zckpt.codes import CHECKSUM
-from zckpt.errors import DamagedFileError, SourceError, TargetExistsError, UsageError
+from zckpt.errors import DamagedFileError, SourceError, UsageError
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.places import at_path, place_of
-from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
@@ -30,16 +29,7 @@ from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.live import TpRules
 from zckpt.training.loading import SPOILED, Restored, load
-from zckpt.training.run_directory import (
-    LATEST,
-    Record,
-    RunPlace,
-    Written,
-    check_directory,
-    latest_of,
-    read_record,
-    unsound,
-)
+from zckpt.training.run_directory import RunPlace, Written, unsound
 from zckpt.training.saving import Saving, save_given
 from zckpt.training.spare import Spare
 
@@ -132,7 +122,7 @@ class Checkpointer:
         self.is_ending = False
         self._process_group = process_group
         self._ranks = Ranks(process_group)
-        self._ranks.of_first(self._check)
+        self._ranks.of_first(self._place.check)
         self._saving: Saving | None = None
         self._pruning: threading.Thread | None = None
         self._told_of: list[str] = []
@@ -145,10 +135,6 @@ class Checkpointer:
         if on_sigterm:
             self._ending = Ending(self._ranks, self._sigterm)
             self._sigterm.listen()
-
-    def _check(self) -> None:
-        with self._place.seen() as directory:
-            check_directory(directory)
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -213,33 +199,19 @@ class Checkpointer:
 
     def _save(self, given: Mapping[str, Any]) -> None:
         self._finish()
-        name = f"step-{given['step']:08d}"
-        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(Written(name, new_identity())))
+        checkpoint = Written(f"step-{given['step']:08d}", new_identity())  # the first rank's counts
+        overwrite = self._ranks.of_first(lambda: self._begin(checkpoint))
         self._saving = save_given(
-            self._place.checkpoint(name), given, self._process_group,
+            self._place.checkpoint(checkpoint.name), given, self._process_group,
             async_=self.async_, overwrite=overwrite, fingerprint=self.fingerprint, identity=checkpoint.identity,
             then=lambda: self._name_and_prune(checkpoint),
         )  # fmt: skip
 
-    def _begun(self, checkpoint: Written) -> tuple[Written, bool]:
-        """Note what is going to be saved; return it, and whether it replaces something."""
-        name = checkpoint.name
-        self._place.make()
-        with self._place.seen() as directory:
-            check_directory(directory)
-            record = read_record(directory)
-            is_own = record.has(directory, name)
-            if not is_own and os.path.lexists(directory / name):
-                raise TargetExistsError(
-                    "is there, and no Checkpointer wrote it", path=directory / name, advice="move it away"
-                )
-            if record.saving is not None and record.saving.name != name:
-                self._place.settle(record.saving)  # of a save that was killed, and may be as large as any
-            before = latest_of(directory)
-            saved = record.settled(directory).saved
-        self._place.write_record(Record(saved, checkpoint, before))
+    def _begin(self, checkpoint: Written) -> bool:
+        """Note what is going to be saved; return whether it replaces something."""
+        replaces = self._place.begin(checkpoint)
         self._follows = [*self._follows[-1:], checkpoint.shown]  # whichever of the two `latest` will name
-        return checkpoint, is_own
+        return replaces
 
     def close(self) -> None:
         """Wait for a save, removals and what is sent to the next node, and no longer answer SIGTERM.
@@ -274,42 +246,19 @@ class Checkpointer:
 
     def _name_and_prune(self, checkpoint: Written) -> None:
         """Name what has been saved as the latest, and let a thread remove what is no longer kept."""
-        write_text(self._place.checkpoint(LATEST), checkpoint.name)
+        record = self._place.name(checkpoint)
         self._follows = [checkpoint.shown]
-        with self._place.seen() as directory:
-            record = read_record(directory).with_saved(checkpoint)
-        self._place.write_record(record)
-        self._pruning = threading.Thread(target=self._prune, args=(record,), name="zckpt-prune")
+
+        def prune() -> None:  # a failure has spoiled nothing, and the next save tries again
+            try:
+                self._place.prune(record, self.keep, self._told_of)
+            except Exception as error:  # noqa: BLE001  # told by the thread that trains
+                self._told_of.append(
+                    f"{self._place.shown}: checkpoints that are no longer kept are still there: {error}"
+                )
+
+        self._pruning = threading.Thread(target=prune, name="zckpt-prune")
         self._pruning.start()
-
-    def _prune(self, record: Record) -> None:
-        """Remove what is no longer kept; a failure has spoiled nothing, and the next save tries again."""
-        try:
-            pruned = self._pruned(record)
-            if pruned != record:
-                self._place.write_record(pruned)
-        except Exception as error:  # noqa: BLE001  # told by the thread that trains
-            self._told_of.append(f"{self._place.shown}: checkpoints that are no longer kept are still there: {error}")
-
-    def _pruned(self, record: Record) -> Record:
-        """Remove sound checkpoints beyond those to keep, and what is unsound and was saved before them."""
-        self._place.sweep()
-        if self.keep is None:
-            return record
-        *before, last = record.saved
-        kept = 1
-        for checkpoint in reversed(before):
-            if kept >= self.keep:
-                told = self._place.remove(checkpoint)
-                self._told_of += [] if told is None else [told]
-                continue
-            with self._place.seen() as directory:
-                is_there = checkpoint.is_in(directory)
-            if is_there and unsound(self._place.checkpoint(checkpoint.name)) is None:
-                kept += 1
-        with self._place.seen() as directory:
-            remaining = [one for one in before if os.path.lexists(directory / one.name)]
-        return Record((*remaining, last))
 
     # --- resuming
 
@@ -388,9 +337,9 @@ class Checkpointer:
         latest = self._ranks.of_first(settled)
         found = spare.find(latest)
         if found is not None:
-            checkpoint = Written(f"step-{found.about.step:08d}", found.about.identity)
+            checkpoint = Written(f"step-{found.about.step:08d}", found.about.id)
             if checkpoint.name != latest.partition(" ")[0]:
-                _, overwrite = self._ranks.of_first(lambda: self._begun(checkpoint))
+                overwrite = self._ranks.of_first(lambda: self._begin(checkpoint))
                 path = self._place.checkpoint(checkpoint.name)
                 spare.copy(found, path, overwrite=overwrite, fingerprint=self.fingerprint)
                 self._ranks.of_first(lambda: self._name_and_prune(checkpoint))

@@ -198,10 +198,7 @@ def write(
         A rank has failed; nothing has been written.
     """
     with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
-        agreed = ranks.from_first(identity or new_identity())
-        done = ranks.do(lambda: write_own(ranks, partial, agreed, prepared))
-        every = ranks.gather(done.own)
-        ranks.of_first(lambda: write_whole(done.part, every, agreed, partial))
+        write_all(ranks, partial, ranks.from_first(identity or new_identity()), prepared)
         if fingerprint:
             record_fingerprint(ranks, partial)
 
@@ -211,12 +208,18 @@ def new_identity() -> str:
     return secrets.token_hex(IDENTITY_NBYTES)
 
 
-def write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception) -> Prepared:
-    """Write this rank's file; raise what has kept it from being prepared."""
-    if isinstance(prepared, Exception):
-        raise prepared
-    prepared.own.file = write_rank(directory, ranks.rank, ranks.world_size, prepared.entries, identity)
-    return prepared
+def write_all(ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception) -> None:
+    """Write this rank's file, and on the first the document; raise what has kept a rank from being prepared."""
+
+    def written() -> Prepared:
+        if isinstance(prepared, Exception):
+            raise prepared
+        prepared.own.file = write_rank(directory, ranks.rank, ranks.world_size, prepared.entries, identity)
+        return prepared
+
+    done = ranks.do(written)
+    every = ranks.gather(done.own)
+    ranks.of_first(lambda: write_whole(done.part, every, identity, directory))
 
 
 def write_rank(directory: Path, rank: int, count: int, entries: Sequence[Entry], identity: str) -> Listed:

@@ -97,11 +97,6 @@ class Record:
         """Return the record with a checkpoint as the last one; it may have replaced one of its name."""
         return Record((*(one for one in self.saved if one.name != checkpoint.name), checkpoint))
 
-    def has(self, directory: Path, name: str) -> bool:
-        """Tell whether what has this name in the directory was written by a Checkpointer."""
-        every = (*self.saved, *([self.saving] if self.saving else []))
-        return any(one.name == name and one.is_in(directory) for one in every)
-
 
 def read_record(directory: Path) -> Record:
     """Return the record of a directory; an empty one where there is none.
@@ -208,17 +203,15 @@ class RunPlace:
         """Return a context that yields a directory with the names that are there now, in which all can be read."""
         return at_path(self.place, missing=True)
 
+    def check(self) -> None:
+        """Raise as `check_directory`."""
+        with self.seen() as directory:
+            check_directory(directory)
+
     def make(self) -> None:
         """Make it, if it does not exist; in a store, what is written has a directory."""
         if isinstance(self.place, Path):
             self.place.mkdir(parents=True, exist_ok=True)
-
-    def write_record(self, record: Record) -> None:
-        """Write the record, whole or not at all; errors are TargetErrors."""
-        saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
-        saved = [[one.name, one.identity] for one in record.saved]
-        document = {"format": FORMAT, "version": VERSION, "saved": saved, "saving": saving}
-        write_text(self.checkpoint(RECORD), json.dumps(document, indent=1) + "\n")
 
     def latest(self) -> str:
         """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
@@ -227,18 +220,46 @@ class RunPlace:
             identity = identity_of(directory / name) if name else None
             return Written(name, identity).shown if name and identity else ""
 
-    def settle(self, saving: Written) -> None:
-        """Put right what a save has left that was killed: in a store, uploads, and what no document has come to."""
-        if isinstance(self.place, Path):
-            recover(self.place / saving.name, OWNED)
-            return
-        from zckpt.storage.remote.mount import mount_of
+    def begin(self, checkpoint: Written) -> bool:
+        """Note what is going to be saved; return whether it replaces something.
 
+        What a save has left of another name that was killed is put right: it may be as large as any. Raises
+        TargetExistsError: something is there that no Checkpointer wrote.
+        """
+        self.make()
         with self.seen() as directory:
-            path = directory / saving.name
-            mount_of(directory).uploads(path, is_directory=True).begin()
-            if saving.is_in(directory) and not os.path.lexists(path / DOCUMENT_NAME):
-                _remove_stored(path)
+            check_directory(directory)
+            record, before, path = read_record(directory), latest_of(directory), directory / checkpoint.name
+            left = record.saving
+            if left is not None and left.name != checkpoint.name and isinstance(self.place, Path):
+                recover(self.place / left.name, OWNED)
+            elif left is not None and left.name != checkpoint.name:
+                from zckpt.storage.remote.mount import mount_of
+
+                mount_of(directory).uploads(directory / left.name, is_directory=True).begin()
+                if left.is_in(directory) and not os.path.lexists(directory / left.name / DOCUMENT_NAME):
+                    _remove_stored(directory / left.name)
+            saved = record.settled(directory).saved
+            is_own = any(one.name == checkpoint.name and one.is_in(directory) for one in saved)
+            if not is_own and os.path.lexists(path):
+                raise TargetExistsError("is there, and no Checkpointer wrote it", path=path, advice="move it away")
+        self._write(Record(saved, checkpoint, before))
+        return is_own
+
+    def name(self, checkpoint: Written) -> Record:
+        """Name what has been saved as the latest; return what has been written by now."""
+        write_text(self.checkpoint(LATEST), checkpoint.name)
+        with self.seen() as directory:
+            record = read_record(directory).with_saved(checkpoint)
+        self._write(record)
+        return record
+
+    def _write(self, record: Record) -> None:
+        """Write the record, whole or not at all; errors are TargetErrors."""
+        saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
+        saved = [[one.name, one.identity] for one in record.saved]
+        document = {"format": FORMAT, "version": VERSION, "saved": saved, "saving": saving}
+        write_text(self.checkpoint(RECORD), json.dumps(document, indent=1) + "\n")
 
     def candidates(self) -> list[str]:
         """Return the names of what may be resumed from, the best first.
@@ -257,31 +278,51 @@ class RunPlace:
                 remove_leftovers(directory, OWNED)
             return candidates(directory)
 
-    def sweep(self) -> None:
-        """Remove what a removal has left that was killed; in a store it keeps its name up to the last file."""
+    def prune(self, record: Record, keep: int | None, told: list[str]) -> None:
+        """Remove sound checkpoints beyond those to keep, and what is unsound and was saved before them.
+
+        What a removal has left that was killed goes, too; in a store it keeps its name up to the last file. `told`: of
+        what stays.
+        """
         for left in self.place.iterdir() if isinstance(self.place, Path) else ():
             if REMOVED.fullmatch(left.name):
                 with suppress(TargetError):
                     check_unfinished(left, OWNED)
                     shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        if keep is None:
+            return
+        *before, last = record.saved
+        kept = 1
+        for checkpoint in reversed(before):
+            if kept >= keep:
+                told += self.remove(checkpoint)
+                continue
+            with self.seen() as directory:
+                is_there = checkpoint.is_in(directory)
+            if is_there and unsound(self.checkpoint(checkpoint.name)) is None:
+                kept += 1
+        with self.seen() as directory:
+            remaining = Record((*(one for one in before if os.path.lexists(directory / one.name)), last))
+        if remaining != record:
+            self._write(remaining)
 
-    def remove(self, checkpoint: Written) -> str | None:
+    def remove(self, checkpoint: Written) -> list[str]:
         """Remove a checkpoint, unless something else is in its place or in it: then return what."""
         with self.seen() as directory:
             path = directory / checkpoint.name
             if not checkpoint.is_in(directory):
-                return None
+                return []
             try:
                 check_replaceable(path, OWNED)
             except TargetError as error:
-                return f"{path.name} is not removed: {error}"
+                return [f"{path.name} is not removed: {error}"]
             if isinstance(self.place, Path):
                 hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like one
                 path.rename(hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
             else:
                 _remove_stored(path)
-        return None
+        return []
 
 
 def _remove_stored(path: Path) -> None:

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.storage.files import read_whole
-from zckpt.training.directory import Prepared, new_identity, record_fingerprint, write_own, write_whole
+from zckpt.training.directory import new_identity, record_fingerprint, write_all
 from zckpt.training.run_directory import RunPlace
 from zckpt.training.saving import prepared_of
 
@@ -79,7 +79,7 @@ class About:
     `made`: when, by the clock of the first rank.
     """
 
-    identity: str
+    id: str
     step: int
     world_size: int
     follows: tuple[str, ...]
@@ -120,10 +120,8 @@ class Spare:
         self._is_first_of_node = nodes.index(nodes[ranks.rank]) == ranks.rank
         self._receivers = neighbours(nodes)
         self._sending: Future[None] | None = None
-        if any(receiver is not None for receiver in self._receivers):
-            self._senders: Ranks | None = Ranks(ranks.given, purpose=SENDING)
-        else:
-            self._senders = None
+        sends = any(receiver is not None for receiver in self._receivers)
+        self._senders = Ranks(ranks.given, purpose=SENDING) if sends else None
 
     def keep(self, given: Mapping[str, Any], follows: Sequence[str]) -> None:
         """Keep what this rank has here, and let a thread send it to the next node; then forget what was kept before.
@@ -149,11 +147,10 @@ class Spare:
         prepared = prepared_of(ranks, given)
         told = About(new_identity(), given["step"], ranks.world_size, tuple(follows), time.time_ns())
         about = ranks.from_first(told)
-        directory = self.directory / about.identity
+        directory = self.directory / about.id
         with _removed_if_failed(directory):
-            done = ranks.do(lambda: _write_own(ranks, directory, about.identity, prepared))
-            every = ranks.gather(done.own)
-            ranks.of_first(lambda: write_whole(done.part, every, about.identity, directory))
+            ranks.do(lambda: _made(directory))
+            write_all(ranks, directory, about.id, prepared)
         ranks.do(lambda: self._tell(directory, about))
         if self._senders is not None:
             self._sending = _POOL.submit(self._send_all, self._senders, directory)
@@ -161,11 +158,7 @@ class Spare:
     def _tell(self, directory: Path, about: About) -> None:
         """Say that the spare is whole, as long as all nodes are there; of a single node, remove those before."""
         if self._is_first_of_node:
-            document = {
-                "format": FORMAT, "version": VERSION, "id": about.identity, "step": about.step,
-                "world_size": about.world_size, "follows": list(about.follows), "made": about.made,
-            }  # fmt: skip
-            write_text(directory / SPARE, json.dumps(document, indent=1) + "\n")
+            write_text(directory / SPARE, _said(asdict(about)))
             if self._senders is None:
                 self._remove(but=directory)
 
@@ -238,7 +231,7 @@ class Spare:
         whole = []
         for about in abouts.values():
             names = [DOCUMENT_NAME, *(rank_name(rank, about.world_size) for rank in range(about.world_size))]
-            its = having.get(about.identity, {})  # none, where a kill has cut its removal short
+            its = having.get(about.id, {})  # none, where a kill has cut its removal short
             if latest in about.follows and all(name in its for name in names):
                 by = {name: its[name][number % len(its[name])] for number, name in enumerate(names)}
                 whole.append(Found(about, by))
@@ -250,7 +243,7 @@ class Spare:
         With `fingerprint`, it gets one, as a save does: a step that is kept in memory does not wait for it. Raises
         TargetError: it cannot be written.
         """
-        ranks, directory = self._ranks, self.directory / found.about.identity
+        ranks, directory = self._ranks, self.directory / found.about.id
         mine = [name for name, rank in found.files.items() if rank == ranks.rank and name != DOCUMENT_NAME]
         has_document, document_at = found.files[DOCUMENT_NAME] == ranks.rank, directory / DOCUMENT_NAME
         document = ranks.do(
@@ -290,8 +283,10 @@ def _removed_if_failed(directory: Path) -> Iterator[None]:
         yield
     except WorkerError:  # others may have what is to be gone on with
         raise
-    except ZckptError:
+    except ZckptError as error:
         shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, TargetError):
+            unwritten(directory, error)
         raise
 
 
@@ -358,17 +353,6 @@ def _check(ranks: Ranks, optimizer: Given) -> None:
         raise UsageError("the optimizer is of fewer ranks", advice="give the Checkpointer process_group=, too")
 
 
-def _write_own(ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception) -> Prepared:
-    """Write this rank's file; raise what has kept it from being prepared."""
-    if isinstance(prepared, Exception):
-        raise prepared
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        return write_own(ranks, directory, identity, prepared)
-    except OSError as error:
-        raise unwritten(directory, error) from error
-
-
 # --- what of it is on a node
 
 
@@ -389,18 +373,20 @@ def made_directory(within: Path, run: str) -> Path:
             path=within,
             advice="give replicate_in=, a directory that outlives the workers",
         )
-    mine = within / f"zckpt-{os.getuid()}"
-    try:
-        mine.mkdir(mode=0o700, exist_ok=True)
-        found = mine.lstat()
-        is_alone = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-        if is_alone:
-            (mine / run).mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise unwritten(mine, error) from error
-    if not is_alone:
+    mine = _made(within / f"zckpt-{os.getuid()}")
+    found = mine.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise TargetError("is not a directory of this user alone", path=mine, advice="remove it")
-    return mine / run
+    return _made(mine / run)
+
+
+def _made(path: Path) -> Path:
+    """Make a directory that this user alone can read, if it is not there."""
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise unwritten(path, error) from error
+    return path
 
 
 def node_of(directory: Path) -> str:
@@ -418,10 +404,8 @@ def node_of(directory: Path) -> str:
 
 def spares(directory: Path) -> list[Path]:
     """Return the directories of spares, whole or not."""
-    try:
-        return sorted(path for path in directory.iterdir() if IDENTITY.fullmatch(path.name) and path.is_dir())
-    except FileNotFoundError:
-        return []
+    every = directory.iterdir() if directory.is_dir() else ()
+    return sorted(path for path in every if IDENTITY.fullmatch(path.name) and path.is_dir())
 
 
 def _read_about(directory: Path) -> About | None:
@@ -432,6 +416,10 @@ def _read_about(directory: Path) -> About | None:
         return About(directory.name, int(found["step"]), int(found["world_size"]), follows, int(found["made"]))
     except (OSError, DamagedFileError, *UNREADABLE):
         return None
+
+
+def _said(about: Mapping[str, object]) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, **about}, indent=1) + "\n"
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -449,17 +437,15 @@ def identity_of_run(place: RunPlace) -> str:
         path = directory / SPARE
         if os.path.lexists(path):
             try:
-                if IDENTITY.fullmatch(run := _document(path)["run"]):
-                    return str(run)
-                raise ValueError(run)
+                run = _document(path)["run"]
+                if not IDENTITY.fullmatch(run):
+                    raise ValueError(run)
             except UNREADABLE as error:
                 raise DamagedFileError(
-                    "does not name a run",
-                    path=path,
-                    expected=f"{FORMAT}, version {VERSION}",
-                    found=str(error),
+                    "does not name a run", path=path, expected=f"{FORMAT}, version {VERSION}", found=str(error),
                     advice="remove it",
-                ) from error
+                ) from error  # fmt: skip
+            return str(run)
     run = secrets.token_hex(16)
-    write_text(place.checkpoint(SPARE), json.dumps({"format": FORMAT, "version": VERSION, "run": run}) + "\n")
+    write_text(place.checkpoint(SPARE), _said({"run": run}))
     return run
