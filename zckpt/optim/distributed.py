@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from zckpt.errors import ZckptError
 from zckpt.optim.param_groups import (
     Group,
-    as_groups,
     check_shapes,
     local_dict,
     matched,
@@ -67,7 +66,10 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self, optimizer_class: Callable[..., Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
     ) -> None:
-        groups = [with_names(group) for group in as_groups(params_rref, "RRefs")]
+        given = list(params_rref)
+        if not given:
+            raise ValueError("an empty parameter list")
+        groups = [with_names(group) for group in (given if isinstance(given[0], dict) else [{"params": given}])]
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": groups})
         self._workers: list[Worker] = []
         for group in groups:

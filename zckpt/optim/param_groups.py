@@ -6,7 +6,7 @@ Parameters are given named or not, in groups or not, and are checked as torch ch
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,40 +62,8 @@ def numbered(groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def read_groups(params: object) -> list[Group]:
-    """Return param groups that own their lists, names under `param_names` where tensors were given as pairs.
-
-    `params`: of tensors, of (name, tensor) pairs, or of dicts whose `params` is one of these. Raises TypeError: a
-    tensor, no iterable, or an iterable of anything else or of several kinds; ValueError: nothing, a group without
-    `params`, a sparse tensor, a tensor twice, or names for some tensors only.
-    """
-    if isinstance(params, torch.Tensor):
-        raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")
-    if not isinstance(params, Iterable):
-        raise TypeError(f"params must be an iterable of tensors or dicts, not {torch.typename(params)}")
-    groups = [read_group(one) for one in as_groups(params, "tensors")]
-    if len({"param_names" in group for group in groups}) > 1:
-        raise ValueError("either all param groups have names for their parameters or none has")
-    tensors = [tensor for group in groups for tensor in group["params"]]
-    types = {torch.typename(tensor) for tensor in tensors}
-    if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):  # no model is like that
-        raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")
-    return groups
-
-
-def as_groups(params: Iterable[Any], what: str) -> list[Group]:
-    """Return what an optimizer is given as dicts. Raises as `read_groups`; `what` says what parameters are."""
-    given = list(params)
-    if not given:
-        raise ValueError("an empty parameter list")
-    count = sum(isinstance(one, dict) for one in given)
-    if count not in (0, len(given)):
-        raise TypeError(f"params must be an iterable of {what} or of dicts, not of both")
-    return given if count else [{"params": given}]
-
-
 def with_names(group: Group) -> Group:
-    """Return a group with its parameters in a list of its own, and names apart. Raises as `read_groups`."""
+    """Return a group with its parameters in a list of its own, and names apart. Raises ValueError: some have none."""
     members = list(group["params"])
     named = [one for one in members if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)]
     if not named:
@@ -106,7 +74,13 @@ def with_names(group: Group) -> Group:
 
 
 def read_group(group: Group) -> Group:
-    """Return a param group with its tensors in a list of its own. Raises as `read_groups`."""
+    """Return a param group with its tensors in a list of its own, names under `param_names` if they are given as pairs.
+
+    Raises TypeError: something else than tensors, or in no order; ValueError: no `params`, a sparse tensor, a tensor
+    twice, or names for some only.
+    """
+    if not isinstance(group, dict):
+        raise TypeError(f"params must be an iterable of tensors or of dicts, not of both: {torch.typename(group)}")
     if "params" not in group:
         raise ValueError("a param group without the key 'params'")
     members = group["params"]

@@ -27,7 +27,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         process_group: dist.ProcessGroup | None,
         defaults: dict[str, Any],
     ) -> None:
-        given = param_groups.read_groups(params)
         self._optimizer_class = optimizer_class
         self._is_made = False
         Joinable.__init__(self)
@@ -38,7 +37,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         if self.rank < 0:
             raise ValueError("this process is not in the process group")
         self._given_defaults = defaults
-        Optimizer.__init__(self, given, dict(defaults))
+        Optimizer.__init__(self, params, dict(defaults))  # which adds each param group
+        if len({"param_names" in group for group in self.param_groups}) > 1:  # as torch since 2.6
+            raise ValueError("either all param groups have names for their parameters or none has")
 
     def _make_local(self, groups: Sequence[Group]) -> None:
         """Make the local optimizer, whose defaults and hyperparameters are everyone's."""

@@ -384,8 +384,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         partial(ZeroOptimizer, [one(dtype=torch.complex64)], SGD, lr=1.0),
         ValueError, r"^parameters must be of a floating-point type, not torch\.complex64$",
     ),
-    "nothing": (partial(ZeroOptimizer, [], SGD, lr=1.0), ValueError, "^an empty parameter list$"),
-    "a tensor": (partial(ZeroOptimizer, torch.ones(1), SGD, lr=1.0), TypeError, "not one torch.FloatTensor"),
+    "nothing": (partial(ZeroOptimizer, [], SGD, lr=1.0), ValueError, "an empty parameter list$"),
+    "a tensor": (partial(ZeroOptimizer, torch.ones(1), SGD, lr=1.0), TypeError, "got torch.FloatTensor"),
     "sparse": (
         partial(ZeroOptimizer, [torch.eye(2).to_sparse()], SGD, lr=1.0), ValueError, "dense tensors",
     ),

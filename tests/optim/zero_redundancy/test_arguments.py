@@ -36,10 +36,10 @@ def tensors(*sizes: int) -> list[torch.nn.Parameter]:
 one = torch.nn.Parameter(torch.ones(2))
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("nothing", [], ValueError, "empty parameter list"),
-    ("a tensor", torch.ones(1), TypeError, "not one torch.FloatTensor"),
-    ("no iterable", 1.2, TypeError, "not float"),
+    ("a tensor", torch.ones(1), TypeError, "got torch.FloatTensor"),
+    ("no iterable", 1.2, TypeError, "not iterable"),
     ("a number among tensors", [one, 42], TypeError, "must be tensors, not int"),
-    ("a group among tensors", [one, {"params": [one]}], TypeError, "not of both"),
+    ("a group among tensors", [one, {"params": [one]}], TypeError, "must be tensors, not dict"),
     ("a dict", {"params": [one]}, TypeError, "must be tensors, not str"),
     ("a set", [{"params": {one}}], TypeError, "must have an order"),
     ("no params", [{"lr": 1.0}], ValueError, "without the key 'params'"),
@@ -47,9 +47,8 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("twice", [one, one], ValueError, "twice"),
     ("in two groups", [{"params": [one]}, {"params": [one]}], ValueError, "more than one parameter group"),
     ("some with names", [("a", one), torch.nn.Parameter(torch.ones(3))], ValueError, "all parameters of a group"),
-    ("groups with and without", [{"params": [("a", one)]}, {"params": tensors(1)}], ValueError, "all param groups"),
+    ("groups with and without", [{"params": [("a", one)]}, {"params": tensors(1)}], ValueError, "param groups"),
     ("too few names", [{"params": tensors(1, 2), "param_names": ["a"]}], ValueError, "1 names for 2"),
-    ("untrained of several types", [torch.ones(1), torch.ones(1).double()], ValueError, "several types"),
     ("computed", [one * 2], ValueError, "non-leaf"),
 ]
 
