@@ -20,7 +20,7 @@ from tests.pairwise import each
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import REST_NBYTES, Checks, Seen, Sum, WatchedSources
 from zckpt.engine.plan import plan
-from zckpt.engine.read import Read, read_all
+from zckpt.engine.read import read_all
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import DamagedFileError, ZckptError
@@ -156,7 +156,8 @@ def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
     reads = []
     for name in ("w", "t"):
         slot = checkpoint.parameters[name].slots[WEIGHT]
-        reads.append(Read(slot, Extent.whole(slot.shape), "float32", memoryview(bytearray(slot.nbytes))))
+        hole = Hole(0, name, slot, Extent.whole(slot.shape), "float32")
+        reads.append((hole, memoryview(bytearray(slot.nbytes))))
     for damaged in (False, True):
         checks = source_checks(checkpoint)
         read_all(reads, checks=checks)
@@ -164,7 +165,7 @@ def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
             with pytest.raises(DamagedFileError, match="data/1"):
                 checks.finish()
         else:
-            assert checks.finish().nbytes >= sum(read.slot.nbytes for read in reads)
+            assert checks.finish().nbytes >= sum(hole.nbytes for hole, _ in reads)
         flip(source, in_record(source, "1"))
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from zckpt.engine.plan import plan
+from zckpt.engine.read import check_reads
 from zckpt.engine.targets import TargetFile
-from zckpt.engine.virtual import VirtualFile, check_readable
+from zckpt.engine.virtual import VirtualFile
 from zckpt.engine.write import write
 from zckpt.errors import DamagedFileError
 from zckpt.formats import open_checkpoint
@@ -46,7 +47,7 @@ def test_it_has_the_bytes_that_would_be_written(name: str, world_size: int, stag
     for file in laid_out(FIXTURES / name, world_size, stage):
         expected = written(file, tmp_path / "file")
         virtual = VirtualFile(file)
-        check_readable([file])
+        check_reads(file.holes)
         assert virtual.read() == expected, file.name
         assert virtual.seek(0, io.SEEK_END) == len(expected)
         assert virtual.read(10) == b""
@@ -69,4 +70,4 @@ def test_file_that_is_too_short_is_found_before_anything_is_read(tmp_path: Path)
     (shard,) = source.glob("global_step5/*rank_3_mp*optim*")
     shard.write_bytes(shard.read_bytes()[:3000])
     with pytest.raises(DamagedFileError, match="rank_3"):
-        check_readable(files)
+        check_reads(hole for file in files for hole in file.holes)

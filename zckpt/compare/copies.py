@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from zckpt.engine.cast import Array, numpy_dtype
-from zckpt.engine.read import Read, read_all
+from zckpt.engine.read import read_all
+from zckpt.engine.targets import Hole
 from zckpt.errors import listed
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
@@ -43,7 +44,7 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
     looked_at = min(len(copies), MOST_TOGETHER // 2)
     chosen = [copies[number * len(copies) // looked_at] for number in range(looked_at)]
     most = min(MOST_EXTENTS, MOST_TOGETHER // max(looked_at, 1))
-    reads: list[Read] = []  # all at once, for stores' sake
+    reads: list[tuple[Hole, memoryview]] = []  # all at once, for stores' sake
     pairs = [(one, _sampled(one.slot, most, reads), _sampled(one.original, most, reads)) for one in chosen]
     read_all(reads)
     found = [one for one, mine, its in pairs if mine.tobytes() != its.tobytes()]
@@ -57,7 +58,7 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _sampled(slot: Slot, most: int, reads: list[Read]) -> Array:
+def _sampled(slot: Slot, most: int, reads: list[tuple[Hole, memoryview]]) -> Array:
     """Return room for a sample of a slot; add the reads that fill it."""
     count = min(SAMPLED_NUMEL, slot.numel)
     last = slot.numel - count
@@ -66,5 +67,5 @@ def _sampled(slot: Slot, most: int, reads: list[Read]) -> Array:
     found: Array = np.empty(len(starts) * count, numpy_dtype(slot.dtype))
     for number, start in enumerate(starts):
         into = memoryview(found[number * count : (number + 1) * count].view(np.uint8).data)
-        reads.append(Read(slot, Extent.flat(slot.shape, start, count), slot.dtype, into))
+        reads.append((Hole(0, slot.name, slot, Extent.flat(slot.shape, start, count), slot.dtype), into))
     return found

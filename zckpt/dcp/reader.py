@@ -19,7 +19,8 @@ from torch.futures import Future
 
 from zckpt.dcp.keys import Elements, Keys, Option, Value
 from zckpt.engine.checking import Checks, watching
-from zckpt.engine.read import Read, check_reads
+from zckpt.engine.read import check_reads
+from zckpt.engine.targets import Hole
 from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
@@ -140,7 +141,7 @@ class Reader(StorageReader):
             Two keys of the model would get one tensor, since they differ by what a wrapper may have put there only.
         """
         found, keys = self._opened(), dict[str, str]()
-        reads: list[Read] = []
+        holes: list[Hole] = []
         for item in plan.items:
             key, meaning = item.storage_index.fqn, found.find(item.storage_index.fqn)
             if item.type != LoadItemType.TENSOR or not isinstance(meaning, Elements):
@@ -152,8 +153,8 @@ class Reader(StorageReader):
                     path=str(self.path),
                     expected="a tensor for each in the checkpoint",
                 )
-            reads += [Read(slot, _extent(item), slot.dtype, memoryview(b"")) for slot in meaning.slots]
-        check_reads(reads)
+            holes += [Hole(0, slot.name, slot, _extent(item), slot.dtype) for slot in meaning.slots]
+        check_reads(holes)
         return replace(plan, storage_data=dist.get_rank() if dist.is_initialized() else 0)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -41,7 +41,8 @@ from zckpt.deepspeed.engine import (
     training_of,
 )
 from zckpt.engine.checking import Checks, watching
-from zckpt.engine.virtual import VirtualFile, check_readable
+from zckpt.engine.read import check_reads
+from zckpt.engine.virtual import VirtualFile
 from zckpt.errors import LeftOutError, SourceError, UnsupportedError, UsageError, about, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
@@ -248,7 +249,7 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
         served = serve(checkpoint, training, optimizer=optimizer)
     if optimizer:
         served.complete(check_goes_on(engine, served.target.checkpoint))
-    check_readable(served.of_rank(optimizer=optimizer))
+    check_reads(hole for file in served.of_rank(optimizer=optimizer) for hole in file.holes)
     content = served.target.ranks[training.mp_rank].model.content
     if scheduler and plain(content.get("lr_scheduler")) is None:
         raise UsageError(

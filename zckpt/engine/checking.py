@@ -127,8 +127,8 @@ class Checks:
 
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
         ordered = sorted(sums, key=_place)
-        self._sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
-        self._ends = {path: [one.offset + one.nbytes for one in some] for path, some in self._sums.items()}
+        self.sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
+        self._ends = {path: [one.offset + one.nbytes for one in some] for path, some in self.sums.items()}
         self.find: Callable[[str], Iterable[Sum]] | None = None
         self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
@@ -137,15 +137,15 @@ class Checks:
         """Records that are damaged, and their CRC-32."""
         self._overflowed: list[Overflowed] = []
         self.allows_overflow = False
-        self.watched = frozenset(self._sums)
+        self.watched = frozenset(self.sums)
 
     def expect(self, paths: Iterable[str]) -> None:
         """Find the checksums of files that are going to be read. Raises as `find` does."""
         if self.find is None:
             return
         for path in dict.fromkeys(paths):
-            if path not in self._sums:
-                self._sums[path] = found = sorted(self.find(path), key=_place)
+            if path not in self.sums:
+                self.sums[path] = found = sorted(self.find(path), key=_place)
                 self._ends[path] = [one.offset + one.nbytes for one in found]
                 self.watched |= {path} if found else set()
 
@@ -175,7 +175,7 @@ class Checks:
 
     def _bounds(self, path: str, start: int, end: int) -> list[int]:
         """Return where records begin or end between two offsets in a file."""
-        sums = self._sums[path]
+        sums = self.sums[path]
         first, found = bisect_right(self._ends[path], start), set[int]()
         while first < len(sums) and sums[first].offset < end:
             found |= {sums[first].offset, sums[first].offset + sums[first].nbytes}
@@ -193,9 +193,14 @@ class Checks:
             if isinstance(each, Overflowed):
                 self._overflowed.append(each)
                 continue
-            one = self._sum_of(each)
-            if one is None or not each.nbytes or one in self._done:
-                continue
+            one = self.at(each.path, each.offset)
+            if (
+                one is None
+                or each.offset + each.nbytes > one.offset + one.nbytes
+                or not each.nbytes
+                or one in self._done
+            ):
+                continue  # in none, or in several
             if each.nbytes == one.nbytes and each.crc32 is not None:
                 self._note(one, each.crc32)
             else:
@@ -211,13 +216,11 @@ class Checks:
                     else:
                         self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
 
-    def _sum_of(self, each: Seen) -> Sum | None:
-        """Return the record in which all of it lies; None if it is in none, or in several."""
-        sums = self._sums.get(each.path, ())
-        at = bisect_right(self._ends.get(each.path, ()), each.offset)
-        if at == len(sums) or each.offset < sums[at].offset:
-            return None
-        return sums[at] if each.offset + each.nbytes <= sums[at].offset + sums[at].nbytes else None
+    def at(self, path: str, offset: int) -> Sum | None:
+        """Return the record in which a byte lies; None if it is in none."""
+        sums = self.sums.get(path, ())
+        at = bisect_right(self._ends.get(path, ()), offset)
+        return sums[at] if at < len(sums) and sums[at].offset <= offset else None
 
     def _note(self, one: Sum, found: int) -> None:
         self._done.add(one)
@@ -242,7 +245,7 @@ class Checks:
 
     def _due(self) -> list[Sum]:
         """Return records that are not done with, and are always checked or were seen, in order."""
-        always = {one for some in self._sums.values() for one in some if one.always}
+        always = {one for some in self.sums.values() for one in some if one.always}
         return sorted((always | self._seen.keys()) - self._done, key=_place)
 
     def finish(self, run: Callable[..., Iterable[list[int]]] = map) -> Checked:
@@ -306,8 +309,8 @@ def watched_by() -> Checks:
     return _WATCHING.get(None) or Checks()
 
 
-def _place(one: Sum) -> tuple[str, int]:
-    return one.path, one.offset
+def _place(one: Sum) -> tuple[str, int, int]:
+    return one.path, one.offset, one.nbytes
 
 
 def _merged(seen: Iterable[Seen]) -> list[Seen]:

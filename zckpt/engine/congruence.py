@@ -40,8 +40,7 @@ def residue(holes: Iterable[Hole], step: int, indexes: SpanIndexes | None = None
             continue
         if first.path == ZEROS or not may_clone(first.path):
             continue
-        slot = indexes.reaching(hole.slot, hole.extent)
-        for copy in fill(Hole(hole.offset, hole.label, slot, hole.extent, hole.dtype)):
+        for copy in fill(hole, indexes):
             found = (copy.sources[0].offset - copy.offset) % BLOCK_NBYTES
             if copy.is_bytewise and copy.nbytes >= LEAST_NBYTES and found % step == 0:
                 nbytes[found] += copy.nbytes

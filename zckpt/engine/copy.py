@@ -341,9 +341,9 @@ def ranges_read(some: Iterable[Piece]) -> Iterator[Range]:
                     yield from ((source.path, offset, nbytes) for _, offset, nbytes, _, _ in parts)
 
 
-def pieces_of(hole: Hole, most: int = BATCH_NBYTES) -> Iterator[Piece]:
+def pieces_of(hole: Hole, most: int = BATCH_NBYTES, indexes: SpanIndexes | None = None) -> Iterator[Piece]:
     """Return a hole in pieces of at most `most` bytes."""
-    return pieces(Fill(hole, tuple(fill(hole))), most, most)
+    return pieces(Fill(hole, tuple(fill(hole, indexes))), most, most)
 
 
 def read_piece(piece: Piece, into: memoryview, sources: Sources) -> memoryview:

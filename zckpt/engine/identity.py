@@ -81,8 +81,8 @@ def _of(piece: AnyPiece) -> Iterator[object]:
         yield "pack", piece.rank, piece.start, piece.low, piece.high
         yield _of_row(piece.row)
     elif isinstance(piece, CutPiece):
-        rule = piece.cut.spans
-        yield "cut", piece.offset, piece.dtype, piece.cut.start, piece.cut.numel
+        rule = piece.spans
+        yield "cut", piece.offset, piece.dtype, piece.start, piece.numel
         yield rule.shape, rule.origin, rule.width, rule.at
         yield _of_files(rule.files)
     elif isinstance(piece, ComputedPiece):

@@ -18,7 +18,7 @@ from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import ZEROS, CutSpans, Shape, Span
+from zckpt.state import ZEROS, CutSpans, Extent, Shape, Slot, Span
 from zckpt.state.boxes import (
     Box,
     Located,
@@ -249,14 +249,11 @@ def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
 
 
 def _fill(hole: Hole, indexes: SpanIndexes) -> Fill:
-    def copies() -> Iterator[Copy]:
-        return iter(fill(replace(hole, slot=indexes.reaching(hole.slot, hole.extent))))
-
     rule = fine_cut(hole.slot, hole.extent)
     if rule is None:
-        return Fill(hole, tuple(copies()))
+        return Fill(hole, tuple(fill(hole, indexes)))
     first, end = rule.files_of(hole.extent.start, hole.extent.start + hole.extent.numel)
-    return Fill(hole, Lazily(copies, end - first))
+    return Fill(hole, Lazily(lambda: iter(fill(hole, indexes)), end - first))
 
 
 def _summed(files: Collection[FilePlan]) -> Plan:
@@ -281,17 +278,19 @@ def _summed(files: Collection[FilePlan]) -> Plan:
     return Plan(files, tuple(names), frozenset(sources), read, copied, written)
 
 
-def check_covered(hole: Hole) -> None:
-    """Raise LayoutError unless each element of a hole is there once; spans of a rule are by construction."""
-    if hole.slot.replicas or not isinstance(hole.slot.spans, CutSpans) or hole.slot.spans.shape != hole.slot.shape:
-        fill(hole)
+def check_covered(slot: Slot, label: str = "") -> None:
+    """Raise LayoutError unless each element of a slot is there once; spans of a rule are by construction."""
+    if slot.replicas or not isinstance(slot.spans, CutSpans) or slot.spans.shape != slot.shape:
+        fill(Hole(0, label or slot.name, slot, Extent.whole(slot.shape), slot.dtype))
 
 
-def fill(hole: Hole) -> list[Copy]:
-    """Return the copies that fill one hole, each element exactly once.
+def fill(hole: Hole, indexes: SpanIndexes | None = None) -> list[Copy]:
+    """Return the copies that fill one hole, each element exactly once; `indexes`: of many that are asked for.
 
     Raises LayoutError: some element is covered by no span, or by more than one.
     """
+    if indexes is not None:
+        hole = replace(hole, slot=indexes.reaching(hole.slot, hole.extent))
     if isinstance(hole.slot, Computed):
         inputs = hole.slot.function.inputs(*range_of(hole.slot, hole.extent))
         return [copy for one in inputs for copy in fill(Hole(0, hole.label, one.slot, one.extent, one.dtype))]

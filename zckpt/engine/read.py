@@ -1,10 +1,9 @@
-"""Elements of slots in memory, extent by extent. The same plan as for a file, with memory for a target."""
+"""Elements of slots in memory, hole by hole. The same plan as for a file, with memory for a target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +18,7 @@ from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import READERS, Workers, batched
 from zckpt.errors import about
-from zckpt.state import ZEROS, Extent, Slot
+from zckpt.state import ZEROS
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
@@ -28,35 +27,13 @@ from zckpt.storage.files import check_nbytes
 Batch = TypeVar("Batch")
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Elements that are to be read into memory.
+def read_all(reads: Sequence[tuple[Hole, memoryview]], *, checks: Checks | None = None, threads: bool = True) -> None:
+    """Read the elements of many holes, several at a time.
 
     Parameters
     ----------
-    slot : Slot
-    extent : Extent
-    dtype : str
-        Element type in memory.
-    into : memoryview
-        As many bytes as these elements have, in the order of the extent.
-    name : str
-        Of what they are, for messages; by default the slot's.
-    """
-
-    slot: Slot
-    extent: Extent
-    dtype: str
-    into: memoryview
-    name: str = ""
-
-
-def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bool = True) -> None:
-    """Read the elements of many extents, several at a time.
-
-    Parameters
-    ----------
-    reads : sequence of Read
+    reads : sequence of (Hole, memoryview)
+        Holes at offset 0, each with its memory: as many bytes as it has.
     checks : Checks, optional
         Gets what is read; the caller finishes them after the last read. By default those of the context.
     threads : bool
@@ -65,13 +42,14 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bo
     Raises
     ------
     LayoutError
-        The spans of a slot do not cover an extent exactly once; nothing has been read then.
+        The spans of a slot do not cover a hole exactly once; nothing has been read then.
     DamagedFileError
         A file ends too early.
     SourceError
         A file cannot be read.
     """
-    every = ((piece, one.into) for one, hole in zip(reads, _holes(reads), strict=True) for piece in pieces_of(hole))
+    indexes = SpanIndexes()
+    every = ((piece, into) for hole, into in reads for piece in pieces_of(hole, indexes=indexes))
     batches = list(batched(every, lambda one: one[0].nbytes))
     checks = checks or watched_by()
     some = (copy for batch in batches for piece, _ in batch for copy in piece.copies)
@@ -92,17 +70,18 @@ def run_watched(
             checks.add(seen)
 
 
-def check_reads(reads: Iterable[Read]) -> None:
+def check_reads(holes: Iterable[Hole]) -> None:
     """Check all that can be known before elements are read; nothing is read.
 
-    Spans cover every extent once, elements can be cast to the type in memory, files open and are long enough, and their
+    Spans cover every hole once, elements can be cast to the type in memory, files open and are long enough, and their
     checksums are known, if what is read in this context is held against them. Raises SourceError: as `read_all`;
     UnsupportedError for types that are not cast.
     """
     needed: dict[str, int] = {}
     casts: dict[tuple[str, str], str] = {}
-    for hole in _holes(reads):
-        for copy in fill(hole):
+    indexes = SpanIndexes()
+    for hole in holes:
+        for copy in fill(hole, indexes):
             casts.setdefault((copy.source_dtype, copy.target_dtype), copy.sources[0].path)
             for source in copy.sources if copy.sources[0].path != ZEROS else ():
                 end = source.offset + reach_of(copy.shape, source.strides, itemsize(copy.source_dtype))
@@ -114,14 +93,6 @@ def check_reads(reads: Iterable[Read]) -> None:
     for path, nbytes in needed.items():
         check_nbytes(path, nbytes)
     watched_by().expect(needed)
-
-
-def _holes(reads: Iterable[Read]) -> Iterator[Hole]:
-    """Yield what is to be read as holes, with only those spans that each needs."""
-    indexes = SpanIndexes()
-    for read in reads:
-        slot = indexes.reaching(read.slot, read.extent)
-        yield Hole(0, read.name or read.slot.name, slot, read.extent, read.dtype)
 
 
 def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:

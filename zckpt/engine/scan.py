@@ -23,7 +23,7 @@ import numpy as np
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import pieces_of, ranges_read, read_piece
-from zckpt.engine.fine import Cut, fine_cut
+from zckpt.engine.fine import fine_cut
 from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
@@ -215,7 +215,7 @@ def _blocks(
         parts: list[Hole | CutPiece] = []
         for slot, rule, dtype in zip(one.slots, rules, one.dtypes, strict=True):
             if rule is not None:
-                parts.append(CutPiece(0, one.label, Cut(rule, start, count), dtype))
+                parts.append(CutPiece(rule, start, count, label=one.label, dtype=dtype))
                 continue
             near = slot if count == one.numel else indexes.reaching(slot, extent)  # one block needs no index
             parts.append(Hole(0, one.label, near, extent, dtype))
@@ -243,7 +243,7 @@ def look_at_batch(
         found = iter(planned)
         for some in grouped(batch, lambda block: block.nbytes * len(_cuts(block)), most):
             cuts = [part for block in some for part in _cuts(block)]
-            read = iter(arrays_of([part.cut for part in cuts], sources, most))
+            read = iter(arrays_of(cuts, sources, most))
             for block in some:
                 arrays = [
                     cast(next(read), part.dtype)

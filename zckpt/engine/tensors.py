@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from zckpt.engine.checking import Checks
-from zckpt.engine.read import Read, check_reads, read_all
+from zckpt.engine.read import check_reads, read_all
+from zckpt.engine.targets import Hole
 from zckpt.state import Extent, Slot
 
 STAGED_NBYTES = 256 << 20
@@ -28,6 +29,11 @@ class TensorRead:
     tensor: torch.Tensor
     name: str = ""
 
+    @property
+    def hole(self) -> Hole:
+        """The elements, in the tensor's type."""
+        return Hole(0, self.name or self.slot.name, self.slot, self.extent, dtype_name(self.tensor.dtype))
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return an element type as zckpt calls it."""
@@ -43,14 +49,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def check_tensors(reads: Iterable[TensorRead]) -> None:
     """Check all that can be known before elements are read; errors are those of `zckpt.engine.read.check_reads`."""
-    check_reads(
-        Read(one.slot, one.extent, dtype_name(one.tensor.dtype), memoryview(b"")) for one in reads if one.tensor.numel()
-    )
+    check_reads(one.hole for one in reads if one.tensor.numel())
 
 
 def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -> None:
     """Read the elements of many extents into tensors; as `zckpt.engine.read.read_all`."""
-    batch: list[Read] = []
+    batch: list[tuple[Hole, memoryview]] = []
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     nbytes = 0
     for one in reads:
@@ -62,14 +66,16 @@ def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -
             memory = torch.empty(tensor.shape, dtype=tensor.dtype)
             staged.append((tensor, memory))
             nbytes += memory.nbytes
-        batch.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory), one.name))
+        batch.append((one.hole, memory_of(memory)))
         if nbytes >= STAGED_NBYTES:
             _read(batch, staged, checks)
             batch, staged, nbytes = [], [], 0
     _read(batch, staged, checks)
 
 
-def _read(reads: list[Read], staged: list[tuple[torch.Tensor, torch.Tensor]], checks: Checks | None) -> None:
+def _read(
+    reads: list[tuple[Hole, memoryview]], staged: list[tuple[torch.Tensor, torch.Tensor]], checks: Checks | None
+) -> None:
     read_all(reads, checks=checks)
     for tensor, memory in staged:
         tensor.copy_(memory)

@@ -26,35 +26,23 @@ GAP_NBYTES = 1 << 14
 """Bytes between two spans of a file below which one read is cheaper than two."""
 
 
-@dataclass(frozen=True, slots=True)
-class CutPiece:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPiece(Cut):
     """Bytes of a target that a rule cuts finely: read together with others, of other targets too.
 
-    Parameters
-    ----------
-    offset : int, bytes
-        In the target.
-    label : str
-    cut : Cut
-    dtype : str
-        In the target.
+    `offset`, `dtype`: in the target.
     """
 
-    offset: int
+    offset: int = 0
     label: str
-    cut: Cut
     dtype: str
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self.cut.numel * itemsize(self.dtype)
+        return self.numel * itemsize(self.dtype)
 
     moved_nbytes = nbytes
-
-    def paths(self) -> tuple[str, ...]:
-        """Return the files that have some of it."""
-        return self.cut.paths()
 
 
 def element(nbytes: int) -> np.dtype[np.generic]:

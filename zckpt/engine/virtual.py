@@ -10,14 +10,14 @@ from __future__ import annotations
 import io
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from zckpt.engine.checking import Seen, WatchedSources, watched_by
 from zckpt.engine.packs import Pack
-from zckpt.engine.read import Read, check_reads, read_all, run_watched
+from zckpt.engine.read import read_all, run_watched
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.workers import batched
 from zckpt.state.dtypes import itemsize
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 
 PACKED_NBYTES = 8 << 20
 """Of a pack that are read at once."""
-
-
-def check_readable(files: Iterable[TargetFile]) -> None:
-    """Check what can be known before a byte is read: each element is there once, and all files are long enough.
-
-    Raises LayoutError: some element is covered by no span, or by more than one; SourceError: a file cannot be read or
-    is too short, or a type is not cast.
-    """
-    for file in files:
-        check_reads(Read(hole.slot, hole.extent, hole.dtype, memoryview(b"")) for hole in file.holes)
 
 
 class VirtualFile(io.RawIOBase):
@@ -82,7 +72,7 @@ class VirtualFile(io.RawIOBase):
 
     def _fill(self, into: memoryview, start: int, end: int) -> None:
         """Fill memory with bytes [start, end) of the file."""
-        reads: list[Read] = []
+        reads: list[tuple[Hole, memoryview]] = []
         packed: list[tuple[Pack, int, memoryview]] = []
         late: list[tuple[memoryview, memoryview]] = []
         done = start
@@ -107,9 +97,9 @@ class VirtualFile(io.RawIOBase):
                     found = memoryview(bytearray((last - first) * size))
                     late.append((view, found[start_in - first * size :][: view.nbytes]))
                 extent = replace(part.extent, start=part.extent.start + first, numel=last - first)
-                reads.append(Read(part.slot, extent, part.dtype, found, part.label))
+                reads.append((replace(part, offset=0, extent=extent), found))
         _clear(into[done - start :])
-        self.read_nbytes += sum(read.into.nbytes for read in reads) + sum(one.moved_nbytes for one, _, _ in packed)
+        self.read_nbytes += sum(into.nbytes for _, into in reads) + sum(one.moved_nbytes for one, _, _ in packed)
         if reads:
             read_all(reads, threads=self._threads)
         if packed:

@@ -206,7 +206,7 @@ def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
     watched = frozenset().union(*(batch.watched for batch in batches))
     direct, most = batches[0].buffer_nbytes if batches[0].direct else 0, batches[0].most
     with WatchedSources(watched, direct) as sources:
-        for piece, given in zip(cuts, arrays_of([piece.cut for piece in cuts], sources, most), strict=True):
+        for piece, given in zip(cuts, arrays_of(cuts, sources, most), strict=True):
             made = cast(given, piece.dtype)
             if made is not given and is_floating(piece.dtype) and not is_finite(made):
                 count = int((~np.isfinite(made) & np.isfinite(given)).sum())
@@ -362,13 +362,13 @@ def _cut_pieces(hole: Hole, cut: Cut, most: int) -> Iterator[CutPiece]:
     size = itemsize(hole.dtype)
     step = max(most // max(size, itemsize(cut.spans.files.dtype)), 1)
     for at in range(0, cut.numel, step):
-        some = Cut(cut.spans, cut.start + at, min(step, cut.numel - at))
-        yield CutPiece(hole.offset + at * size, hole.label, some, hole.dtype)
+        start, numel, offset = cut.start + at, min(step, cut.numel - at), hole.offset + at * size
+        yield CutPiece(cut.spans, start, numel, offset=offset, label=hole.label, dtype=hole.dtype)
 
 
 def _held(piece: CutPiece) -> int:
     """Return the bytes that a piece takes as it is read and as it is written."""
-    return piece.cut.end + piece.nbytes
+    return piece.end + piece.nbytes
 
 
 def _shared(sharing: Sequence[tuple[MakeBatch, list[Pack]]], most: int, together: int) -> Iterator[list[Batch]]:

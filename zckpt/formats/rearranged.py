@@ -18,7 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zckpt.engine.read import Read, read_all
+from zckpt.engine.read import read_all
+from zckpt.engine.targets import Hole
 from zckpt.state import WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import transpose
@@ -108,7 +109,7 @@ def _seen(slots: Mapping[str, Slot], places: Sequence[tuple[int, str, int]], dty
         count = numel if numel <= WHOLE_NUMEL else SAMPLED_NUMEL
         extent = Extent.flat(slots[name].shape, start + (numel - count) // 2, count)
         found.append(bytearray(count * itemsize(dtype)))
-        reads.append(Read(slots[name], extent, dtype, memoryview(found[-1])))
+        reads.append((Hole(0, name, slots[name], extent, dtype), memoryview(found[-1])))
     read_all(reads)
     return [bytes(one) for one in found]
 

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.engine.plan import check_covered
-from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.target import How, Proof
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
@@ -128,7 +127,7 @@ def check_arrived(what: str, copy: Slot | None, shape: Shape, dtype: str | None 
     if copy.shape != shape or dtype not in (None, copy.dtype):
         expected, found = f"{dtype or copy.dtype} of shape {shape}", f"{copy.dtype} of shape {copy.shape}"
         raise broken(f"{what} arrived in another form", expected, found)
-    check_covered(Hole(0, what, copy, Extent.whole(copy.shape), copy.dtype))
+    check_covered(copy, what)
 
 
 def broken(what: str, expected: object = None, found: object = None) -> LayoutError:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zckpt.compare.digests import FILE_NAME, Entries, bytes_of
-from zckpt.engine.plan import fill, plan
-from zckpt.engine.targets import Hole
+from zckpt.engine.plan import check_covered, plan
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, headers_shared, rank_name
@@ -353,7 +352,7 @@ def write_document(
             pieces = where.get(slot.spans[0].path, [])
             spans = tuple(Span(one.extent, str(file), 0, slot.dtype) for file, one in pieces if one.extent.numel)
             label = f"{slot.name} of {parameter.name}"
-            fill(Hole(0, label, replace(slot, spans=spans), Extent.whole(slot.shape), slot.dtype))
+            check_covered(replace(slot, spans=spans), label)
             names = {one.key for _, one in pieces}
             if len(names) != 1:
                 raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")

@@ -12,8 +12,9 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.operations.verify.mutation import copy, edit, set_element
 from tests.pairwise import each, some
+from zckpt.engine.checking import Checks
 from zckpt.operations.verify import verify
-from zckpt.operations.verify.inventory import SumIndex, take_inventory
+from zckpt.operations.verify.inventory import take_inventory
 from zckpt.state import CutSpans
 
 RUNS = [p.parent.name for p in sorted(FIXTURES.glob("*/truth.json"))]
@@ -103,7 +104,7 @@ def test_what_rules_cut_is_one_piece_of_a_file(name: str) -> None:
         if isinstance(s.spans, CutSpans)
         if s.numel
     ]
-    found = take_inventory(checkpoint, SumIndex(()))
+    found = take_inventory(checkpoint, Checks())
     pieces = [piece for some in found.pieces.values() for piece in some if piece.many]
     files = sum(len(set(spans.files.paths)) for spans in {(n, id(s.files)): s for n, s in cut}.values())
     assert 0 < len(pieces) <= files < sum(len(spans) for _, spans in cut)

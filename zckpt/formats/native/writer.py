@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zckpt.engine.plan import check_covered
-from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, rank_name
@@ -84,7 +84,7 @@ def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: i
 
     def as_ranks_have_them(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
         for slot in slots:
-            check_covered(Hole(0, slot.name, slot, Extent.whole(slot.shape), slot.dtype))
+            check_covered(slot)
             pieces = _pieces_of_ranks(slot, rank_of)
             held[id(slot)] = {rank: replace(slot, spans=spans) for rank, _, spans in pieces}
             yield tuple((rank, extent) for rank, extent, _ in pieces)

@@ -26,14 +26,12 @@ from zckpt.engine.workers import WRITERS, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.operations.verify.inventory import (
     BUFFER,
-    NO_SUM,
     PADDING,
     Block,
     Inventory,
     Piece,
     Scattered,
     Subject,
-    SumIndex,
     Work,
     blocks,
 )
@@ -189,7 +187,7 @@ Key = TypeVar("Key")
 
 Found = TypeVar("Found", Tally, Unequal)
 
-Pair = tuple[int, str, str, int, int]
+Pair = tuple[Subject, str, str, Sum | None, Sum | None]
 """Of a comparison: the subject, the file of the masters and that of the weights, and their checksums."""
 
 
@@ -215,7 +213,7 @@ class Outcome:
     """
 
     nbytes: int = 0
-    tallies: dict[tuple[int, int], Tally] = field(default_factory=dict)
+    tallies: dict[tuple[Subject, Sum | None], Tally] = field(default_factory=dict)
     compared: dict[Pair, Unequal] = field(default_factory=dict)
     duplicates: dict[int, Unequal] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
@@ -234,13 +232,13 @@ class Outcome:
         self.errors += other.errors
         self.elements += other.elements
 
-    def look(self, piece: Piece, checksum: int, values: Array) -> None:
+    def look(self, piece: Piece, checksum: Sum | None, values: Array) -> None:
         """Add what is wrong with the elements of a piece."""
         wrong = tally(values, piece.dtype, piece.subject, piece.first)
         if piece.many is None:
             self.elements += piece.numel
             if wrong:
-                _add(self.tallies, (piece.subject.number, checksum), wrong)
+                _add(self.tallies, (piece.subject, checksum), wrong)
             return
         shares = piece.many.within(piece.first, piece.first + piece.numel)
         self.elements += int((shares[:, 2] - shares[:, 1]).sum())
@@ -255,22 +253,15 @@ def _add(found: dict[Key, Found], key: Key, one: Found) -> None:
 
 
 def run(
-    inventory: Inventory,
-    sums: Sequence[Sum],
-    index: SumIndex,
-    paths: Sequence[str],
-    *,
-    memory: int,
-    reporter: Reporter | None,
-    direct: bool,
-) -> tuple[Outcome, dict[int, int]]:
+    inventory: Inventory, checks: Checks, paths: Sequence[str], *, memory: int, reporter: Reporter | None, direct: bool
+) -> tuple[Outcome, dict[Sum, int]]:
     """Read files and return what was found, and the CRC-32 of each record whose bytes are not those written.
 
     `direct`: past the page cache.
     """
     share = budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
-    work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
-    outcome, checks, progress = Outcome(_nbytes(work)), Checks(sums), reporter or SilentReporter()
+    work: list[Work] = [*blocks(inventory, checks, paths, share.nbytes), *inventory.apart]
+    outcome, progress = Outcome(_nbytes(work)), reporter or SilentReporter()
     portions: Portions[Batch] = Portions(
         outcome.nbytes, _nbytes, lambda batch: (path for one in batch for path in one.paths)
     )
@@ -287,10 +278,9 @@ def run(
                 progress.advance(_nbytes(batch))
     finally:
         progress.end()
-    empty = [(one, crc32(b"")) for one in sums if not one.nbytes]
+    empty = [(one, crc32(b"")) for some in checks.sums.values() for one in some if not one.nbytes]
     outcome.checksums = checks.count + len(empty)
-    numbers = {one: number for number, one in enumerate(sums)}
-    return outcome, {numbers[one]: crc for one, crc in [*checks.wrong, *empty] if crc != one.crc32}
+    return outcome, {one: crc for one, crc in [*checks.wrong, *empty] if crc != one.crc32}
 
 
 def _nbytes(batch: Iterable[Work]) -> int:
@@ -327,11 +317,11 @@ def _run_batch(most: int, spare: list[Rooms], direct: int, batch: Batch) -> Outc
 def _look_at_block(found: Outcome, block: Block, rooms: Rooms, sources: Sources) -> None:
     """Look at bytes of a file, and read, look at, and hold against them, the weights of masters among them."""
 
-    def read(path: str, offset: int, nbytes: int, checksum: int, room: memoryview, base: int) -> Array:
+    def read(path: str, offset: int, nbytes: int, checksum: Sum | None, room: memoryview, base: int) -> Array:
         """Return bytes, read behind `base` bytes of memory, or as far behind a page as they are in the file."""
         view, _ = sources.window(path, offset, room[base : base + nbytes], room)
         data = np.frombuffer(view, np.uint8)
-        if checksum != NO_SUM:
+        if checksum is not None:
             found.seen.append(Seen(path, offset, nbytes, crc32(data.data)))
         return data
 
@@ -347,7 +337,7 @@ def _look_at_block(found: Outcome, block: Block, rooms: Rooms, sources: Sources)
             continue
         weights = typed(read(its.path, its.offset, its.nbytes, its.checksum, rooms[1], 0), its.dtype, its.byteorder)
         found.look(its, its.checksum, weights)
-        pair = (piece.subject.number, block.path, its.path, block.checksum, its.checksum)
+        pair = (piece.subject, block.path, its.path, block.checksum, its.checksum)
         _add(found.compared, pair, not_rounded(values, weights, its.dtype, piece.first))
 
 
@@ -362,10 +352,10 @@ def _look_at_scattered(found: Outcome, work: Scattered, most: int, sources: Sour
         if not others:
             found.elements += extent.numel
             if wrong := tally(values, slots[0].dtype, work.subject, extent.start):
-                _add(found.tallies, (work.subject.number, NO_SUM), wrong)
+                _add(found.tallies, (work.subject, None), wrong)
         elif work.duplicate is not None:
             _add(found.duplicates, work.duplicate, not_copied(values, others[0], extent.start))
         else:
             paths = (slots[0].spans[0].path, slots[1].spans[0].path)
             unequal = not_rounded(values, others[0], slots[1].dtype, extent.start)
-            _add(found.compared, (work.subject.number, *paths, NO_SUM, NO_SUM), unequal)
+            _add(found.compared, (work.subject, *paths, None, None), unequal)

@@ -15,25 +15,23 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from zckpt.compare.weights import comparable, steps_weights
-from zckpt.engine.checking import Sum
+from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Duplicate, Extent, Parameter, Slot, Span
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
-from zckpt.state.ranges import merge, without
+from zckpt.state.ranges import Range, merge, without
 from zckpt.state.spans import Spans
-
-NO_SUM = -1
-"""Of bytes that no checksum covers."""
 
 PARAMETER, BUFFER, PADDING = "parameter", "buffer", "padding"
 
@@ -49,9 +47,9 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """Subjects of one kind and slot that are cut alike, by number: a file has them as one piece."""
+    """Subjects of one kind and slot that are cut alike: a file has them as one piece."""
 
-    subjects: tuple[int, ...]
+    subjects: tuple[Subject, ...]
     cuts: Cuts
     file: int
 
@@ -65,7 +63,7 @@ class Piece:
     """Elements that lie end to end; `first` is the index of the first in the flattened box.
 
     They are of one subject; or of `many`, of which this is one, and `first` is that in the tensor of the file. Of
-    masters, `partner` is their weights, in the same order, with the index of the checksum that covers these.
+    masters, `partner` is their weights, in the same order, with the checksum that covers these.
     """
 
     subject: Subject
@@ -77,7 +75,7 @@ class Piece:
     first: int
     partner: Piece | None = None
     many: Many | None = None
-    checksum: int = NO_SUM
+    checksum: Sum | None = None
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +141,6 @@ class Inventory:
 
     Parameters
     ----------
-    subjects : list of Subject
     pieces : dict of str to list of Piece
         By file.
     claimed : dict of str to list of (int, int)
@@ -152,42 +149,15 @@ class Inventory:
     duplicates : list of Duplicate
     """
 
-    subjects: list[Subject] = field(default_factory=list)
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     claimed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     apart: list[Scattered] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
 
 
-class SumIndex:
-    """Finds the checksum that covers a byte."""
-
-    def __init__(self, sums: Sequence[Sum]) -> None:
-        self._intervals: dict[str, list[tuple[int, int, int]]] = {}
-        for number, one in enumerate(sums):
-            self._intervals.setdefault(one.path, []).append((one.offset, one.offset + one.nbytes, number))
-        for intervals in self._intervals.values():
-            intervals.sort()
-
-    def of(self, path: str) -> list[tuple[int, int, int]]:
-        """Return begin, end and index of the checksums of a file."""
-        return self._intervals.get(path, [])
-
-    def at(self, path: str, offset: int) -> int:
-        """Return the index of the one that covers a byte; `NO_SUM` if none does."""
-        intervals = self.of(path)
-        found = bisect_right(intervals, (offset, float("inf"), 0)) - 1
-        return intervals[found][2] if found >= 0 and offset < intervals[found][1] else NO_SUM
-
-
-def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
+def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
     """Return all elements of a checkpoint: pieces that lie end to end, and what does not."""
-    found = Inventory()
-
-    def subject_of(kind: str, name: str, slot: str) -> Subject:
-        found.subjects.append(Subject(len(found.subjects), kind, name, slot))
-        return found.subjects[-1]
-
+    found, numbers = Inventory(), count()
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
     rounded = not steps_weights(checkpoint)
@@ -198,7 +168,7 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
         held = rounded and _is_compared(parameter)
         partners = _partners(parameter, free) if held else None
         for key in sorted(parameter.slots, key=lambda key: (key != WEIGHT, key != MASTER)):  # a partner comes first
-            slot, subject = parameter.slots[key], subject_of(kind, parameter.name, key)
+            slot, subject = parameter.slots[key], Subject(next(numbers), kind, parameter.name, key)
             if key == MASTER and partners is None and held:
                 both = stored_once([slot, parameter.slots[WEIGHT]])
                 found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape)))
@@ -218,20 +188,20 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
                     found.claimed.setdefault(span.path, []).append((piece.offset, piece.end))
                     continue
                 if key == MASTER and partners:
-                    weights = _piece(
-                        partners[span.extent.offsets, span.extent.sizes], found.subjects[subject.number - 1]
-                    )
-                    checksum = sums.at(weights.path, weights.offset)
+                    weights = _piece(partners[span.extent.offsets, span.extent.sizes], subject._replace(slot=WEIGHT))
+                    checksum = checks.at(weights.path, weights.offset)
                     weights = replace(weights.part(span.extent.start, span.extent.numel), checksum=checksum)
                     piece = replace(piece, partner=weights)
                 found.pieces.setdefault(span.path, []).append(piece)
     rules.put(found.pieces)
     for one in (one for padding in checkpoint.padding for one in padding.zeros):
-        piece = Piece(subject_of(PADDING, "", one.slot), one.path, one.offset, one.nbytes, "uint8", "little", 0)
+        piece = Piece(
+            Subject(next(numbers), PADDING, "", one.slot), one.path, one.offset, one.nbytes, "uint8", "little", 0
+        )
         found.pieces.setdefault(one.path, []).append(piece)
     found.duplicates += checkpoint.duplicates
     for number, duplicate in enumerate(checkpoint.duplicates):
-        subject = subject_of(PARAMETER, duplicate.name, duplicate.slot.name)
+        subject = Subject(next(numbers), PARAMETER, duplicate.name, duplicate.slot.name)
         both = stored_once([duplicate.slot, duplicate.original])
         found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape), number))
     return found
@@ -269,7 +239,7 @@ class _Rules:
         numbers = [number for number, _, _ in self._found]
         for (number, _, _), some in self._found.items():
             first, files = some[0][0], some[0][1].files
-            cuts, subjects = Cuts([rule for _, rule in some]), tuple(subject.number for subject, _ in some)
+            cuts, subjects = Cuts([rule for _, rule in some]), tuple(subject for subject, _ in some)
             for file, (path, offset) in enumerate(zip(files.paths, files.offsets, strict=True)):
                 many = Many(subjects, cuts, file)
                 ranges = cuts.of(file).tolist()
@@ -344,7 +314,7 @@ class Block:
     path: str
     offset: int
     size: int
-    checksum: int
+    checksum: Sum | None
     pieces: tuple[Piece, ...] = ()
 
     @property
@@ -366,7 +336,7 @@ class Block:
 Work = Block | Scattered
 
 
-def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int) -> Iterator[Block]:
+def blocks(inventory: Inventory, checks: Checks, paths: Sequence[str], most: int) -> Iterator[Block]:
     """Yield the blocks, of at most so many bytes, of all files."""
     for path in paths:
         pieces: list[Piece] = []
@@ -376,18 +346,23 @@ def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int
             (overlapping if piece.offset < end else pieces).append(piece)
             end = max(end, piece.end)
         claimed = merge(inventory.claimed.get(path, []))
-        intervals = [(*rest, number) for low, high, number in sums.of(path) for rest in without([(low, high)], claimed)]
-        summed = [(low, high) for low, high, _ in intervals]
-        others = merge((piece.offset, piece.end) for piece in pieces)
-        intervals += [(*rest, NO_SUM) for rest in without(others, summed)]
-        yield from _cut(path, sorted(intervals), pieces, most)
+        summed = [
+            rest
+            for one in checks.sums.get(path, ())
+            for rest in without([(one.offset, one.offset + one.nbytes)], claimed)
+        ]
+        others = without(merge((piece.offset, piece.end) for piece in pieces), summed)
+        yield from _cut(path, sorted(summed + others), pieces, most, checks)
         for piece in overlapping:
-            yield from _cut(path, [(piece.offset, piece.end, NO_SUM)], [piece], most)
+            yield from _cut(path, [(piece.offset, piece.end)], [piece], most)
 
 
-def _cut(path: str, intervals: Sequence[tuple[int, int, int]], pieces: Sequence[Piece], most: int) -> Iterator[Block]:
+def _cut(
+    path: str, ranges: Iterable[Range], pieces: Sequence[Piece], most: int, checks: Checks | None = None
+) -> Iterator[Block]:
     at = 0
-    for low, high, number in intervals:
+    for low, high in ranges:
+        checksum = None if checks is None else checks.at(path, low)
         begin = low
         while begin < high:
             end = min(begin + most, high)
@@ -402,5 +377,5 @@ def _cut(path: str, intervals: Sequence[tuple[int, int, int]], pieces: Sequence[
                 if piece.offset < end:
                     inside.append(piece.within(begin, end))
                 here += 1
-            yield Block(path, begin, end - begin, number, tuple(inside))
+            yield Block(path, begin, end - begin, checksum, tuple(inside))
             begin = end

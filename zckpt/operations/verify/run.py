@@ -170,10 +170,10 @@ def _deep(
     how: dict[str, Any],
 ) -> Iterator[Finding]:
     """Read every byte once."""
-    from zckpt.engine.checking import Sum
+    from zckpt.engine.checking import Checks, Sum
     from zckpt.formats.survey import checksums
     from zckpt.operations.verify.deep import run
-    from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
+    from zckpt.operations.verify.inventory import Inventory, take_inventory
     from zckpt.operations.verify.weights import damage_findings
     from zckpt.torchfile import AlikeRecords
 
@@ -189,10 +189,10 @@ def _deep(
             empty += len(records) - len(filled)
         except SourceError as error:
             errors.append(error)
-    index = SumIndex(sums)
-    inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
+    checks = Checks(sums)
+    inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, checks)
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
-    outcome, wrong = run(inventory, sums, index, paths, **how)
+    outcome, wrong = run(inventory, checks, paths, **how)
     counts |= {"nbytes": outcome.nbytes, "elements": outcome.elements, "checksums": outcome.checksums + empty}
     yield from map(finding_of, [*errors, *outcome.errors])
-    yield from damage_findings(outcome, inventory, sums, wrong, checkpoint)
+    yield from damage_findings(outcome, inventory, wrong, checkpoint)

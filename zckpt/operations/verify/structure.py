@@ -19,12 +19,11 @@ from zckpt.codes import (
     STEPS_DIFFER,
 )
 from zckpt.engine.plan import check_covered
-from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of, findings_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Slot, as_float, number_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
 from zckpt.state.inventory import Item
 
 
@@ -81,7 +80,7 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
                 if odd := _other_dtype(one):
                     holes.setdefault((DTYPES_DIFFER, key, odd[0]), []).append((parameter.name, odd[1]))
                 try:
-                    check_covered(Hole(0, f"{key}/{parameter.name}", one, Extent.whole(slot.shape), slot.dtype))
+                    check_covered(one, f"{key}/{parameter.name}")
                 except LayoutError as error:
                     lacking = _without(parameter, one)
                     code = SLOT_MISSING if lacking else COVERAGE

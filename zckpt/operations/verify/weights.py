@@ -24,7 +24,7 @@ from zckpt.engine.checking import Sum
 from zckpt.errors import listed
 from zckpt.operations.verify.deep import Outcome, Tally
 from zckpt.operations.verify.findings import Finding
-from zckpt.operations.verify.inventory import BUFFER, NO_SUM, Inventory
+from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
 from zckpt.state import Checkpoint, Slot, Span, Spans
 
@@ -79,53 +79,45 @@ def weight_findings(compared: Iterable[Comparison]) -> Iterator[Finding]:
 
 
 def damage_findings(
-    outcome: Outcome,
-    inventory: Inventory,
-    sums: Sequence[Sum],
-    wrong: Mapping[int, int],
-    checkpoint: Checkpoint | None,
+    outcome: Outcome, inventory: Inventory, wrong: Mapping[Sum, int], checkpoint: Checkpoint | None
 ) -> Iterator[Finding]:
     """Yield findings about checksums, elements, weights and copies.
 
-    `wrong`: index of each damaged record to the CRC-32 of what is there; no checkpoint: it could not be opened.
+    `wrong`: damaged records, each with the CRC-32 of what is there; no checkpoint: it could not be opened.
     """
-    suspects: dict[int, set[str]] = {}  # by damaged record, in whose elements something is wrong
+    suspects: dict[Sum | None, set[str]] = {}  # by damaged record, in whose elements something is wrong
     for subject, checksum in outcome.tallies:
         if checksum in wrong:
-            suspects.setdefault(checksum, set()).add(inventory.subjects[subject].name)
+            suspects.setdefault(checksum, set()).add(subject.name)
     compared = []
     for (subject, path, weight_path, *checksums), unequal in outcome.compared.items():
-        name, damaged = inventory.subjects[subject].name, wrong.keys() & checksums
+        damaged = [one for one in checksums if one in wrong]
         for checksum in damaged if unequal.count else ():
-            suspects.setdefault(checksum, set()).add(name)
+            suspects.setdefault(checksum, set()).add(subject.name)
         if not damaged:
-            compared.append(Comparison(name, path, weight_path, unequal.numel, unequal.count, unequal.detail))
-    yield from _damaged(sums, wrong, suspects, checkpoint)
-    yield from _elements(outcome, inventory, sums, wrong)
+            compared.append(Comparison(subject.name, path, weight_path, unequal.numel, unequal.count, unequal.detail))
+    yield from _damaged(wrong, suspects, checkpoint)
+    yield from _elements(outcome, inventory, wrong)
     yield from weight_findings(compared)
-    yield from _copies(outcome, inventory, [sums[number] for number in wrong])
+    yield from _copies(outcome, inventory, wrong)
 
 
 def _damaged(
-    sums: Sequence[Sum],
-    wrong: Mapping[int, int],
-    suspects: Mapping[int, set[str]],
-    checkpoint: Checkpoint | None,
+    wrong: Mapping[Sum, int], suspects: Mapping[Sum | None, set[str]], checkpoint: Checkpoint | None
 ) -> Iterator[Finding]:
     """Yield a finding for each damaged record, with the parameters and buffers that have elements in it."""
-    paths = {sums[number].path for number in wrong}
+    paths = {one.path for one in wrong}
     held: dict[str, list[tuple[int, int, str, str]]] = {}
     for parameter in checkpoint.holders() if checkpoint is not None and wrong else ():
         for key, slot in parameter.slots.items():
             for span in _spans(slot, paths):
                 held.setdefault(span.path, []).append((*span.reach, parameter.name, key))
-    for number, crc in sorted(wrong.items()):
-        one = sums[number]
+    for one, crc in sorted(wrong.items(), key=lambda item: (item[0].path, item[0].offset)):
         inside: dict[str, str] = {}
         for begin, end, name, key in held.get(one.path, ()):
             if begin < one.offset + one.nbytes and one.offset < end:
                 inside.setdefault(name, key)
-        names = [name for name in inside if name in suspects.get(number, ())] or list(inside)
+        names = [name for name in inside if name in suspects.get(one, ())] or list(inside)
         what = f": {', '.join(dict.fromkeys(inside[name] for name in names))} of {listed(names)}" if names else ""
         yield Finding(
             CHECKSUM,
@@ -147,26 +139,23 @@ def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
     ]
 
 
-def _elements(
-    outcome: Outcome, inventory: Inventory, sums: Sequence[Sum], wrong: Mapping[int, int]
-) -> Iterator[Finding]:
+def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | None]) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
     groups: dict[tuple[str, str, str | None], list[tuple[str, Tally]]] = {}  # by code, slot and file
-    unsummed = {number for number, checksum in outcome.tallies if checksum == NO_SUM}
-    files: dict[int, str] = {}
+    unsummed = {subject for subject, checksum in outcome.tallies if checksum is None}
+    files: dict[Subject, str] = {}
     for where in sorted(inventory.pieces) if unsummed else ():
         for one in inventory.pieces[where]:
             many = one.many
             if many is None or unsummed.isdisjoint(many.subjects):
-                files.setdefault(one.subject.number, where)
+                files.setdefault(one.subject, where)
                 continue
             for index, *_ in many.within(one.first, one.first + one.numel).tolist():
                 files.setdefault(many.subjects[index], where)
-    for (number, checksum), tally in sorted(outcome.tallies.items()):
+    for (subject, checksum), tally in sorted(outcome.tallies.items(), key=lambda item: item[0][0]):
         if checksum in wrong:
             continue
-        subject = inventory.subjects[number]
-        path = sums[checksum].path if checksum != NO_SUM else files.get(number)
+        path = files.get(subject) if checksum is None else checksum.path
         codes = {
             PADDING: subject.kind == PADDING_KIND,
             BUFFER_NAN: subject.kind == BUFFER and tally.nan,
@@ -204,7 +193,7 @@ def _message(code: str, slot: str, names: Sequence[str], tallies: Sequence[Tally
     return f"{of}: {' and '.join(f'{n} {kind}' for n, kind in kinds if n)}"
 
 
-def _copies(outcome: Outcome, inventory: Inventory, damaged: Sequence[Sum]) -> Iterator[Finding]:
+def _copies(outcome: Outcome, inventory: Inventory, damaged: Collection[Sum]) -> Iterator[Finding]:
     codes = {"tied": TIED_DIFFER, "parameter": REPLICAS_DIFFER, "buffer": BUFFERS_DIFFER}
     for number, unequal in sorted(outcome.duplicates.items()):
         one = inventory.duplicates[number]
