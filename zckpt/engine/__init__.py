@@ -12,6 +12,8 @@ decided here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
@@ -42,3 +44,14 @@ class SilentReporter:
 
     def end(self) -> None:
         """Do nothing."""
+
+
+@contextmanager
+def reporting(reporter: Reporter | None, nbytes: int) -> Iterator[Reporter]:
+    """Let a reporter hear of work on so many bytes, that it begins, and in any case that it ends."""
+    progress = reporter or SilentReporter()
+    progress.begin(nbytes)
+    try:
+        yield progress
+    finally:
+        progress.end()

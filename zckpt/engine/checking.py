@@ -194,12 +194,7 @@ class Checks:
                 self._overflowed.append(each)
                 continue
             one = self.at(each.path, each.offset)
-            if (
-                one is None
-                or each.offset + each.nbytes > one.offset + one.nbytes
-                or not each.nbytes
-                or one in self._done
-            ):
+            if one is None or one in self._done or not 0 < each.nbytes <= one.offset + one.nbytes - each.offset:
                 continue  # in none, or in several
             if each.nbytes == one.nbytes and each.crc32 is not None:
                 self._note(one, each.crc32)

@@ -20,7 +20,7 @@ from zckpt.engine.copy import converted, elements, is_endless, overflowed
 from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import GAP_NBYTES
-from zckpt.engine.workers import grouped
+from zckpt.engine.workers import batched
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found
@@ -88,7 +88,7 @@ class Mover:
                 seen += map(self._write_one, some)
                 continue
             small = (one for one in some if isinstance(one, Piece))
-            for group in grouped(small, lambda one: one.copies[0].source_nbytes, len(self.buffer)):
+            for group in batched(small, lambda one: one.copies[0].source_nbytes, len(self.buffer)):
                 seen += self._write_small(group) if len(group) > 1 else [self._write_one(group[0])]
         return seen
 
@@ -133,7 +133,7 @@ class Mover:
             self.sources.seen.append(Seen(source.path, source.offset, piece.nbytes, crc))
         return crc if summed else None
 
-    def _write_small(self, group: list[Piece]) -> list[Seen]:
+    def _write_small(self, group: Sequence[Piece]) -> list[Seen]:
         """Write small pieces whose elements lie end to end on both sides, and fit the buffer together."""
         placed = self._read_small(group)
         placed.sort(key=lambda one: one[0].offset)
@@ -160,7 +160,7 @@ class Mover:
         self._write_views(views, first)
         return seen
 
-    def _read_small(self, group: list[Piece]) -> list[tuple[Piece, int]]:
+    def _read_small(self, group: Sequence[Piece]) -> list[tuple[Piece, int]]:
         """Read what pieces need, by file and offset, over small gaps as far as there is room; return where each is."""
         needed = [(piece.copies[0].sources[0], piece.copies[0].source_nbytes, piece) for piece in group]
         needed.sort(key=lambda one: (one[0].path, one[0].offset))

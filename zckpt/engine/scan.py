@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, reporting
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import pieces_of, ranges_read, read_piece
 from zckpt.engine.fine import fine_cut
@@ -28,7 +28,7 @@ from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
-from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget, grouped
+from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.boxes import SpanIndexes
@@ -163,10 +163,8 @@ def scan(
     for one in sets:
         for slot in one.slots:
             refuse_endless(slot, one.label)
-    progress = reporter or SilentReporter()
     total = sum(one.numel * itemsize(one.dtypes[0]) for one in sets)
-    progress.begin(total)
-    try:
+    with reporting(reporter, total) as progress:
         threads, besides = (WRITERS, BUFFERS_OF_DIRECT) if direct else (READERS, 0)  # who reads so waits for the disk
         if numel is None:
             share = budget(memory, threads, buffers=BUFFERS_PER_WORKER + besides, most=BLOCK_NBYTES)
@@ -184,8 +182,6 @@ def scan(
                 for batch, found in results:
                     progress.advance(_batch_nbytes(batch))
                     yield from found
-    finally:
-        progress.end()
 
 
 def _batch_nbytes(batch: Sequence[Block]) -> int:
@@ -241,7 +237,7 @@ def look_at_batch(
     every = (piece for some in planned for each in some for piece in each)
     with Sources(direct) as sources, ahead(ranges_read(every)):
         found = iter(planned)
-        for some in grouped(batch, lambda block: block.nbytes * len(_cuts(block)), most):
+        for some in batched(batch, lambda block: block.nbytes * len(_cuts(block)), most):
             cuts = [part for block in some for part in _cuts(block)]
             read = iter(arrays_of(cuts, sources, most))
             for block in some:

@@ -16,7 +16,7 @@ import numpy as np
 
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.fine import MOST_NBYTES, Cut
-from zckpt.engine.workers import grouped
+from zckpt.engine.workers import batched
 from zckpt.state import CutFiles
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range, ahead
@@ -73,7 +73,7 @@ def read_together(cuts: Sequence[Cut], into: memoryview, sources: Sources, most:
     with ahead(window for window, _ in joined):
         for (path, offset, nbytes), position in joined:
             sources.read(path, offset, into[position : position + nbytes])
-    for tables in grouped(fine, lambda table: table.nbytes, most):  # of all, what is in one file before another
+    for tables in batched(fine, lambda table: table.nbytes, most):  # of all, what is in one file before another
         windows = sorted((*window, number) for number, table in enumerate(tables) for window in table.windows())
         with ahead(window for window, _, _ in windows):
             for window, file, number in windows:

@@ -20,7 +20,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Protocol, runtime_checkable
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, reporting
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
 from zckpt.engine.copy import elements, overflowed, pieces, ranges_read
 from zckpt.engine.packs import Pack
@@ -124,20 +124,17 @@ def upload(
     TargetError
         What a sink raises.
     """
-    progress, checks = reporter or SilentReporter(), checks or Checks()
+    checks = checks or Checks()
     memory = buffers_within(memory)
     step = min(max(memory // 12, LEAST_PART_NBYTES), MOST_PART_NBYTES)
     count = min(max(memory // (2 * step + DIRECT_NBYTES * direct), SENDERS[0]), SENDERS[-1])
-    progress.begin(plan.copy_nbytes)
-    try:
-        with Workers(range(count, count + 1), here=True, at_once=count) as workers:
-            how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)), workers)
-            for _, (read, nbytes) in workers.run(lambda work: work(), _work(plan, sinks, step, how), Portions()):
-                checks.add(read)
-                progress.advance(nbytes)
-            return checks.finish(workers.map)
-    finally:
-        progress.end()
+    workers = Workers(range(count, count + 1), here=True, at_once=count)
+    with reporting(reporter, plan.copy_nbytes) as progress, workers:
+        how = _How(checks, DIRECT_NBYTES if direct else 0, Room(max(memory, LEAST_MEMORY_NBYTES)), workers)
+        for _, (read, nbytes) in workers.run(lambda work: work(), _work(plan, sinks, step, how), Portions()):
+            checks.add(read)
+            progress.advance(nbytes)
+        return checks.finish(workers.map)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,34 +59,20 @@ def running_on(executor: Executor | None) -> Iterator[None]:
 
 
 def batched(
-    items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int | None = None
+    items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int = BATCH_NBYTES
 ) -> Iterator[tuple[Item, ...]]:
-    """Yield items in batches of about `most` bytes, by default `BATCH_NBYTES`."""
+    """Yield items in batches of at most `most` bytes; one that is larger is a batch."""
     batch: list[Item] = []
-    nbytes = 0
-    for item in items:
-        batch.append(item)
-        nbytes += nbytes_of(item)
-        if nbytes >= (most or BATCH_NBYTES) or len(batch) >= BATCH_ITEMS:
-            yield tuple(batch)
-            batch, nbytes = [], 0
-    if batch:
-        yield tuple(batch)
-
-
-def grouped(items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """Yield items in groups of at most `most` bytes; one that is larger is a group."""
-    group: list[Item] = []
     total = 0
     for item in items:
         nbytes = nbytes_of(item)
-        if group and total + nbytes > most:
-            yield group
-            group, total = [], 0
-        group.append(item)
+        if batch and (total + nbytes > most or len(batch) == BATCH_ITEMS):
+            yield tuple(batch)
+            batch, total = [], 0
+        batch.append(item)
         total += nbytes
-    if group:
-        yield group
+    if batch:
+        yield tuple(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +86,7 @@ class Budget:
     nbytes: int
 
 
-def budget(
-    memory: int, threads: range, *, buffers: int, most: int, least: int = LEAST_BUFFER_NBYTES, here: bool = False
-) -> Budget:
+def budget(memory: int, threads: range, *, buffers: int, most: int, least: int = LEAST_BUFFER_NBYTES) -> Budget:
     """Divide memory among all that run at once: threads of this process, or all workers of an executor together.
 
     Where a limit of the process leaves less than that, it is what the limit leaves. Where memory is too little for the
@@ -116,19 +100,11 @@ def budget(
         Held by each batch while it runs.
     most, least : int, bytes
         Of a buffer.
-    here
-        As for `Workers`.
     """
     memory = buffers_within(memory)
-    at_once = max(min(_at_once(_given(here=here), threads), memory // (buffers * least)), 1)
+    at_once = max(min(_at_once(_EXECUTOR.get(), threads), memory // (buffers * least)), 1)
     nbytes = min(memory // at_once // buffers, most)
     return Budget(at_once, max(nbytes - nbytes % LEAST_BUFFER_NBYTES, least))
-
-
-def _given(*, here: bool) -> Executor | None:
-    """Return the executor of `running_on`, if what is run can run there."""
-    given = _EXECUTOR.get()
-    return None if here and not isinstance(given, ThreadPoolExecutor) else given
 
 
 def _at_once(given: Executor | None, threads: range) -> int:
@@ -151,7 +127,9 @@ class Workers:
 
     def __init__(self, threads: range, *, here: bool = False, at_once: int | None = None) -> None:
         confine_threads()
-        given = _given(here=here)
+        given = _EXECUTOR.get()
+        if here and not isinstance(given, ThreadPoolExecutor):
+            given = None
         count = _at_once(given, threads)
         self._at_once = min(at_once or count, count)
         self._is_own = given is None

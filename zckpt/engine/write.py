@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, reporting
 from zckpt.engine.cast import cast, is_finite
 from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import pieces, ranges_read
@@ -101,11 +101,10 @@ def write(
     OSError
         A file cannot be written.
     """
-    progress, checks = reporter or SilentReporter(), checks or Checks()
+    checks = checks or Checks()
     if journal is not None and not journal.is_worth_it:
         journal = None
-    progress.begin(plan.copy_nbytes)
-    try:
+    with reporting(reporter, plan.copy_nbytes) as progress:
         held = BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct
         share = budget(memory, WRITERS, buffers=held, most=BATCH_NBYTES)
         with Workers(WRITERS, at_once=share.at_once) as workers:
@@ -130,8 +129,6 @@ def write(
                 progress.advance(_task_nbytes(task))
             files.finish()
             return checks.finish(workers.map)
-    finally:
-        progress.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from zckpt.compare.logical import named
 from zckpt.compare.slots import Tolerance, measure, pair
-from zckpt.engine import SilentReporter
+from zckpt.engine import reporting
 from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
@@ -108,9 +108,8 @@ def series(
     if not keys:
         raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
     found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
-    progress = shared["reporter"] or SilentReporter()
-    progress.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
-    with using(shared["executor"]):
+    nbytes = sum(slot.nbytes for one in held[1:] for slot in one.values())
+    with reporting(shared["reporter"], nbytes) as progress, using(shared["executor"]):
         for index, (before, after) in enumerate(pairwise(held), 1):
             both = [key for key in after if key in before and before[key].shape == after[key].shape]
             sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in both]
@@ -120,5 +119,4 @@ def series(
                 found[key].norm[index - 1 : index + 1] = [one.norm_a, one.norm_b]
                 found[key].change[index] = one.rel_l2 if one.squares_a or one.squares else 0.0
             progress.advance(sum(slot.nbytes for slot in after.values()))
-    progress.end()
     return Series(checkpoints, list(found.values()))

@@ -6,18 +6,18 @@ of slots only. A block that cannot be read is an error among what was found, and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar
 
 import numpy as np
 
 from zckpt.compare import weights
 from zckpt.compare.slots import unequal_bits
-from zckpt.engine import Reporter, SilentReporter
+from zckpt.engine import Reporter, reporting
 from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.engine.copy import read_extent
@@ -83,7 +83,7 @@ class Tally:
     def __bool__(self) -> bool:
         return bool(self.nan or self.inf or self.negative or self.nonzero)
 
-    def plus(self, other: Tally) -> Tally:
+    def __add__(self, other: Tally) -> Tally:
         """Return the tally of both."""
         if not self or not other:
             return self or other
@@ -113,7 +113,7 @@ def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
         below = values < 0
         if odd is not None and below.any():
             below &= ~odd
-        found = found.plus(Tally(negative=int(np.count_nonzero(below)), first=first + int(np.argmax(below))))
+        found += Tally(negative=int(np.count_nonzero(below)), first=first + int(np.argmax(below)))
     return found
 
 
@@ -146,12 +146,12 @@ def typed(data: Array, dtype: str, byteorder: str) -> Array:
 class Unequal:
     """Of elements that were compared, how many differ, and the first of them."""
 
-    numel: int
+    numel: int = 0
     count: int = 0
     first: int = 0
     detail: str = ""
 
-    def plus(self, other: Unequal) -> Unequal:
+    def __add__(self, other: Unequal) -> Unequal:
         """Return the comparison of both."""
         first = min((one for one in (self, other) if one.count), key=lambda one: one.first, default=self)
         return Unequal(self.numel + other.numel, self.count + other.count, first.first, first.detail)
@@ -182,11 +182,6 @@ def not_copied(copy: Array, original: Array, first: int) -> Unequal:
 
 Batch = tuple[Work, ...]
 
-Key = TypeVar("Key")
-
-
-Found = TypeVar("Found", Tally, Unequal)
-
 Pair = tuple[Subject, str, str, Sum | None, Sum | None]
 """Of a comparison: the subject, the file of the masters and that of the weights, and their checksums."""
 
@@ -213,9 +208,9 @@ class Outcome:
     """
 
     nbytes: int = 0
-    tallies: dict[tuple[Subject, Sum | None], Tally] = field(default_factory=dict)
-    compared: dict[Pair, Unequal] = field(default_factory=dict)
-    duplicates: dict[int, Unequal] = field(default_factory=dict)
+    tallies: dict[tuple[Subject, Sum | None], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    compared: dict[Pair, Unequal] = field(default_factory=lambda: defaultdict(Unequal))
+    duplicates: dict[int, Unequal] = field(default_factory=lambda: defaultdict(Unequal))
     seen: list[Seen] = field(default_factory=list)
     errors: list[SourceError] = field(default_factory=list)
     elements: int = 0
@@ -224,11 +219,11 @@ class Outcome:
     def add(self, other: Outcome) -> None:
         """Add what a task has found."""
         for key, one in other.tallies.items():
-            _add(self.tallies, key, one)
+            self.tallies[key] += one
         for pair, unequal in other.compared.items():
-            _add(self.compared, pair, unequal)
+            self.compared[pair] += unequal
         for number, unequal in other.duplicates.items():
-            _add(self.duplicates, number, unequal)
+            self.duplicates[number] += unequal
         self.errors += other.errors
         self.elements += other.elements
 
@@ -238,18 +233,14 @@ class Outcome:
         if piece.many is None:
             self.elements += piece.numel
             if wrong:
-                _add(self.tallies, (piece.subject, checksum), wrong)
+                self.tallies[piece.subject, checksum] += wrong
             return
         shares = piece.many.within(piece.first, piece.first + piece.numel)
         self.elements += int((shares[:, 2] - shares[:, 1]).sum())
         for index, begin, end, first in shares.tolist() if wrong else ():
             some = values[begin - piece.first : end - piece.first]
             if its := tally(some, piece.dtype, piece.subject, first):
-                _add(self.tallies, (piece.many.subjects[index], checksum), its)
-
-
-def _add(found: dict[Key, Found], key: Key, one: Found) -> None:
-    found[key] = found[key].plus(one) if key in found else one
+                self.tallies[piece.many.subjects[index], checksum] += its
 
 
 def run(
@@ -261,23 +252,20 @@ def run(
     """
     share = budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct, most=BLOCK_NBYTES)
     work: list[Work] = [*blocks(inventory, checks, paths, share.nbytes), *inventory.apart]
-    outcome, progress = Outcome(_nbytes(work)), reporter or SilentReporter()
+    outcome = Outcome(_nbytes(work))
     portions: Portions[Batch] = Portions(
         outcome.nbytes, _nbytes, lambda batch: (path for one in batch for path in one.paths)
     )
     look = partial(_run_batch, share.nbytes, [], share.nbytes if direct else 0)
-    progress.begin(outcome.nbytes)
-    try:
-        with (
-            Workers(WRITERS, at_once=share.at_once) as workers,
-            closing(workers.run(look, batched(work, attrgetter("nbytes")), portions)) as results,
-        ):
-            for batch, found in results:
-                outcome.add(found)
-                checks.add(found.seen)
-                progress.advance(_nbytes(batch))
-    finally:
-        progress.end()
+    with (
+        reporting(reporter, outcome.nbytes) as progress,
+        Workers(WRITERS, at_once=share.at_once) as workers,
+        closing(workers.run(look, batched(work, attrgetter("nbytes")), portions)) as results,
+    ):
+        for batch, found in results:
+            outcome.add(found)
+            checks.add(found.seen)
+            progress.advance(_nbytes(batch))
     empty = [(one, crc32(b"")) for some in checks.sums.values() for one in some if not one.nbytes]
     outcome.checksums = checks.count + len(empty)
     return outcome, {one: crc for one, crc in [*checks.wrong, *empty] if crc != one.crc32}
@@ -338,7 +326,7 @@ def _look_at_block(found: Outcome, block: Block, rooms: Rooms, sources: Sources)
         weights = typed(read(its.path, its.offset, its.nbytes, its.checksum, rooms[1], 0), its.dtype, its.byteorder)
         found.look(its, its.checksum, weights)
         pair = (piece.subject, block.path, its.path, block.checksum, its.checksum)
-        _add(found.compared, pair, not_rounded(values, weights, its.dtype, piece.first))
+        found.compared[pair] += not_rounded(values, weights, its.dtype, piece.first)
 
 
 def _look_at_scattered(found: Outcome, work: Scattered, most: int, sources: Sources) -> None:
@@ -352,10 +340,9 @@ def _look_at_scattered(found: Outcome, work: Scattered, most: int, sources: Sour
         if not others:
             found.elements += extent.numel
             if wrong := tally(values, slots[0].dtype, work.subject, extent.start):
-                _add(found.tallies, (work.subject, None), wrong)
+                found.tallies[work.subject, None] += wrong
         elif work.duplicate is not None:
-            _add(found.duplicates, work.duplicate, not_copied(values, others[0], extent.start))
+            found.duplicates[work.duplicate] += not_copied(values, others[0], extent.start)
         else:
-            paths = (slots[0].spans[0].path, slots[1].spans[0].path)
-            unequal = not_rounded(values, others[0], slots[1].dtype, extent.start)
-            _add(found.compared, (work.subject, *paths, None, None), unequal)
+            pair = (work.subject, slots[0].spans[0].path, slots[1].spans[0].path, None, None)
+            found.compared[pair] += not_rounded(values, others[0], slots[1].dtype, extent.start)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
@@ -146,13 +146,11 @@ class Inventory:
     claimed : dict of str to list of (int, int)
         Bytes of each file that are read with others, sorted.
     apart : list of Scattered
-    duplicates : list of Duplicate
     """
 
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     claimed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     apart: list[Scattered] = field(default_factory=list)
-    duplicates: list[Duplicate] = field(default_factory=list)
 
 
 def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
@@ -195,11 +193,9 @@ def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
                 found.pieces.setdefault(span.path, []).append(piece)
     rules.put(found.pieces)
     for one in (one for padding in checkpoint.padding for one in padding.zeros):
-        piece = Piece(
-            Subject(next(numbers), PADDING, "", one.slot), one.path, one.offset, one.nbytes, "uint8", "little", 0
-        )
+        subject = Subject(next(numbers), PADDING, "", one.slot)
+        piece = Piece(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
         found.pieces.setdefault(one.path, []).append(piece)
-    found.duplicates += checkpoint.duplicates
     for number, duplicate in enumerate(checkpoint.duplicates):
         subject = Subject(next(numbers), PARAMETER, duplicate.name, duplicate.slot.name)
         both = stored_once([duplicate.slot, duplicate.original])

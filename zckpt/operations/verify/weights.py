@@ -26,7 +26,7 @@ from zckpt.operations.verify.deep import Outcome, Tally
 from zckpt.operations.verify.findings import Finding
 from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
-from zckpt.state import Checkpoint, Slot, Span, Spans
+from zckpt.state import Checkpoint, Duplicate, Slot, Span, Spans
 
 MOST = 0.75
 """Share of a file's parameters that differ in a file of another step or run: all but those that were not trained."""
@@ -99,7 +99,7 @@ def damage_findings(
     yield from _damaged(wrong, suspects, checkpoint)
     yield from _elements(outcome, inventory, wrong)
     yield from weight_findings(compared)
-    yield from _copies(outcome, inventory, wrong)
+    yield from _copies(outcome, [] if checkpoint is None else checkpoint.duplicates, wrong)
 
 
 def _damaged(
@@ -193,10 +193,10 @@ def _message(code: str, slot: str, names: Sequence[str], tallies: Sequence[Tally
     return f"{of}: {' and '.join(f'{n} {kind}' for n, kind in kinds if n)}"
 
 
-def _copies(outcome: Outcome, inventory: Inventory, damaged: Collection[Sum]) -> Iterator[Finding]:
+def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collection[Sum]) -> Iterator[Finding]:
     codes = {"tied": TIED_DIFFER, "parameter": REPLICAS_DIFFER, "buffer": BUFFERS_DIFFER}
     for number, unequal in sorted(outcome.duplicates.items()):
-        one = inventory.duplicates[number]
+        one = duplicates[number]
         if not unequal.count or any(
             record.path == span.path and span.reach[0] < record.offset + record.nbytes and record.offset < span.reach[1]
             for span in [*_spans(one.slot), *_spans(one.original)]
