@@ -124,14 +124,11 @@ class Copy:
     @property
     def is_bytewise(self) -> bool:
         """Whether both sides are the same bytes, end to end."""
-        size = itemsize(self.source_dtype)
         return (
-            len(self.sources) == 1
-            and self.source_dtype == self.target_dtype
+            self.source_dtype == self.target_dtype
             and not self.unresolved
-            and (self.byteorder == "little" or size == 1)
-            and self.strides == self.sources[0].strides == (size,)
-            and self.sources[0].path != ZEROS
+            and (self.byteorder == "little" or itemsize(self.source_dtype) == 1)
+            and self.is_linear
         )
 
 

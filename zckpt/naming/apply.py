@@ -213,41 +213,6 @@ def arranged(target: Arrangement, sources: Sequence[tuple[Arrangement, Slot]]) -
     return reshape(transpose(whole, target.order), target.shape)
 
 
-def both_arranged(
-    name: str, instance: Instance, targets: Sequence[Tensor], sizes: Sizes
-) -> tuple[list[Arrangement], list[Arrangement], list[str]]:
-    """Return the arrangements of both sides' tensors, which have the same elements, and which of them are padding.
-
-    Raises UsageError: an element of one side is not once on the other, and no padding. `name`: of the map.
-    """
-    every = dict.fromkeys(letter for one in [*instance.sources, *targets] for letter in one.template.letters)
-    letters = tuple(letter for letter in every if letter not in instance.shared)
-    sides = [
-        [Arrangement.of(letters, one.template, one.indices, sizes) for one in side]
-        for side in (instance.sources, targets)
-    ]
-    whole = {letter: sizes.total(letter) for letter in letters}
-    numel = math.prod(whole.values())
-    for side in sides:
-        count = sum(math.prod(one.sizes) for one in side)
-        twice = overlap([(one.low, one.sizes) for one in side])
-        if twice or count > numel or (count < numel and not instance.rule.padded):
-            raise UsageError(
-                f"{name}: not every element of {instance.sources[0].name} is on both sides once",
-                expected=f"{numel} with {', '.join(f'{letter}={size}' for letter, size in whole.items())}",
-                found="some are there twice" if twice else count,
-            )
-    notes = []
-    for padded in instance.rule.padded:
-        at = letters.index(padded)
-        before, after = (max(one.low[at] + one.sizes[at] for one in side) for side in sides)
-        if before != after:
-            what = "are left out as padding" if after < before else "are added as padding, zero"
-            low, high = sorted((before, after))
-            notes.append(f"{name}: {padded} {low} to {high - 1} of {instance.sources[0].name} {what}")
-    return sides[0], sides[1], notes
-
-
 class Joined:
     """The parameters that tensors of the other side are made of: what they have in common, and their slots."""
 
@@ -433,8 +398,7 @@ class _Mapping:
             (template,), (parameter,) = templates, parameters
             self._keep(replace(parameter, name=template.name(instance.shared)), names, is_same=True)
             return
-        targets, sources, made, notes = self._arranged(instance)
-        self._notes += notes
+        targets, sources, made = self._arranged(instance)
         if all(one.tied_to is None for one in parameters):
             joined = Joined(self._checkpoint, self._map.name, parameters, sources)
             for one, arrangement in zip(targets, made, strict=True):
@@ -446,22 +410,50 @@ class _Mapping:
         else:
             self._keep(replace(parameters[0], name=targets[0].name, shape=made[0].shape), names)
 
-    def _arranged(self, instance: Instance) -> tuple[list[Tensor], list[Arrangement], list[Arrangement], list[str]]:
-        """Return the tensors of the other side, how those of both sides are arranged, and what to know of that."""
-        sizes = Sizes(self._map, instance.rule, self._config, instance.sources)
+    def _arranged(self, instance: Instance) -> tuple[list[Tensor], list[Arrangement], list[Arrangement]]:
+        """Return the tensors of the other side, and how those of both are arranged, which have the same elements.
+
+        Raises UsageError: an element of one side is not once on the other, and no padding.
+        """
+        rule, first, own = instance.rule, instance.sources[0].name, self._map.name
+        sizes = Sizes(self._map, rule, self._config, instance.sources)
         targets = []
-        for template in instance.rule.sides[self._fit.target]:
-            own = {letter: sizes.total(letter) for letter in template.indices if letter not in instance.shared}
-            if math.prod(own.values()) > MAXIMUM_TENSORS:
+        for template in rule.sides[self._fit.target]:
+            counts = {letter: sizes.total(letter) for letter in template.indices if letter not in instance.shared}
+            if math.prod(counts.values()) > MAXIMUM_TENSORS:
                 raise UsageError(
-                    f"{instance.sources[0].name} would be more tensors than a model has",
+                    f"{first} would be more tensors than a model has",
                     expected=f"at most {MAXIMUM_TENSORS}",
-                    found=", ".join(f"{letter}={size}" for letter, size in own.items()),
+                    found=", ".join(f"{letter}={size}" for letter, size in counts.items()),
                 )
-            for numbers in product(*map(range, own.values())):
-                indices = {**instance.shared, **dict(zip(own, numbers, strict=True))}
+            for numbers in product(*map(range, counts.values())):
+                indices = {**instance.shared, **dict(zip(counts, numbers, strict=True))}
                 targets.append(Tensor(template, indices, template.name(indices)))
-        return targets, *both_arranged(self._map.name, instance, targets, sizes)
+        every = dict.fromkeys(letter for one in [*instance.sources, *targets] for letter in one.template.letters)
+        letters = tuple(letter for letter in every if letter not in instance.shared)
+        sides = [
+            [Arrangement.of(letters, one.template, one.indices, sizes) for one in side]
+            for side in (instance.sources, targets)
+        ]
+        whole = {letter: sizes.total(letter) for letter in letters}
+        numel = math.prod(whole.values())
+        for side in sides:
+            count = sum(math.prod(one.sizes) for one in side)
+            twice = overlap([(one.low, one.sizes) for one in side])
+            if twice or count > numel or (count < numel and not rule.padded):
+                raise UsageError(
+                    f"{own}: not every element of {first} is on both sides once",
+                    expected=f"{numel} with {', '.join(f'{letter}={size}' for letter, size in whole.items())}",
+                    found="some are there twice" if twice else count,
+                )
+        for padded in rule.padded:
+            at = letters.index(padded)
+            before, after = (max(one.low[at] + one.sizes[at] for one in side) for side in sides)
+            if before != after:
+                what = "are left out as padding" if after < before else "are added as padding, zero"
+                low, high = sorted((before, after))
+                self._notes.append(f"{own}: {padded} {low} to {high - 1} of {first} {what}")
+        return targets, sides[0], sides[1]
 
     def _keep(self, parameter: Parameter, sources: Sequence[str], *, is_same: bool = False) -> None:
         before = self._made.get(parameter.name)
@@ -473,7 +465,7 @@ class _Mapping:
 
     def give(self, instance: Instance, whole: Parameter) -> None:
         """Give tensors of the other side, which are made already, the optimizer's state of what they are parts of."""
-        targets, sources, arrangements, _ = self._arranged(instance)
+        targets, sources, arrangements = self._arranged(instance)
         joined = Joined(self._checkpoint, self._map.name, [whole], sources)
         for target, arrangement in zip(targets, arrangements, strict=True):
             taken = joined.parameter(target.name, arrangement)
