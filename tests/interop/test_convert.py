@@ -15,15 +15,11 @@ import zckpt
 from tests import gloo
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
-from tests.interop.test_reshard import TOLERANCE
+from tests.interop.cut import TOLERANCE, spec
 from tests.pairwise import each, some
 from tests.truth import Truth
 
 pytestmark = pytest.mark.interop
-
-
-def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **changes})
 
 
 RING: list[tuple[str, dict[str, Any]]] = [

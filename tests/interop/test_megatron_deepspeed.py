@@ -19,12 +19,12 @@ from tests import gloo
 from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.gpt_pipe import FRONT, HEADS, HIDDEN, METHOD, kind_of, padded
 from tests.deepspeed_engine.models import SEQUENCE, VOCABULARY
+from tests.interop.cut import TOLERANCE
 from tests.pairwise import some
 from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
 
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 SLOTS = {"fp32": "master", "module": "weight"}
 
 MakeIt = Callable[[Spec], Path]

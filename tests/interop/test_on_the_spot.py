@@ -10,7 +10,7 @@ import pytest
 
 import zckpt
 from tests.deepspeed_engine import Spec
-from tests.interop.test_reshard import small
+from tests.interop.cut import small
 from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated
 

@@ -2,7 +2,7 @@
 
 Compared bit for bit, as in `test_reshard`: masters, every slot, weights, steps and hyperparameters, by global name and
 for the whole parameter. Losses are compared within tolerances: another number of ranks adds up in another order
-(TOLERANCE); DeepSpeed's balancing loss of experts is a mean over ranks of products of means, so that it depends on
+; DeepSpeed's balancing loss of experts is a mean over ranks of products of means, so that it depends on
 which rank has which tokens (MOE_TOLERANCE).
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +19,22 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.interop.cut import Cut, cut, spec
 from tests.pairwise import some
 from tests.truth import bits
 
 pytestmark = pytest.mark.interop
 
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 MOE_TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}
 
 
 def moe(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"model": "moe", "world_size": 4, "steps": 2, "steps_after": 2, **changes})
+    return spec(name, **{"model": "moe", **changes})
 
 
 def sliced(name: str, degree: int, **changes: Any) -> Spec:
     known = {"model": "megatron", "tensor_parallel": degree, "universal_info": True, "groups": 2, "invariant": True}
-    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **known, **changes})
-
-
-@dataclass(frozen=True)
-class Case:
-    """A source, the options of `reshard`, and all ranks and what else is different of the training that resumes."""
-
-    source: Spec
-    options: dict[str, Any]
-    world_size: int
-    training: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return "-".join([self.source.name, *(f"{key}={value}" for key, value in self.options.items())])
-
-
-def spread(source: Spec, world_size: int, experts: int, **changes: Any) -> Case:
-    options = {"world_size": world_size, "expert_parallel_size": experts, **changes}
-    return Case(source, options, world_size, {"expert_parallel": experts, **changes})
-
-
-def cut(source: Spec, world_size: int, degree: int, **changes: Any) -> Case:
-    options = {"world_size": world_size, "tensor_parallel_size": degree, **changes}
-    return Case(source, options, world_size * degree, {"tensor_parallel": degree, **changes})
+    return spec(name, **{**known, **changes})
 
 
 EP1, EP2 = moe("ep1_fp32", dtype="fp32"), moe("ep2_fp32", expert_parallel=2, dtype="fp32")
@@ -66,33 +42,29 @@ EP2_BF16 = moe("ep2_bf16", expert_parallel=2)
 EP4 = moe("ep4_s1", expert_parallel=4, stage=1)
 
 MOE = [
-    Case(EP2, {"world_size": 6}, 6),
-    Case(EP2_BF16, {"world_size": 2}, 2),
-    spread(EP1, 2, 2),
-    spread(EP4, 2, 2, stage=2),
-    spread(EP4, 3, 1),
-    spread(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, 4),
-    spread(moe("ep2_palign", expert_parallel=2, parameter_alignment=True), 3, 1),
+    cut(EP2, 6),
+    cut(EP2_BF16, 2),
+    cut(EP1, 2, expert_parallel_size=2),
+    cut(EP4, 2, expert_parallel_size=2, stage=2),
+    cut(EP4, 3, expert_parallel_size=1),
+    cut(moe("ep2_rr", expert_parallel=2, round_robin=True, world_size=2), 4, expert_parallel_size=4),
+    cut(moe("ep2_palign", expert_parallel=2, parameter_alignment=True), 3, expert_parallel_size=1),
 ]
 MORE_MOE = [
-    spread(EP2, 4, 4),
-    spread(EP2, 4, 2, round_robin=True),
-    spread(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, 1),
-    *(Case(EP2, {"world_size": world}, world) for world in (2, 4)),
-    spread(EP2, 4, 1),
-    spread(EP1, 4, 2),
-    spread(EP1, 6, 1, stage=1),
-    spread(EP2_BF16, 6, 1),
+    cut(EP2, 4, expert_parallel_size=4),
+    cut(EP2, 4, expert_parallel_size=2, round_robin=True),
+    cut(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, expert_parallel_size=1),
+    *(cut(EP2, world) for world in (2, 4)),
+    cut(EP2, 4, expert_parallel_size=1),
+    cut(EP1, 4, expert_parallel_size=2),
+    cut(EP1, 6, expert_parallel_size=1, stage=1),
+    cut(EP2_BF16, 6, expert_parallel_size=1),
 ]
 
 
 @pytest.mark.parametrize("case", some(MOE, MORE_MOE), ids=str)
-def test_deepspeed_resumes_experts(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
-    folder = made(case.source)
-    zckpt.reshard(folder, tmp_path / "cut", **case.options)
-    verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
-    verdict.assert_goes_on(MOE_TOLERANCE[case.source.dtype])
-    assert len(verdict.losses) == 2
+def test_deepspeed_resumes_experts(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
 
 
 LAYERS = ((3, 1, True), (6, 3, False))
@@ -104,60 +76,56 @@ def both(name: str, **changes: Any) -> Spec:
     return moe(name, **{**known, "dtype": "fp32", **changes})
 
 
-def recut(source: Spec, world_size: int, degree: int, experts: int) -> Case:
-    options = {"world_size": world_size, "tensor_parallel_size": degree, "expert_parallel_size": experts}
-    return Case(source, options, world_size * degree, {"tensor_parallel": degree, "expert_parallel": experts})
-
-
 BOTH, DATA_FIRST = both("tp2_ep2"), moe("dbe_ep2", expert_parallel=2, dtype="fp32",
                                         config={"use_data_before_expert_parallelism": True})  # fmt: skip
 SEVERAL = moe("layers", model="moe_layers", expert_layers=LAYERS, dtype="fp32", world_size=3)
+TP2_EP4 = both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16")
 SLICED_EXPERTS = both("tp2_sliced_experts", sliced_experts=True)
 EVERY_THIRD = {"expert_layers": ((3, 3, True), (6, 3, False))}
 
 EXPERTS = [
-    recut(BOTH, 2, 2, 4),
-    Case(DATA_FIRST, {"world_size": 6}, 6),
-    Case(SEVERAL, {"world_size": 3, "expert_parallel_size": 3}, 3, EVERY_THIRD),
+    cut(BOTH, 2, tensor_parallel_size=2, expert_parallel_size=4),
+    cut(DATA_FIRST, 6),
+    cut(SEVERAL, 3, EVERY_THIRD, expert_parallel_size=3),
 ]
 MORE_EXPERTS = [
-    recut(BOTH, 2, 2, 1),
-    recut(BOTH, 3, 2, 2),
-    recut(BOTH, 2, 1, 1),
-    recut(BOTH, 1, 4, 4),
-    recut(both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16"), 2, 2, 2),
-    recut(both("tp1_ep2", tensor_parallel=1, world_size=2), 1, 2, 2),
-    recut(SLICED_EXPERTS, 2, 2, 1),
-    recut(SLICED_EXPERTS, 2, 1, 2),
-    Case(DATA_FIRST, {"world_size": 2}, 2),
-    spread(DATA_FIRST, 4, 4),
-    spread(DATA_FIRST, 3, 1),
-    Case(SEVERAL, {"world_size": 6}, 6),
-    Case(SEVERAL, {"world_size": 2, "expert_parallel_size": 1}, 2, {"expert_layers": ((3, 1, True), (6, 1, False))}),
+    cut(BOTH, 2, tensor_parallel_size=2, expert_parallel_size=1),
+    cut(BOTH, 3, tensor_parallel_size=2, expert_parallel_size=2),
+    cut(BOTH, 2, tensor_parallel_size=1, expert_parallel_size=1),
+    cut(BOTH, 1, tensor_parallel_size=4, expert_parallel_size=4),
+    cut(
+        both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16"),
+        2,
+        tensor_parallel_size=2,
+        expert_parallel_size=2,
+    ),
+    cut(both("tp1_ep2", tensor_parallel=1, world_size=2), 1, tensor_parallel_size=2, expert_parallel_size=2),
+    cut(SLICED_EXPERTS, 2, tensor_parallel_size=2, expert_parallel_size=1),
+    cut(SLICED_EXPERTS, 2, tensor_parallel_size=1, expert_parallel_size=2),
+    cut(DATA_FIRST, 2),
+    cut(DATA_FIRST, 4, expert_parallel_size=4),
+    cut(DATA_FIRST, 3, expert_parallel_size=1),
+    cut(SEVERAL, 6),
+    cut(SEVERAL, 2, {"expert_layers": ((3, 1, True), (6, 1, False))}, expert_parallel_size=1),
 ]
 
 
 @pytest.mark.parametrize("case", some(EXPERTS, MORE_EXPERTS), ids=str)
 def test_deepspeed_resumes_experts_that_are_spread_otherwise(
-    case: Case, made: Callable[[Spec], Path], tmp_path: Path
+    case: Cut, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
     """Over tensor-parallel ranks as well, data-parallel first, or of each layer over a number of its own."""
-    folder = made(case.source)
-    zckpt.reshard(folder, tmp_path / "cut", **case.options)
-    verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
-    verdict.assert_goes_on(MOE_TOLERANCE[case.source.dtype])
+    case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
+
+
+MIXTRAL = spec("mixtral_s3", stage=3, model="mixtral", dtype="fp32", world_size=2)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [{"world_size": 3}, {"world_size": 2, "stage": 2}], ids=str)
-def test_deepspeed_resumes_leaf_modules(options: dict[str, int], made: Callable[[Spec], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [cut(MIXTRAL, 3), cut(MIXTRAL, 2, stage=2)], ids=str)
+def test_deepspeed_resumes_leaf_modules(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     """Transformers' Mixtral under ZeRO-3, whose experts are ordinary parameters."""
-    source = Spec("mixtral_s3", stage=3, model="mixtral", dtype="fp32", steps=2, steps_after=2)
-    folder = made(source)
-    zckpt.reshard(folder, tmp_path / "cut", **options)
-    training = {"stage": options.get("stage", 3)}
-    verdict = resume(tmp_path / "cut", source.at(options["world_size"], **training), folder)
-    verdict.assert_goes_on(TOLERANCE["fp32"])
+    case.assert_goes_on(made(MIXTRAL), tmp_path / "cut")
 
 
 def test_ranks_may_have_their_groups_in_orders_of_their_own(made: Callable[[Spec], Path], tmp_path: Path) -> None:
@@ -199,14 +167,14 @@ def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Sp
 @pytest.mark.parametrize("degree", [2, 1])
 def test_deepspeed_resumes_frozen_experts(degree: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     """Its own ZeRO-2 lists those of rank 0, and gives them to all ranks; without the list each has its own."""
-    spec = moe("frozen_experts", model="moe_layers", expert_layers=((2, 2, False), (4, 2, False)), dtype="fp32",
+    source = moe("frozen_experts", model="moe_layers", expert_layers=((2, 2, False), (4, 2, False)), dtype="fp32",
                world_size=2, frozen_experts=True)  # fmt: skip
-    folder = made(spec)
-    assert len(resume(folder, spec, folder).weights) == 8
+    folder = made(source)
+    assert len(resume(folder, source, folder).weights) == 8
     zckpt.reshard(folder, tmp_path / "cut", world_size=2, expert_parallel_size=degree, verify=True)
     assert zckpt.verify(tmp_path / "cut", deep=True).sound
-    of_degree = tuple((count, degree, residual) for count, _, residual in spec.expert_layers)
-    verdict = resume(tmp_path / "cut", spec.at(2, expert_layers=of_degree), folder)
+    of_degree = tuple((count, degree, residual) for count, _, residual in source.expert_layers)
+    verdict = resume(tmp_path / "cut", source.at(2, expert_layers=of_degree), folder)
     assert verdict.differences == []
     zckpt.reshard(tmp_path / "cut", tmp_path / "back", world_size=2, expert_parallel_size=2)
     assert zckpt.diff(folder, tmp_path / "back").equal
@@ -248,34 +216,30 @@ TP1 = sliced("tp1_s1", 1, stage=1, dtype="fp32")
 TP2_BF16 = sliced("tp2_bf16", 2, universal_version=0.4)
 
 SLICES = [  # together, each stage merged, split and spread
-    cut(TP2[1], 2, 1),
-    cut(TP2[2], 3, 2),
-    cut(TP2[3], 1, 4),
-    cut(TP2[1], 4, 1, stage=3),
-    cut(sliced("tp1_bf16", 1, world_size=2, stage=3, universal_version=0.4), 2, 2),
-    cut(sliced("tp4_palign", 4, parameter_alignment=True), 2, 2),
-    cut(sliced("tp2_sgdm", 2, optimizer="sgdm", stage=3, world_size=2), 1, 4),
+    cut(TP2[1], 2, tensor_parallel_size=1),
+    cut(TP2[2], 3, tensor_parallel_size=2),
+    cut(TP2[3], 1, tensor_parallel_size=4),
+    cut(TP2[1], 4, tensor_parallel_size=1, stage=3),
+    cut(sliced("tp1_bf16", 1, world_size=2, stage=3, universal_version=0.4), 2, tensor_parallel_size=2),
+    cut(sliced("tp4_palign", 4, parameter_alignment=True), 2, tensor_parallel_size=2),
+    cut(sliced("tp2_sgdm", 2, optimizer="sgdm", stage=3, world_size=2), 1, tensor_parallel_size=4),
 ]
 MORE_SLICES = [
-    cut(TP1, 2, 2),
-    cut(TP2[3], 2, 1, stage=2),
-    cut(TP2_BF16, 3, 1),
-    cut(sliced("tp2_rr", 2, round_robin=True), 2, 1),
-    *(cut(TP2[stage], 2, 1) for stage in (2, 3)),
-    *(cut(TP2[stage], 3, 2) for stage in (1, 3)),
-    *(cut(TP2[stage], 1, 4) for stage in (1, 2)),
-    cut(TP1, 1, 4, stage=3),
-    cut(TP2_BF16, 1, 2),
+    cut(TP1, 2, tensor_parallel_size=2),
+    cut(TP2[3], 2, tensor_parallel_size=1, stage=2),
+    cut(TP2_BF16, 3, tensor_parallel_size=1),
+    cut(sliced("tp2_rr", 2, round_robin=True), 2, tensor_parallel_size=1),
+    *(cut(TP2[stage], 2, tensor_parallel_size=1) for stage in (2, 3)),
+    *(cut(TP2[stage], 3, tensor_parallel_size=2) for stage in (1, 3)),
+    *(cut(TP2[stage], 1, tensor_parallel_size=4) for stage in (1, 2)),
+    cut(TP1, 1, tensor_parallel_size=4, stage=3),
+    cut(TP2_BF16, 1, tensor_parallel_size=2),
 ]
 
 
 @pytest.mark.parametrize("case", some(SLICES, MORE_SLICES), ids=str)
-def test_deepspeed_resumes_slices(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
-    folder = made(case.source)
-    zckpt.reshard(folder, tmp_path / "cut", **case.options)
-    verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
-    verdict.assert_goes_on(TOLERANCE[case.source.dtype])
-    assert len(verdict.losses) == 2
+def test_deepspeed_resumes_slices(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    case.assert_goes_on(made(case.source), tmp_path / "cut")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -298,7 +262,4 @@ def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Callable[
 
 def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     source = sliced("drift_s2", 2, invariant=False, dtype="fp32")
-    folder = made(source)
-    zckpt.reshard(folder, tmp_path / "cut", world_size=3)
-    verdict = resume(tmp_path / "cut", source.at(6), folder)
-    verdict.assert_goes_on(TOLERANCE["fp32"])
+    cut(source, 3).assert_goes_on(made(source), tmp_path / "cut")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
+from tests.interop.cut import TOLERANCE, Cut, cut
 from tests.pairwise import some
 from tests.truth import Truth, assert_same
 from zckpt.formats.deepspeed.stages import balanced, uniform
 
 pytestmark = pytest.mark.interop
-
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
 
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
 """Of the model `pipeline`."""
@@ -41,31 +40,8 @@ def sliced(name: str, stages: int, degree: int, **changes: Any) -> Spec:
                     invariant=True, **changes)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """A source, the options of `reshard`, and the method of the training that resumes."""
-
-    source: Spec
-    options: dict[str, Any]
-    method: str = "uniform"
-
-    def __str__(self) -> str:
-        return "-".join([self.source.name, *(f"{key}={value}" for key, value in self.options.items())])
-
-    @property
-    def resumed(self) -> Spec:
-        stages = self.options.get("pipeline_parallel_size", self.source.pipeline_parallel)
-        degree = self.options.get("tensor_parallel_size", self.source.tensor_parallel)
-        ranks = self.options["world_size"] * stages * degree
-        experts = self.options.get("expert_parallel_size", self.source.expert_parallel)
-        return self.source.at(ranks, pipeline_parallel=stages, tensor_parallel=degree, partition_method=self.method,
-                              expert_parallel=experts)  # fmt: skip
-
-
-def to(source: Spec, world_size: int, stages: int, method: str = "uniform", **options: Any) -> Case:
-    more = {"partition_method": method} if "stage_bounds" not in options else {}
-    options = {"world_size": world_size, "pipeline_parallel_size": stages, **more, **options}
-    return Case(source, options, method)
+def to(source: Spec, world_size: int, stages: int, method: str = "uniform", **options: Any) -> Cut:
+    return cut(source, world_size, pipeline_parallel_size=stages, partition_method=method, **options)
 
 
 def with_experts(stages: int, degree: int, **changes: Any) -> Spec:
@@ -87,52 +63,48 @@ SLICED = sliced("pp2_tp2", 2, 2)
 
 EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedding=embed"
 
-FEW = [to(TWO, 1, 3), Case(sliced("pp2_tp2_bf16", 2, 2, dtype="bf16"), {"world_size": 3})]
+FEW = [to(TWO, 1, 3), cut(sliced("pp2_tp2_bf16", 2, 2, dtype="bf16"), 3)]
 
 MANY = [
-    *(Case(TWO, {"world_size": ranks}) for ranks in (1, 3)),
-    Case(TWO, {"world_size": 2, "pipeline_parallel_size": 1}),
+    *(cut(TWO, ranks) for ranks in (1, 3)),
+    cut(TWO, 2, pipeline_parallel_size=1),
     to(TWO, 2, 3),
     to(TWO, 1, 2, "parameters", pipeline_layers=LAYERS),
     to(TWO, 1, 3, "type:_feed|block|norm", pipeline_layers=LAYERS),
-    to(TWO, 1, 3, "uniform", stage_bounds="0,2,4,6", pipeline_layers=LAYERS),
+    cut(TWO, 1, pipeline_parallel_size=3, stage_bounds="0,2,4,6", pipeline_layers=LAYERS),
     to(BY_WEIGHT, 1, 3, "uniform", pipeline_layers=LAYERS),
     to(BY_WEIGHT, 2, 2, "type:_feed|norm", pipeline_layers=LAYERS),
     to(BY_BIG_WEIGHT, 2, 3, "parameters"),
     to(pipeline("pp1", 1), 1, 2, pipeline_layers=LAYERS),
     to(pipeline("pp1", 1), 2, 3, pipeline_layers=LAYERS),
     to(pipeline("pp3", 3), 2, 2),
-    Case(pipeline("pp3", 3), {"world_size": 1, "pipeline_parallel_size": 1}),
+    cut(pipeline("pp3", 3), 1, pipeline_parallel_size=1),
     to(pipeline("pp2_bf16", 2, 2, dtype="bf16"), 1, 3),
     to(pipeline("pp2_fp16", 2, 2, dtype="fp16"), 2, 3),
     to(pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True), 1, 3),
     to(pipeline("pp2_sgdm", 2, 2, optimizer="sgdm"), 1, 3),
     to(pipeline("pp2_elastic", 2, 2, elastic=True, optimizer="fused_layout"), 2, 2),
-    Case(SLICED, {"world_size": 2, "tensor_parallel_size": 1}),
-    Case(SLICED, {"world_size": 1, "tensor_parallel_size": 4}),
-    Case(SLICED, {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}),
-    Case(SLICED, {"world_size": 2, "pipeline_parallel_size": 1}),
-    Case(with_experts(2, 2), {"world_size": 1, "expert_parallel_size": 1}),
-    Case(with_experts(2, 2), {"world_size": 4, "expert_parallel_size": 2, "pipeline_parallel_size": 1}),
-    Case(with_experts(2, 2, dtype="bf16"), {"world_size": 3, "expert_parallel_size": 1}),
-    Case(with_experts(2, 2, stage=0), {"world_size": 4}),
+    cut(SLICED, 2, tensor_parallel_size=1),
+    cut(SLICED, 1, tensor_parallel_size=4),
+    cut(SLICED, 1, tensor_parallel_size=1, pipeline_parallel_size=1),
+    cut(SLICED, 2, pipeline_parallel_size=1),
+    cut(with_experts(2, 2), 1, expert_parallel_size=1),
+    cut(with_experts(2, 2), 4, expert_parallel_size=2, pipeline_parallel_size=1),
+    cut(with_experts(2, 2, dtype="bf16"), 3, expert_parallel_size=1),
+    cut(with_experts(2, 2, stage=0), 4),
     to(with_experts(1, 2), 2, 2, pipeline_layers=EXPERT_LAYERS),
-    *(Case(with_sliced_experts(1, 2), {"world_size": 2, "expert_parallel_size": degree}) for degree in (1, 4)),
-    Case(with_sliced_experts(1, 2), {"world_size": 1, "pipeline_parallel_size": 1}),
-    Case(with_sliced_experts(2, 2), {"world_size": 1, "tensor_parallel_size": 1, "expert_parallel_size": 1}),
-    Case(with_sliced_experts(2, 2, sliced_experts=True), {
-        "world_size": 1, "expert_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}),
+    *(cut(with_sliced_experts(1, 2), 2, expert_parallel_size=degree) for degree in (1, 4)),
+    cut(with_sliced_experts(1, 2), 1, pipeline_parallel_size=1),
+    cut(with_sliced_experts(2, 2), 1, tensor_parallel_size=1, expert_parallel_size=1),
+    cut(with_sliced_experts(2, 2, sliced_experts=True), 1, expert_parallel_size=1, tensor_parallel_size=1,
+        pipeline_parallel_size=1),
     to(sliced("pp1_tp4", 1, 4), 1, 2, tensor_parallel_size=2, pipeline_layers="Embedding=embed,Layer*2,LayerNorm,Embedding=embed"),  # noqa: E501
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
-def test_deepspeed_resumes_pipelines(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
-    folder = made(case.source)
-    zckpt.reshard(folder, tmp_path / "cut", **case.options)
-    verdict = resume(tmp_path / "cut", case.resumed, folder)
-    verdict.assert_goes_on(TOLERANCE[case.source.dtype])
-    assert len(verdict.losses) == 2
+def test_deepspeed_resumes_pipelines(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    case.assert_goes_on(made(case.source), tmp_path / "cut")
 
 
 @pytest.mark.nightly
@@ -167,13 +139,15 @@ ELSEWHERE = [
 @pytest.mark.nightly
 @pytest.mark.parametrize(("form", "case"), ELSEWHERE, ids=str)
 def test_deepspeed_resumes_pipelines_of_another_format(
-    form: str, case: Case, made: Callable[[Spec], Path], tmp_path: Path
+    form: str, case: Cut, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
     folder = made(case.source)
     zckpt.convert(folder, tmp_path / "between", to=form)
-    zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=1, **case.options)
-    verdict = resume(tmp_path / "back", case.resumed, folder)
-    verdict.assert_goes_on(TOLERANCE[case.source.dtype])
+
+    def back(_: Path, target: Path, **options: Any) -> None:
+        zckpt.convert(tmp_path / "between", target, to="deepspeed", stage=1, **options)
+
+    case.assert_goes_on(folder, tmp_path / "back", reshard=back)
 
 
 @pytest.mark.nightly
@@ -191,31 +165,24 @@ def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(
 
 
 RECOMPUTED = [
-    (pipeline("pp2_recomputed", 2, 1, dtype="bf16", recomputed=True), {"world_size": 2, "pipeline_parallel_size": 1}),
-    (pipeline("s3_recomputed", 1, 2, model="unstaged", stage=3, recomputed=True), {"world_size": 1}),
-    (pipeline("s2_recomputed", 1, 2, model="unstaged", stage=2, recomputed=True), {"world_size": 3}),
-    (pipeline("s1_recomputed", 1, 2, model="unstaged", recomputed=True), {"world_size": 1, "stage": 2}),
-]  # fmt: skip
+    cut(pipeline("pp2_recomputed", 2, 1, dtype="bf16", recomputed=True), 2, pipeline_parallel_size=1),
+    cut(pipeline("s3_recomputed", 1, 2, model="unstaged", stage=3, recomputed=True), 1),
+    cut(pipeline("s2_recomputed", 1, 2, model="unstaged", stage=2, recomputed=True), 3),
+    cut(pipeline("s1_recomputed", 1, 2, model="unstaged", recomputed=True), 1, stage=2),
+]
 """Modules in torch's `checkpoint_wrapper`, which DeepSpeed lists under other names than state dicts have."""
 
 
-@pytest.mark.parametrize(
-    ("source", "options"),
-    some(RECOMPUTED[:2], RECOMPUTED[2:]),
-    ids=lambda one: one.name if isinstance(one, Spec) else "",
-)
+@pytest.mark.parametrize("case", some(RECOMPUTED[:2], RECOMPUTED[2:]), ids=str)
 def test_wrapped_modules_have_weights_and_masters_under_one_name(
-    source: Spec, options: dict[str, Any], made: Callable[[Spec], Path], tmp_path: Path
+    case: Cut, made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
-    folder = made(source)
+    folder = made(case.source)
     checkpoint, truth = zckpt.open(folder), Truth(folder)
     assert {*checkpoint.parameters} == {name.replace("_checkpoint_wrapped_module.", "") for name in truth.weights}
     for name, expected in truth.masters.items():
         assert_same(checkpoint.read(name.replace("_checkpoint_wrapped_module.", ""), "master"), expected, name)
-    zckpt.reshard(folder, tmp_path / "cut", verify=True, **options)
-    stage = options.get("stage", source.stage)
-    verdict = resume(tmp_path / "cut", source.at(options["world_size"], stage=stage, pipeline_parallel=1), folder)
-    verdict.assert_goes_on(TOLERANCE[source.dtype])
+    case.assert_goes_on(folder, tmp_path / "cut", reshard=partial(zckpt.reshard, verify=True))
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
 

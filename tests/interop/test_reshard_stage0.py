@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +12,7 @@ import zckpt
 from tests.deepspeed_engine import Spec, resume, train
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.resume import LOSS_TOLERANCE
+from tests.interop.cut import Cut, cut
 from tests.interop.test_reshard_pipeline import LAYERS, pipeline, sliced
 from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated
@@ -61,54 +62,42 @@ FLAT = pipeline("pp2_s0_flat", 2, 1, dtype="fp16", optimizer="fused", **SHORT)
 NAMED = pipeline("pp2_s0_named", 2, 1, named=True, **SHORT)
 BF16 = pipeline("pp2_s0_bf16", 2, 2, dtype="bf16", **SHORT)
 
+OF_BF16 = {"stage": 1, "bf16_optimizer": True}
+"""With bf16, DeepSpeed has BF16_Optimizer at stage 0 of pipelines, and loads of it what ZeRO-1 saves."""
+
+THREE = {"pipeline_parallel_size": 3, "partition_method": "uniform"}
 REGROUPED = [
-    (NAMED, {"world_size": 2, "pipeline_parallel_size": 1}),
-    (FLAT, {"world_size": 2, "pipeline_parallel_size": 1}),
-    (FLAT, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
-    (pipeline("pp2_s0_fp16", 2, 1, dtype="fp16", **SHORT), {"world_size": 1, "stage_bounds": "0,2,4,6",
-                                                                  "pipeline_layers": LAYERS}),
-    (pipeline("pp2_s0_fp32", 2, 2, **SHORT), {"world_size": 1, "pipeline_parallel_size": 3, "names": NAMES,
-                                             "partition_method": "uniform"}),
-    (NAMED, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
-    (SLICED, {"world_size": 1, "tensor_parallel_size": 1}),
-    (SLICED, {"world_size": 2, "pipeline_parallel_size": 1}),
-    (SLICED, {"world_size": 1, "pipeline_parallel_size": 1, "tensor_parallel_size": 4}),
-    (BF16, {"world_size": 2, "pipeline_parallel_size": 1}),
-    (BF16, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
+    cut(NAMED, 2, pipeline_parallel_size=1),
+    cut(FLAT, 2, pipeline_parallel_size=1),
+    cut(FLAT, 1, **THREE),
+    cut(pipeline("pp2_s0_fp16", 2, 1, dtype="fp16", **SHORT), 1, pipeline_parallel_size=3, stage_bounds="0,2,4,6",
+        pipeline_layers=LAYERS),
+    cut(pipeline("pp2_s0_fp32", 2, 2, **SHORT), 1, names=NAMES, **THREE),
+    cut(NAMED, 1, **THREE),
+    cut(SLICED, 1, tensor_parallel_size=1),
+    cut(SLICED, 2, pipeline_parallel_size=1),
+    cut(SLICED, 1, pipeline_parallel_size=1, tensor_parallel_size=4),
+    cut(BF16, 2, OF_BF16, pipeline_parallel_size=1),
+    cut(BF16, 1, OF_BF16, **THREE),
 ]  # fmt: skip
-"""Pipelines and slices of stage 0. With bf16, DeepSpeed has BF16_Optimizer there, and loads of it what ZeRO-1 saves."""
 
 
-@pytest.mark.parametrize(
-    ("spec", "options"),
-    some(REGROUPED[:2], REGROUPED[2:]),
-    ids=lambda one: one.name if isinstance(one, Spec) else "-".join(map(str, one.values()))[:40],
-)
-def test_deepspeed_resumes_other_stages_and_slices(
-    spec: Spec, options: dict[str, Any], made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
-    folder = made(spec)
-    if "names" not in options:
+@pytest.mark.parametrize("case", some(REGROUPED[:2], REGROUPED[2:]), ids=lambda case: str(case)[:60])
+def test_deepspeed_resumes_other_stages_and_slices(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(case.source)
+    if "names" not in case.options:
         assert not zckpt.open(folder).warnings
         assert zckpt.verify(folder, deep=True).sound
-    zckpt.reshard(folder, tmp_path / "cut", verify=True, **options)
-    stages = 3 if "stage_bounds" in options else options.get("pipeline_parallel_size", spec.pipeline_parallel)
-    degree = options.get("tensor_parallel_size", spec.tensor_parallel)
-    ranks = options["world_size"] * stages * degree
-    bf16 = {"stage": 1, "bf16_optimizer": True} if spec.dtype == "bf16" else {}
-    resumed = spec.at(ranks, pipeline_parallel=stages, tensor_parallel=degree, **bf16)
-    verdict = resume(tmp_path / "cut", resumed, folder)
-    verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
+    verified = partial(zckpt.reshard, verify=True)
+    case.assert_goes_on(folder, tmp_path / "cut", LOSS_TOLERANCE[case.source.dtype], reshard=verified)
 
 
 @pytest.mark.nightly
 def test_a_stage_in_float32_may_train_nothing(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     spec, method = pipeline("pp2_s0_fp32", 2, 2, **SHORT), "type:(_Block|relu|_FeedForward)"
     folder = made(spec)
-    zckpt.reshard(folder, tmp_path / "cut", verify=True, world_size=1, pipeline_parallel_size=3, names=NAMES,
-                  partition_method=method, pipeline_layers=LAYERS)  # fmt: skip
-    verdict = resume(tmp_path / "cut", spec.at(3, pipeline_parallel=3, partition_method=method), folder)
-    verdict.assert_goes_on(2e-5)
+    case = cut(spec, 1, pipeline_parallel_size=3, partition_method=method, names=NAMES, pipeline_layers=LAYERS)
+    case.assert_goes_on(folder, tmp_path / "cut", reshard=partial(zckpt.reshard, verify=True))
 
 
 def test_flat_masters_have_names_by_their_values(made: Callable[[Spec], Path], tmp_path: Path) -> None:

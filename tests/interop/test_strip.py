@@ -16,15 +16,12 @@ from safetensors.torch import load_file
 
 from tests import gloo
 from tests.deepspeed_engine import Spec, resume
+from tests.interop.cut import small as spec
 from tests.pairwise import some
 from zckpt.operations.convert import convert
 from zckpt.operations.strip import strip
 
 pytestmark = pytest.mark.interop
-
-
-def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 3, "groups": 2, "steps": 2, "steps_after": 2, **changes})
 
 
 ADAMW = spec("s2_adamw", world_size=4, groups=3)

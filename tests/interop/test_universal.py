@@ -25,6 +25,8 @@ from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import resume_universal, steps_after_one_more
 from tests.gloo import WorkerError
+from tests.interop.cut import TOLERANCE
+from tests.interop.cut import small as spec
 from tests.logical import assert_same_state
 from tests.pairwise import some
 from tests.plans import write_directory
@@ -37,12 +39,6 @@ from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop
-
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
-
-
-def spec(name: str, **changes: Any) -> Spec:
-    return Spec(name, **{"world_size": 3, "steps": 2, "steps_after": 2, "groups": 2, **changes})
 
 
 @dataclass(frozen=True)
