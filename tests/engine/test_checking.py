@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
 from tests.pairwise import each
+from tests.refusals import refusing
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import REST_NBYTES, Checks, Seen, Sum, WatchedSources
 from zckpt.engine.plan import plan
@@ -59,7 +60,7 @@ def test_parts_in_any_order_that_may_overlap_are_put_together(
     if not any(high > low for low, high, _ in ranges):
         assert checks.finish().records == 0
     elif flipped >= 0:
-        with pytest.raises(DamagedFileError, match="record") as caught:
+        with refusing(DamagedFileError, "record") as caught:
             checks.finish()
         assert caught.value.code == CHECKSUM
     else:
@@ -109,7 +110,7 @@ def test_damage_is_found_in_any_copy(dtype: str, key: str, memory: int, tmp_path
     assert done.checksummed > 4 * 1_300_000
     flip(source, in_record(source, key), 6)
     target.unlink()
-    with pytest.raises(DamagedFileError, match=f"data/{key}: not as it was written: expected CRC-32 ") as caught:
+    with refusing(DamagedFileError, f"data/{key}: not as it was written: expected CRC-32 ") as caught:
         zckpt.consolidate(source, target, dtype=dtype, memory=memory)
     assert caught.value.path == str(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]
@@ -125,7 +126,7 @@ def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad: in
     storage = read_torchfile(source).storages["2"]
     flip(source, storage.offset + storage.nbytes - 2)  # of no tensor
     if is_small:
-        with pytest.raises(DamagedFileError, match="data/2"):
+        with refusing(DamagedFileError, "data/2"):
             zckpt.consolidate(source, tmp_path / "model.safetensors")
     else:
         done = zckpt.consolidate(source, tmp_path / "model.safetensors")
@@ -162,7 +163,7 @@ def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
         checks = source_checks(checkpoint)
         read_all(reads, checks=checks)
         if damaged:
-            with pytest.raises(DamagedFileError, match="data/1"):
+            with refusing(DamagedFileError, "data/1"):
                 checks.finish()
         else:
             assert checks.finish().nbytes >= sum(hole.nbytes for hole, _ in reads)
@@ -180,7 +181,7 @@ def test_files_that_are_copied_as_they_are_are_checked(tmp_path: Path) -> None:
     write_target(made, tmp_path / "copy.pt", checks=source_checks(Checkpoint("", "torch"), made))
     assert (tmp_path / "copy.pt").read_bytes() == source.read_bytes()
     flip(source, in_record(source, "1"))
-    with pytest.raises(DamagedFileError, match="data/1"):
+    with refusing(DamagedFileError, "data/1"):
         write_target(made, tmp_path / "other.pt", checks=source_checks(Checkpoint("", "torch"), made))
 
 
@@ -195,7 +196,7 @@ def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path: Path) -> None
     source = tmp_path / "x.pt"
     torch.save({"weight": torch.ones(3)}, source)
     flip(source, source.read_bytes().index(b"weight"))
-    with pytest.raises(DamagedFileError, match=r"data\.pkl is damaged") as caught:
+    with refusing(DamagedFileError, r"data\.pkl is damaged") as caught:
         zckpt.open(source)
     assert caught.value.code == CHECKSUM
     assert not verify(source).sound

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 from tests.pairwise import each
 from tests.plans import Counter, noise, sparse, write_directory
+from tests.refusals import refusing
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.copy import elements, pieces
@@ -407,7 +408,7 @@ def test_error_in_another_process_arrives_as_it_is(processes, tmp_path):
     slot = slot_of(stored(tmp_path / "s", noise(100)))
     os.truncate(tmp_path / "s", 200)
     match = r"s: the file ends too early: expected at least 400 bytes, found 200"
-    with running_on(processes), pytest.raises(DamagedFileError, match=match):
+    with running_on(processes), refusing(DamagedFileError, match):
         written(slot, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 
@@ -479,7 +480,7 @@ def test_source_truncated_after_planning_leaves_nothing_behind(kept, dtype, tmp_
     slot = slot_of(stored(tmp_path / "s", noise(BUFFER_NBYTES)))
     made = plan([file_of(hole_of(slot, dtype=dtype))])
     os.truncate(tmp_path / "s", kept)
-    with pytest.raises(DamagedFileError, match="ends too early"):
+    with refusing(DamagedFileError, "ends too early"):
         write_target(made, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 
@@ -488,7 +489,7 @@ def test_source_truncated_after_planning_leaves_nothing_behind(kept, dtype, tmp_
 def test_truncated_source_of_a_view_leaves_nothing_behind(view, tmp_path):
     slot = viewed(tmp_path, VIEWS[view]())
     os.truncate(tmp_path / "s", (tmp_path / "s").stat().st_size // 2)
-    with pytest.raises(DamagedFileError, match="ends too early"):
+    with refusing(DamagedFileError, "ends too early"):
         written(slot, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 
@@ -496,7 +497,7 @@ def test_truncated_source_of_a_view_leaves_nothing_behind(view, tmp_path):
 def test_source_removed_after_planning_leaves_nothing_behind(tmp_path):
     slot = slot_of(stored(tmp_path / "s", noise(100)))
     (tmp_path / "s").unlink()
-    with pytest.raises(SourceError, match="cannot be opened: found No such file"):
+    with refusing(SourceError, "cannot be opened: found No such file"):
         written(slot, tmp_path / "t")
     assert names(tmp_path) == []
 
@@ -505,7 +506,7 @@ def test_source_that_became_a_directory_leaves_nothing_behind(tmp_path):
     slot = slot_of(stored(tmp_path / "s", noise(100)))
     (tmp_path / "s").unlink()
     (tmp_path / "s").mkdir()
-    with pytest.raises(SourceError, match="is not a regular file"):
+    with refusing(SourceError, "is not a regular file"):
         written(slot, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 

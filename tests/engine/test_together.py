@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.refusals import refusing
 from zckpt.engine.copy import read_extent
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.packs import PackedSlot
@@ -190,5 +191,5 @@ def test_values_that_overflow_a_cast_are_counted(tmp_path: Path) -> None:
     for rank, span in enumerate(slot.spans):
         Path(span.path).write_bytes(bytes(rank % 7) + np.full(10, 1e9 if rank == 5 else 1, np.float32).tobytes())
     hole = Hole(0, "weight/a", slot, Extent.whole(slot.shape), "float16")
-    with pytest.raises(ZckptError, match="10 values of weight/a overflow float16"):
+    with refusing(ZckptError, "10 values of weight/a overflow float16"):
         write(plan([TargetFile("t", hole.nbytes, holes=[hole])]), [tmp_path / "t"])

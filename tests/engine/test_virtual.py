@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refusing
 from zckpt.engine.plan import plan
 from zckpt.engine.read import check_reads
 from zckpt.engine.targets import TargetFile
@@ -69,5 +70,5 @@ def test_file_that_is_too_short_is_found_before_anything_is_read(tmp_path: Path)
     files = laid_out(source, 3, 2)
     (shard,) = source.glob("global_step5/*rank_3_mp*optim*")
     shard.write_bytes(shard.read_bytes()[:3000])
-    with pytest.raises(DamagedFileError, match="rank_3"):
+    with refusing(DamagedFileError, "rank_3"):
         check_reads(hole for file in files for hole in file.holes)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats import alike_files
 from zckpt.formats.alike_files import FEWEST_RECORDS, AlikeReader, glanced
@@ -123,7 +124,7 @@ def test_a_glance_reads_no_more_than_a_files_beginning_and_its_directory(tmp_pat
     if held == "directories":
         assert reader.read(path).root is first.root
     else:
-        with pytest.raises(DamagedFileError, match=r"data\.pkl"):
+        with refusing(DamagedFileError, r"data\.pkl"):
             reader.read(path)
     other = reader.read(save(tmp_path / "rank_3.pt", many=True, step=4))
     assert other.root is not first.root

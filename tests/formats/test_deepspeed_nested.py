@@ -12,6 +12,7 @@ import torch
 
 import zckpt
 from tests import gloo
+from tests.refusals import refusing
 from zckpt.errors import DamagedFileError
 from zckpt.formats.deepspeed.nested import flattened, renested
 from zckpt.torchfile import read_torchfile
@@ -69,7 +70,7 @@ def test_what_is_none_of_the_model_stays_where_it_was(tmp_path: Path) -> None:
     assert list(whole) == ["a", "empty", "n"]
     torch.save({"a": {"w": torch.ones(2)}, "a.w": torch.ones(2)}, tmp_path / "twice")
     twice = read_torchfile(tmp_path / "twice")
-    with pytest.raises(DamagedFileError, match=r"two tensors are a\.w"):
+    with refusing(DamagedFileError, r"two tensors are a\.w"):
         flattened(twice.root, {"a.w"}, is_listed=True)  # type: ignore[arg-type]
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import zckpt
 from tests.logical import assert_same_slots
+from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, RankFiles, read_mesh
@@ -93,7 +94,7 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
     with rank_of(0, 1):
         one = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
         torch.save({"w": one}, tmp_path / "model_world_size_1_rank_0.pt")
-    with pytest.raises(UnsupportedError, match="no cut and no copy: expected Shard or Replicate, found Partial"):
+    with refusing(UnsupportedError, "no cut and no copy: expected Shard or Replicate, found Partial"):
         zckpt.open(tmp_path)
 
 
@@ -103,7 +104,7 @@ def test_another_order_of_strided_shards_is_refused(tmp_path: Path) -> None:
         one = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False)
         for rank in range(4):
             torch.save({"w": one}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
-    with pytest.raises(UnsupportedError, match="strided shards in an order that is not read"):
+    with refusing(UnsupportedError, "strided shards in an order that is not read"):
         zckpt.open(tmp_path)
 
 
@@ -135,9 +136,9 @@ def test_meshes_of_older_torch_are_read() -> None:
     later = mesh_of(_layout=layout_of(shape=(2, (2, 3)), stride=(6, (3, 1))), _coordinate_on_dim=[1, 4])
     assert read_mesh(later).sizes == (2, 6)
     for strange in (mesh_of(_coordinate_on_dim=[0]), mesh_of(mesh=ranks), mesh_of(mesh=ranks, _coordinate_on_dim=None)):
-        with pytest.raises(UnsupportedError, match="does not say where in it the rank is"):
+        with refusing(UnsupportedError, "does not say where in it the rank is"):
             read_mesh(strange)
-    with pytest.raises(DamagedFileError, match="a rank outside its mesh"):
+    with refusing(DamagedFileError, "a rank outside its mesh"):
         read_mesh(mesh_of(mesh=ranks, _coordinate_on_dim=[0, 2]))
 
 
@@ -171,7 +172,7 @@ def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path
     source = written(LLAMA, world_size=2)
     for step in (2, 4):
         copied(source, tmp_path / f"global_step_{step}" / "actor")
-    with pytest.raises(UnknownFormatError, match=r"several steps.*global_step_2, global_step_4.*--tag global_step_4"):
+    with refusing(UnknownFormatError, r"several steps.*global_step_2, global_step_4.*--tag global_step_4"):
         zckpt.open(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     torch.save({"position": 5}, tmp_path / "global_step_2" / "data.pt")
@@ -181,11 +182,11 @@ def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path
     assert zckpt.open(tmp_path, tag="global_step_4").step == 4
     assert zckpt.open(tmp_path / "global_step_4").step == 4
     copied(source, tmp_path / "global_step_2" / "critic")
-    with pytest.raises(UnknownFormatError, match=r"several models: actor, critic.*actor, or --tag actor"):
+    with refusing(UnknownFormatError, r"several models: actor, critic.*actor, or --tag actor"):
         zckpt.open(tmp_path)
     assert zckpt.open(tmp_path, tag="global_step_2/critic").step == 2
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    with pytest.raises(UnknownFormatError, match=r"names no checkpoint.*global_step_2, global_step_4, found '3'"):
+    with refusing(UnknownFormatError, r"names no checkpoint.*global_step_2, global_step_4, found '3'"):
         zckpt.open(tmp_path)
 
 
@@ -193,7 +194,7 @@ def test_a_step_may_have_no_roles(written: Callable[..., Path], tmp_path: Path) 
     for step in (2, 4):
         copied(written(LLAMA, world_size=2), tmp_path / f"global_step_{step}")
         torch.save({"position": step}, tmp_path / f"global_step_{step}" / "data.pt")
-    with pytest.raises(UnknownFormatError, match="several steps"):
+    with refusing(UnknownFormatError, "several steps"):
         zckpt.open(tmp_path)
     (tmp_path / "latest_ckpt_global_step.txt").write_text("4\n")
     assert (zckpt.open(tmp_path).step, zckpt.open(tmp_path).metadata["data"]) == (4, {"position": 4})
@@ -208,19 +209,19 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written: Callable[..., P
     assert (checkpoint.world_size, len(checkpoint.leftovers)) == (2, 9)
     assert not take_inventory(checkpoint).left_out
     (folder / "fsdp_config.json").unlink()
-    with pytest.raises(ShardError, match="several world sizes: expected those of one save, found 2, 3"):
+    with refusing(ShardError, "several world sizes: expected those of one save, found 2, 3"):
         zckpt.open(folder)
     for path in folder.glob("*_world_size_3_*"):
         path.unlink()
     (folder / "optim_world_size_2_rank_0.pt").unlink()
-    with pytest.raises(ShardError, match="the optim file of rank 0 is missing"):
+    with refusing(ShardError, "the optim file of rank 0 is missing"):
         zckpt.open(folder)
-    with pytest.raises(SourceError, match="is one rank's file of an FSDP checkpoint: give its directory"):
+    with refusing(SourceError, "is one rank's file of an FSDP checkpoint: give its directory"):
         zckpt.open(folder / "model_world_size_2_rank_1.pt")
     for path in folder.glob("model_*"):
         path.unlink()
     (folder / "optim_world_size_2_rank_1.pt").rename(folder / "optim_world_size_2_rank_0.pt")
-    with pytest.raises(UnsupportedError, match="ranks' optimizers without their models"):
+    with refusing(UnsupportedError, "ranks' optimizers without their models"):
         zckpt.open(folder)
 
 
@@ -235,20 +236,20 @@ def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Pat
         torch.save(tree, path)
         return folder
 
-    with pytest.raises(LayoutError, match="param group 0 has another lr than rank 0's"):
+    with refusing(LayoutError, "param group 0 has another lr than rank 0's"):
         zckpt.open(changed("optim", lambda tree: tree["param_groups"][0].update(lr=9.0), "lr"))
-    with pytest.raises(LayoutError, match="state step of the optimizer's parameter 0 is another"):
+    with refusing(LayoutError, "state step of the optimizer's parameter 0 is another"):
         zckpt.open(changed("optim", lambda tree: tree["state"][0].update(step=torch.tensor(9.0)), "step"))
-    with pytest.raises(LayoutError, match="has other tensors than rank 0's file"):
+    with refusing(LayoutError, "has other tensors than rank 0's file"):
         zckpt.open(changed("model", lambda tree: tree.pop("model.norm.weight"), "name"))
-    with pytest.raises(DamagedFileError, match="expected an optimizer's state dict"):
+    with refusing(DamagedFileError, "expected an optimizer's state dict"):
         zckpt.open(changed("optim", lambda tree: tree.pop("state"), "state"))
     swapped = copied(source, tmp_path / "swapped")
     for rank in (0, 1):
         (swapped / f"model_world_size_2_rank_{rank}.pt").rename(swapped / f"{rank}")
     for rank in (0, 1):
         (swapped / f"{rank}").rename(swapped / f"model_world_size_2_rank_{1 - rank}.pt")
-    with pytest.raises(ShardError, match="is another rank's file: expected rank 0, found rank 1"):
+    with refusing(ShardError, "is another rank's file: expected rank 0, found rank 1"):
         zckpt.open(swapped)
 
 
@@ -271,12 +272,12 @@ def test_a_file_under_the_name_of_another_rank_is_named(
     """Rank 2 has nothing of what has one row: copied over rank 0's file, it leaves no element of that."""
     folder = copied(written("s2_bf16_dp2", world_size=3), tmp_path / "f")
     shutil.copy(folder / f"{kind}_world_size_3_rank_2.pt", folder / f"{kind}_world_size_3_rank_0.pt")
-    with pytest.raises(ShardError, match=f"{kind}_world_size_3_rank_0.pt: is another rank's file: .* found rank 2"):
+    with refusing(ShardError, f"{kind}_world_size_3_rank_0.pt: is another rank's file: .* found rank 2"):
         zckpt.open(folder)
 
 
 def test_a_tensor_of_which_no_rank_has_any_element_is_not_covered() -> None:
-    with pytest.raises(LayoutError, match=r"expected 3 elements of shape \(3,\), found 0"):
+    with refusing(LayoutError, r"expected 3 elements of shape \(3,\), found 0"):
         RankFiles(["a", "b"]).joined("weight", "w", [(rank, Held(SHARDED, (3,), "float32", ())) for rank in (0, 1)])
 
 
@@ -298,14 +299,12 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds: str, written: Calla
     }
     for name in ("checkpoint-500.pt", "pytorch_model.bin", "ckpt_rank1.pt"):
         torch.save(trees[holds], tmp_path / name)
-        with pytest.raises(
-            UnsupportedError, match=r"holds one rank's part of what ranks share: .* is a DTensor.* rank 1 of 2"
-        ):
+        with refusing(UnsupportedError, r"holds one rank's part of what ranks share: .* is a DTensor.* rank 1 of 2"):
             zckpt.open(tmp_path / name)
     shutil.copy(tmp_path / "ckpt_rank1.pt", tmp_path / "ckpt_rank0.pt")
     for name in ("checkpoint-500.pt", "pytorch_model.bin"):
         (tmp_path / name).unlink()
-    with pytest.raises(SourceError, match=r"one rank's part|give one of its files, such as .*ckpt_rank0\.pt"):
+    with refusing(SourceError, r"one rank's part|give one of its files, such as .*ckpt_rank0\.pt"):
         zckpt.open(tmp_path)
 
 
@@ -339,7 +338,7 @@ def test_what_is_not_certain_keeps_its_number(written: Callable[..., Path], tmp_
     assert checkpoint.unnamed
     assert any("give --names FILE" in warning for warning in checkpoint.warnings)
     zckpt.consolidate(folder, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match="the names of some of the optimizer's parameters are not known"):
+    with refusing(UnsupportedError, "the names of some of the optimizer's parameters are not known"):
         zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
     names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
     assert zckpt.open(folder, names=names).param_groups[0].parameters == names
@@ -373,14 +372,14 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written: Callable[.
     folder = copied(written(LLAMA, world_size=3, fsdp_version=1, groups="one", units=units), tmp_path / "run")
     assert_slots_are_those_of(folder, LLAMA)
     resaved(folder, "model", dict)
-    with pytest.raises(UnsupportedError, match=r"do not say whose state.*give --names FILE"):
+    with refusing(UnsupportedError, r"do not say whose state.*give --names FILE"):
         zckpt.open(folder)
     every = [one.name for one in zckpt.open(FIXTURES / LLAMA).parameters.values() if one.tied_to is None]
     inner = [[n for n in every if n.startswith(f"model.layers.{layer}.mlp")] for layer in range(2)]
     layer = [n for n in every if n.startswith("model.layers.1.") and n not in inner[1]]
     root = [n for n in every if n not in {*layer, *inner[0], *inner[1]}]
     assert_slots_are_those_of(folder, LLAMA, names=[*root, *inner[0], *layer, *inner[1]])
-    with pytest.raises(zckpt.UsageError, match="the names do not fit the optimizer's state"):
+    with refusing(zckpt.UsageError, "the names do not fit the optimizer's state"):
         zckpt.open(folder, names=every)
 
 
@@ -422,9 +421,9 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
         ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "fsdp-size is for FSDP2"),
         ({"fsdp_version": 3}, "unusable fsdp-version: expected 1 or 2"),
     ):
-        with pytest.raises(zckpt.UsageError, match=said):
+        with refusing(zckpt.UsageError, said):
             zckpt.convert(FIXTURES / LLAMA, target, to="fsdp-rank-files", **options)
-    with pytest.raises(UnsupportedError, match="several param groups, and FSDP1 has one state"):
+    with refusing(UnsupportedError, "several param groups, and FSDP1 has one state"):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", target, to="fsdp-rank-files", fsdp_version=1, units="big.*")
     assert not target.exists()
 
@@ -439,7 +438,7 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path: Path) -> No
     assert group.state["step"] == expected.param_groups[0].state["step"]
     assert_slots_are_those_of(tmp_path / "one", LLAMA)
     expected.parameters = dict(sorted(expected.parameters.items()))
-    with pytest.raises(UnsupportedError, match="the order of the model's parameters is not known"):
+    with refusing(UnsupportedError, "the order of the model's parameters is not known"):
         zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
 
 

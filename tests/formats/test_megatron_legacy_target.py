@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.engine.test_plan import each_once, hole_of, run
 from tests.formats.test_megatron_legacy import ITERATION, KINDS, OTHER
+from tests.refusals import refusing
 from zckpt.engine.plan import fill
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.megatron.cut import KEPT, Cut, cuts_of
@@ -126,7 +127,7 @@ def test_grouped_experts_are_what_the_arguments_say(
     options: dict[str, Any] = {"to": "megatron", "ckpt_format": "torch", "expert_parallel_size": 2,
                                "transformer_impl": "transformer_engine" if engine else "local"}  # fmt: skip
     if not name:
-        with pytest.raises(UnsupportedError, match="what that calls them is not known"):
+        with refusing(UnsupportedError, "what that calls them is not known"):
             zckpt.convert(tmp_path / "dist", tmp_path / "out", **options)
         return
     zckpt.convert(tmp_path / "dist", tmp_path / "out", verify=True, **options)
@@ -174,32 +175,32 @@ def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path: Pat
     assert zckpt.diff(source, tmp_path / "out").equal
     zckpt.reshard(tmp_path / "out", tmp_path / "again", world_size=1, tensor_parallel_size=4)
     assert zckpt.open(tmp_path / "again").details["padded vocabulary"] == 20
-    with pytest.raises(UsageError, match="the 16 rows that SOURCE has, all of them trained, found 12"):
+    with refusing(UsageError, "the 16 rows that SOURCE has, all of them trained, found 12"):
         zckpt.reshard(source, tmp_path / "less", world_size=1, padded_vocab_size=12)
-    with pytest.raises(UsageError, match=r"embedding.*multiple of them"):
+    with refusing(UsageError, r"embedding.*multiple of them"):
         zckpt.reshard(source, tmp_path / "odd", world_size=1, tensor_parallel_size=3)
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     source, out = OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out"
-    with pytest.raises(UsageError, match="expected --stage-bounds"):
+    with refusing(UsageError, "expected --stage-bounds"):
         zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=3)
-    with pytest.raises(UsageError, match="unusable stage bounds"):
+    with refusing(UsageError, "unusable stage bounds"):
         zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=2, stage_bounds="0,3")
-    with pytest.raises(UsageError, match="has several stages"):
+    with refusing(UsageError, "has several stages"):
         zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=1, virtual_pipeline_parallel_size=2)
-    with pytest.raises(UsageError, match="unusable expert-parallel size"):
+    with refusing(UsageError, "unusable expert-parallel size"):
         zckpt.reshard(source, out, world_size=1, expert_parallel_size=2)
-    with pytest.raises(UsageError, match="at least 1"):
+    with refusing(UsageError, "at least 1"):
         zckpt.reshard(source, out, world_size=1, tensor_parallel_size=0)
-    with pytest.raises(UsageError, match="--tensor-parallel-size is for legacy files"):
+    with refusing(UsageError, "--tensor-parallel-size is for legacy files"):
         zckpt.convert(source, out, to="megatron", tensor_parallel_size=2)
-    with pytest.raises(UsageError, match="size of buckets: expected at least 0, found -5"):
+    with refusing(UsageError, "size of buckets: expected at least 0, found -5"):
         zckpt.reshard(source, out, world_size=1, ddp_bucket_size=-5)
     for only in ({"optimizer": "flattened"}, {"layers": "apart"}):
-        with pytest.raises(UsageError, match="is for torch_dist"):
+        with refusing(UsageError, "is for torch_dist"):
             zckpt.convert(source, out, to="megatron", ckpt_format="torch", **only)
-    with pytest.raises(UnsupportedError, match="any number of ranks of each kind loads"):
+    with refusing(UnsupportedError, "any number of ranks of each kind loads"):
         zckpt.reshard(OTHER / "mcore_bf16_plain_tp2" / "ckpt", out, world_size=1)
     assert not out.exists()
 
@@ -227,7 +228,7 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages() -> None:
     assert [one.local for one in last] == ["decoder.layers.0.mlp.w", names[-1], "output_layer.weight"]
     assert [one.shared for one in last] == [False, False, True]
     assert bounds_of(None, 4, 2) == (0, 2, 4)
-    with pytest.raises(UnsupportedError, match="which pipeline stage has it is not known: found head"):
+    with refusing(UnsupportedError, "which pipeline stage has it is not known: found head"):
         dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={})
 
 
@@ -260,7 +261,7 @@ def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding() -> 
     assert [one.local for one in last] == [names[0], *names[4:]]
     assert [one.shared for one in last] == [True, False, False]
     for odd, tied in (("embedding.position_embeddings.weight", {}), ("decoder.layers.0.y", {names[0]: "output_layer"})):
-        with pytest.raises(UnsupportedError, match="of words' embeddings alone"):
+        with refusing(UnsupportedError, "of words' embeddings alone"):
             dealt([*names, odd], (0, 1, 1), stages=2, tied=tied)
 
 
@@ -269,7 +270,7 @@ def test_experts_are_numbered_from_0_on_each_rank() -> None:
     [[chunk], _] = dealt(["decoder.layers.0.x", *names], (0, 2, 2), stages=2, tied={})
     own = on_expert_rank(chunk, expert_counts(names, 2), 1, 2)
     assert [(one.name, one.local) for one in own[1:]] == [(names[2], names[0]), (names[3], names[1])]
-    with pytest.raises(UsageError, match="a divisor of 4, found 3"):
+    with refusing(UsageError, "a divisor of 4, found 3"):
         expert_counts(names, 3)
 
 
@@ -290,7 +291,7 @@ def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
     assert sliced((5, 2), Cut(0), 1, 2, 8) == each_once(np.array([8, 9, 0, 0, 0, 0, 0, 0]))
     shapes = {"l.mlp.linear_fc1.weight": (8, 3), "l.mlp.linear_fc2.weight": (3, 4), "l.norm.weight": (3,)}
     assert list(cuts_of(shapes, 2, None).values()) == [Cut(0, 2), Cut(1), KEPT]
-    with pytest.raises(UsageError, match="not cut evenly for 3"):
+    with refusing(UsageError, "not cut evenly for 3"):
         cuts_of(shapes, 3, None)
 
 

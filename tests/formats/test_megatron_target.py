@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt
+from tests.refusals import refusing
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.formats.megatron.keys import Placed, placed
@@ -196,7 +197,7 @@ def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path: Path) ->
         assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
     groups = zckpt.open(tmp_path / "1").param_groups
     assert not any(one.hyperparameters["is_expert_parallel"] for one in groups)
-    with pytest.raises(UsageError, match="at least 1"):
+    with refusing(UsageError, "at least 1"):
         zckpt.convert(source, tmp_path / "0", to="megatron", expert_parallel_size=0)
 
 
@@ -206,7 +207,7 @@ def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp
     assert placed(shapes, apart=True)[FC1.format(1)] == Placed(FC1.format(1))
     other = shapes | {FC1.format(1): ((4, 6), "y")}
     assert placed(other, apart=None)[FC1.format(0)] == Placed(FC1.format(0))
-    with pytest.raises(UnsupportedError, match="cannot be stacked"):
+    with refusing(UnsupportedError, "cannot be stacked"):
         placed(other, apart=False)
     local = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
     grouped = "mtp.layers.0.mlp.experts.linear_fc1.weight{}"
@@ -217,7 +218,7 @@ def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp
     for at, to in ((source, "zckpt"), (tmp_path / "zckpt", "megatron")):
         zckpt.convert(at, tmp_path / to, to=to)
     assert zckpt.open(tmp_path / "megatron").details["layers"] == "apart"
-    with pytest.raises(UnsupportedError, match="cannot be stacked"):
+    with refusing(UnsupportedError, "cannot be stacked"):
         zckpt.convert(source, tmp_path / "stacked", to="megatron", layers="stacked")
 
 
@@ -226,7 +227,7 @@ def test_only_what_zckpt_wrote_is_replaced(tmp_path: Path) -> None:
     for _ in range(2):
         zckpt.convert(source, tmp_path / "out", to="megatron", overwrite=True)
     shutil.copytree(source, tmp_path / "theirs")
-    with pytest.raises(TargetExistsError, match="holds other files"):
+    with refusing(TargetExistsError, "holds other files"):
         zckpt.convert(tmp_path / "out", tmp_path / "theirs", to="megatron", overwrite=True)
 
 
@@ -245,7 +246,7 @@ def test_only_what_zckpt_wrote_is_replaced(tmp_path: Path) -> None:
 )
 def test_models_that_cannot_be_written_are_named(names: list[str], said: str, tmp_path: Path) -> None:
     torch.save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.pt")
-    with pytest.raises(UnsupportedError, match=said):
+    with refusing(UnsupportedError, said):
         zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
 
@@ -262,7 +263,7 @@ def test_models_that_cannot_be_written_are_named(names: list[str], said: str, tm
 )  # fmt: skip
 def test_state_that_megatron_has_no_place_for_is_named(groups: Any, of: Any, said: str, tmp_path: Path) -> None:
     names = trained(tmp_path / "x.pt", model(), *groups, of=of)
-    with pytest.raises(UnsupportedError, match=said):
+    with refusing(UnsupportedError, said):
         zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, layers="stacked")
     assert not (tmp_path / "out").exists()
 
@@ -274,7 +275,7 @@ def test_a_step_is_needed_to_go_on(tmp_path: Path) -> None:
     for value in content["optimizer"]["state"].values():
         value.pop("step")
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match="--iteration N"):
+    with refusing(UsageError, "--iteration N"):
         zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.refusals import refusing
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
 
 DIM, HEADS, KEYS, WORDS, HIDDEN = 32, 16, 8, 48, 40
@@ -81,7 +82,7 @@ def test_copies_are_compared(tmp_path: Path) -> None:
 
 def test_one_of_several_files_is_not_the_model(tmp_path: Path) -> None:
     source = write(tmp_path / "m", llama(), 2, embedding=0)
-    with pytest.raises(ShardError, match="is one of 2 files of a model") as raised:
+    with refusing(ShardError, "is one of 2 files of a model") as raised:
         zckpt.open(source / "consolidated.00.pth")
     assert str(source) in str(raised.value.advice)
     alone = write(tmp_path / "one", llama(), 1, embedding=0)
@@ -108,28 +109,28 @@ def test_a_shape_that_fits_no_cut_is_refused(name: str, tensor: torch.Tensor, wo
     source = write(tmp_path / "m", llama(), 2, embedding=0)
     for rank in range(2):
         changed(source, rank, name, tensor)
-    with pytest.raises(LayoutError, match=words):
+    with refusing(LayoutError, words):
         zckpt.open(source)
 
 
 def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "m", llama(), 4, embedding=1)
     (source / "consolidated.02.pth").rename(tmp_path / "kept")
-    with pytest.raises(ShardError, match=r"expected consolidated.02.pth"):
+    with refusing(ShardError, r"expected consolidated.02.pth"):
         zckpt.open(source)
     (tmp_path / "kept").rename(source / "consolidated.02.pth")
     for rank in (3, 2, 1):
         (source / f"consolidated.{rank:02d}.pth").rename(tmp_path / f"{rank}")
-        with pytest.raises(LayoutError, match=r"what params.json says"):
+        with refusing(LayoutError, r"what params.json says"):
             zckpt.open(source)
     for rank in (1, 2, 3):
         (tmp_path / f"{rank}").rename(source / f"consolidated.{rank:02d}.pth")
     changed(source, 3, "norm.weight", None)
-    with pytest.raises(LayoutError, match=r"norm.weight is not as in consolidated.00.pth"):
+    with refusing(LayoutError, r"norm.weight is not as in consolidated.00.pth"):
         zckpt.open(source)
     unknown = write(tmp_path / "u", {**llama(), "vision.patch.weight": torch.ones(4, 4)}, 2, embedding=0)
-    with pytest.raises(UnsupportedError, match=r"vision.patch.weight is cut by no rule"):
+    with refusing(UnsupportedError, r"vision.patch.weight is cut by no rule"):
         zckpt.open(unknown)
     (unknown / "params.json").unlink()
-    with pytest.raises(ShardError, match=r"has no params.json"):
+    with refusing(ShardError, r"has no params.json"):
         zckpt.open(unknown)

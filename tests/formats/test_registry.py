@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, refused, succeeded
+from tests.refusals import refusing
 from zckpt.errors import DamagedFileError
 from zckpt.formats.format import Format, Found, Search
 from zckpt.formats.options import options_of
@@ -78,7 +79,7 @@ def test_help_of_convert_has_every_option_and_format() -> None:
 def test_keywords_of_convert_are_those_of_the_format(
     to: str, options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(zckpt.UsageError, match=re.escape(said)):
+    with refusing(zckpt.UsageError, re.escape(said)):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to=to, **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -100,7 +101,7 @@ def test_error_that_names_no_file_names_what_was_found(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     monkeypatch.setattr("zckpt.formats.recognise", lambda *_: (Broken(), Found(place)))
-    with pytest.raises(DamagedFileError, match=f"^{named}: broken"):
+    with refusing(DamagedFileError, f"^{named}: broken"):
         zckpt.formats.open_checkpoint("run")
 
 

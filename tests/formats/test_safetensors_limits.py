@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.refusals import refusing
 from zckpt.errors import DamagedFileError
 from zckpt.formats.safetensors.file import MAXIMUM_DIMENSIONS, read_header
 
@@ -23,7 +24,7 @@ def test_dimensions_are_as_many_as_torch_has(size: int, data: bytes, tmp_path: P
     most = written(tmp_path / "a", {"w": {**entry, "shape": [size] * MAXIMUM_DIMENSIONS}}, data)
     assert read_header(most)[0]["w"].shape == (size,) * 64
     more = written(tmp_path / "b", {"w": {**entry, "shape": [size] * 65}}, data)
-    with pytest.raises(DamagedFileError, match="w has too many dimensions: expected at most 64, found 65"):
+    with refusing(DamagedFileError, "w has too many dimensions: expected at most 64, found 65"):
         read_header(more)
 
 

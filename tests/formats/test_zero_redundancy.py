@@ -18,6 +18,7 @@ from tests.formats.some_tensors import assert_same
 from tests.logical import assert_same_state
 from tests.pairwise import each
 from tests.plans import write_directory
+from tests.refusals import refusing
 from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
 from zckpt.errors import (
@@ -253,7 +254,7 @@ def test_group_of_all_parameters_needs_no_state(tmp_path):
 @pytest.mark.parametrize("name", ZRO)
 def test_parameter_without_state_leaves_names_untold(name, tmp_path):
     directory = ranks(name, tmp_path / "ranks")
-    with pytest.raises(UnsupportedError, match=r"rank \d's parameter \d has no state that shows its shape.*--names"):
+    with refusing(UnsupportedError, r"rank \d's parameter \d has no state that shows its shape.*--names"):
         read(directory)
 
 
@@ -261,14 +262,14 @@ def test_tensor_that_could_be_a_trained_one_leaves_names_untold(tmp_path):
     model, optimizer = trained()
     directory = as_others_save_it(model, optimizer, tmp_path)
     changed(directory / "model.pt", lambda root: root.update(table=torch.ones(4, 4)))
-    with pytest.raises(UnsupportedError, match=r"of shape \(4, 4\), has no name that is certain; give --names FILE"):
+    with refusing(UnsupportedError, r"of shape \(4, 4\), has no name that is certain; give --names FILE"):
         read(directory)
 
 
 def test_without_a_model_nothing_tells_which_parameter_is_which(tmp_path):
     directory = ranks("zro_dp2_adamw", tmp_path / "ranks", model="")
     for names in (None, names_of("zro_dp2_adamw")):
-        with pytest.raises(UnsupportedError, match=r"only the sizes .* put the model's state dict next to them"):
+        with refusing(UnsupportedError, r"only the sizes .* put the model's state dict next to them"):
             read(directory, names)
 
 
@@ -278,9 +279,9 @@ def test_state_that_every_rank_has_whole_is_not_taken_for_shares(tmp_path):
     for rank in range(2):
         torch.save(optimizer.state_dict(), tmp_path / f"optimizer_rank{rank}.pt")
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(UnsupportedError, match="has no name that is certain"):
+    with refusing(UnsupportedError, "has no name that is certain"):
         read(tmp_path)
-    with pytest.raises(UsageError, match="expected 16 different names, found 8"):
+    with refusing(UsageError, "expected 16 different names, found 8"):
         read(tmp_path, [name for name, _ in model.named_parameters()])
 
 
@@ -294,12 +295,12 @@ def test_state_that_every_rank_has_whole_is_not_taken_for_shares(tmp_path):
     ],
 )
 def test_names_that_do_not_fit_are_refused(change, message, tmp_path):
-    with pytest.raises(UsageError, match=message):
+    with refusing(UsageError, message):
         read(ranks("zro_dp2_adamw", tmp_path / "ranks"), change(names_of("zro_dp2_adamw")))
 
 
 def test_names_in_another_order_are_refused(tmp_path):
-    with pytest.raises(LayoutError, match=r"zero_rank\d.pt: "):
+    with refusing(LayoutError, r"zero_rank\d.pt: "):
         read(ranks("zro_dp2_adamw", tmp_path / "ranks"), names_of("zro_dp2_adamw")[::-1])
 
 
@@ -409,7 +410,7 @@ def test_names_from_the_user_name_it_later(form, tmp_path):
 def test_parameter_of_unknown_size_cannot_be_assigned(tmp_path):
     for optimizer in (torch.optim.SGD, torch.optim.Adafactor):
         source = unnamed(tmp_path / "c.pt", model=False, optimizer=optimizer)
-        with pytest.raises(UnsupportedError, match=r"the size of the optimizer's parameter 0 is not known.*--names"):
+        with refusing(UnsupportedError, r"the size of the optimizer's parameter 0 is not known.*--names"):
             lay_out(source, world_size=2, per_rank=True)
         assert lay_out(source, world_size=2, per_rank=False)
 
@@ -437,7 +438,7 @@ def test_other_files_are_not_taken_for_ranks(names, tmp_path):
     for name in names:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
     assert find(tmp_path) is None
-    with pytest.raises(UnknownFormatError, match="holds no state of a ZeroRedundancyOptimizer"):
+    with refusing(UnknownFormatError, "holds no state of a ZeroRedundancyOptimizer"):
         read(tmp_path)
 
 
@@ -458,31 +459,31 @@ def test_two_sets_of_files_are_refused(tmp_path):
     directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
     for rank in range(2):
         shutil.copy(directory / "zero_rank0.pt", directory / f"old_rank{rank}.pt")
-    with pytest.raises(UnknownFormatError, match=r"several sets .* found old_rank0.pt and zero_rank0.pt"):
+    with refusing(UnknownFormatError, r"several sets .* found old_rank0.pt and zero_rank0.pt"):
         find(directory)
 
 
 def test_two_models_are_refused(tmp_path):
     directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
     shutil.copy(directory / "model.pt", directory / "ema.pt")
-    with pytest.raises(UnknownFormatError, match=r"several files hold a model.* found ema.pt, model.pt"):
+    with refusing(UnknownFormatError, r"several files hold a model.* found ema.pt, model.pt"):
         read(directory)
 
 
 def test_missing_rank_is_named(tmp_path):
     directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
     (directory / "zero_rank1.pt").unlink()
-    with pytest.raises(ShardError, match="the file of rank 1 is missing: expected 3 files, found 2"):
+    with refusing(ShardError, "the file of rank 1 is missing: expected 3 files, found 2"):
         find(directory)
     shutil.copy(directory / "zero_rank2.pt", directory / "zero_rank1.pt")
-    with pytest.raises(ShardError, match=r"zero_rank1.pt: is of another rank: expected 1, found 2"):
+    with refusing(ShardError, r"zero_rank1.pt: is of another rank: expected 1, found 2"):
         read(directory)
 
 
 def test_last_rank_that_is_missing_is_told_by_the_others(tmp_path):
     directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
     (directory / "zero_rank2.pt").unlink()
-    with pytest.raises(ShardError, match="is of another world_size: expected 2, found 3"):
+    with refusing(ShardError, "is of another world_size: expected 2, found 3"):
         read(directory)
 
 
@@ -490,7 +491,7 @@ def test_last_rank_that_is_missing_is_told_by_the_others(tmp_path):
 def test_missing_rank_of_ours_is_named(rank, tmp_path):
     out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
     (out / f"optimizer_rank_{rank}.pt").unlink()
-    with pytest.raises(ShardError, match=f"the file of rank {rank} is missing: expected 3 files, found 2"):
+    with refusing(ShardError, f"the file of rank {rank} is missing: expected 3 files, found 2"):
         read(out)
 
 
@@ -520,7 +521,7 @@ def test_ranks_that_changed_places_are_refused(tmp_path):
     (out / "optimizer_rank_0.pt").rename(out / "x")
     (out / "optimizer_rank_1.pt").rename(out / "optimizer_rank_0.pt")
     (out / "x").rename(out / "optimizer_rank_1.pt")
-    with pytest.raises(LayoutError, match=r"optimizer_rank_0.pt: "):
+    with refusing(LayoutError, r"optimizer_rank_0.pt: "):
         read(out)
 
 
@@ -578,7 +579,7 @@ def test_ranks_that_contradict_each_other_are_refused(change, error, message, tm
 def test_metadata_that_is_wrong_is_refused(change, message, tmp_path):
     out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
     changed(out / "metadata.pt", lambda root: change(root["zero_redundancy"]))
-    with pytest.raises(SourceError, match=message):
+    with refusing(SourceError, message):
         read(out)
 
 
@@ -586,7 +587,7 @@ def test_metadata_that_is_wrong_is_refused(change, message, tmp_path):
 def test_metadata_of_another_type_is_refused(content, tmp_path):
     out = written(consolidated("zro_dp2_adamw"), tmp_path / "out", per_rank=False)
     changed(out / "metadata.pt", lambda root: root.update(zero_redundancy=content))
-    with pytest.raises(DamagedFileError, match="expected a dict"):
+    with refusing(DamagedFileError, "expected a dict"):
         read(out)
 
 
@@ -596,12 +597,12 @@ def test_file_that_is_cut_short_is_refused(name, keep, tmp_path):
     out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
     data = (out / name).read_bytes()
     (out / name).write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
-    with pytest.raises(SourceError, match=name):
+    with refusing(SourceError, name):
         read(out)
 
 
 def test_world_without_ranks_is_refused():
-    with pytest.raises(UsageError, match="expected at least 1, found 0"):
+    with refusing(UsageError, "expected at least 1, found 0"):
         lay_out(consolidated("zro_dp2_adamw"), world_size=0, per_rank=True)
 
 

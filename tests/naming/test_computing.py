@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import refused, succeeded
 from tests.operations.test_merge_adapter import ADAPTERS
+from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import UsageError
 
@@ -81,7 +81,7 @@ def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path: Path) -> None
     base = source / "base.safetensors"
     zckpt.merge_adapter(base, source, tmp_path / "expected.safetensors")
     zckpt.consolidate(base, tmp_path / "wrapped.safetensors", add_prefix="policy.")
-    with pytest.raises(UsageError, match="give the model that the adapter was trained on"):
+    with refusing(UsageError, "give the model that the adapter was trained on"):
         zckpt.merge_adapter(tmp_path / "wrapped.safetensors", source, tmp_path / "m.safetensors")
     succeeded("merge-adapter", tmp_path / "wrapped.safetensors", source, tmp_path / "m.safetensors",
               "--strip-prefix", "policy.", "--verify")  # fmt: skip

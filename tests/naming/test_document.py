@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import ROOT, refused, succeeded
+from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.naming.apply import sorted_names
@@ -119,7 +120,7 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
     ],
 )
 def test_a_malformed_map_is_refused(change: dict[str, object], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+    with refusing(UsageError, words):
         parse_map({**QKV, **change}, "mine")
 
 
@@ -146,7 +147,7 @@ def test_sizes_are_whole_numbers() -> None:
         "__import__('os')",
         "(" * 5000,
     ):
-        with pytest.raises(UsageError, match="is no size"):
+        with refusing(UsageError, "is no size"):
             evaluated(text, sizes.get, "here")
 
 
@@ -173,26 +174,26 @@ def test_names_are_in_the_order_of_the_program() -> None:
 
 def test_names_that_fit_neither_side_or_both_are_refused(tmp_path: Path) -> None:
     source = saved(tmp_path / "a.safetensors", tensors(more=torch.ones(2)))
-    with pytest.raises(UsageError, match="has no rule for more"):
+    with refusing(UsageError, "has no rule for more"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
     without = tensors()
     del without["k.weight"]
     saved(source, without)
-    with pytest.raises(UsageError, match=r"no rule for q\.weight, v\.weight"):
+    with refusing(UsageError, r"no rule for q\.weight, v\.weight"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
     same = {"sides": ["one", "other"], "rules": [{"one": "x", "other": "x"}]}
-    with pytest.raises(UsageError, match="both one and other"):
+    with refusing(UsageError, "both one and other"):
         zckpt.consolidate(saved(source, {"x": torch.ones(1)}), tmp_path / "b.safetensors", map=same)
 
 
 def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
     source = saved(tmp_path / "a.safetensors", tensors())
-    with pytest.raises(UsageError, match=r"do not tell heads: expected a configuration with n_head.*--map-config"):
+    with refusing(UsageError, r"do not tell heads: expected a configuration with n_head.*--map-config"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
-    with pytest.raises(UsageError, match=r"q\.weight has another shape"):
+    with refusing(UsageError, r"q\.weight has another shape"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 5, "d": 1})
     wrong = {**QKV, "sizes": {**QKV["sizes"], "d": "4"}}
-    with pytest.raises(UsageError, match=r"expected \(16, 5\) with d=4, heads=4, in=5, three=3, found \(12, 5\)"):
+    with refusing(UsageError, r"expected \(16, 5\) with d=4, heads=4, in=5, three=3, found \(12, 5\)"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=wrong, map_config={"n_head": 4})
     assert not (tmp_path / "b.safetensors").exists()
 
@@ -201,7 +202,7 @@ def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
 def test_a_map_that_loses_or_doubles_elements_is_refused(axes: str, tmp_path: Path) -> None:
     rule = {"apart": {**QKV["rules"][0]["apart"], "q.weight": axes}, "joined": QKV["rules"][0]["joined"]}
     source = saved(tmp_path / "a.safetensors", {**tensors(), "q.weight": torch.ones(24 if ":" in axes else 12, 5)})
-    with pytest.raises(UsageError, match="not every element"):
+    with refusing(UsageError, "not every element"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map={**QKV, "rules": [rule, QKV["rules"][1]]},
                           map_config={"n_head": 3})  # fmt: skip
 
@@ -228,13 +229,13 @@ def test_parts_of_one_tensor_must_be_alike(tmp_path: Path) -> None:
     def mapped(source: Path, **more: object) -> None:
         zckpt.convert(source, tmp_path / "out", to="zckpt", map=QKV, map_config={"n_head": 3}, **more)
 
-    with pytest.raises(UnsupportedError, match="differ in the param group"):
+    with refusing(UnsupportedError, "differ in the param group"):
         mapped(trained(tmp_path / "groups.pt", groups=("qv", "kn")))
-    with pytest.raises(LayoutError, match="differ in step"):
+    with refusing(LayoutError, "differ in step"):
         mapped(trained(tmp_path / "steps.pt", steps="qvn"))
-    with pytest.raises(LayoutError, match="not all have exp_avg"):
+    with refusing(LayoutError, "not all have exp_avg"):
         mapped(trained(tmp_path / "slots.pt", steps="qn"))
-    with pytest.raises(UnsupportedError, match=r"row_var of q\.weight is not one number for each element"):
+    with refusing(UnsupportedError, r"row_var of q\.weight is not one number for each element"):
         mapped(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
     assert not (tmp_path / "out").exists()
     mapped(trained(tmp_path / "sound.pt"))
@@ -300,7 +301,7 @@ def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path: Path) -> None:
     done = zckpt.convert(tmp_path / "d", tmp_path / "back", to="zckpt", map=document, map_config={"vocab_size": 5})
     assert "rows 5 to 7 of emb are left out as padding" in done.notes[1]
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "back").equal
-    with pytest.raises(UsageError, match="not so many rows"):
+    with refusing(UsageError, "not so many rows"):
         zckpt.convert(tmp_path / "d", tmp_path / "more", to="zckpt", map=document, map_config={"vocab_size": 9})
 
 
@@ -320,7 +321,7 @@ def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text('{"n_head": 2}')  # of whatever else lies around
     (tmp_path / "model").mkdir()
     source = saved(tmp_path / "model" / "a.safetensors", tensors())
-    with pytest.raises(UsageError, match="do not tell heads"):
+    with refusing(UsageError, "do not tell heads"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
     (tmp_path / "model" / "params.json").write_text('{"n_head": 3, "other": null}')
     done = zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
@@ -350,9 +351,9 @@ def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameter
         one.grad = torch.ones_like(one)
     optimizer.step()
     torch.save({"model": tensors(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    with pytest.raises(UnsupportedError, match="give --names FILE"):
+    with refusing(UnsupportedError, "give --names FILE"):
         zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="zckpt", map=QKV, map_config={"n_head": 3})
-    with pytest.raises(UnsupportedError, match="give --names FILE"):
+    with refusing(UnsupportedError, "give --names FILE"):
         zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", slots="all", map=QKV, map_config={"n_head": 3})
     zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", map=QKV, map_config={"n_head": 3})
     assert torch.load(tmp_path / "m.pt", weights_only=True)["qkv.weight"].shape == (36, 5)
@@ -372,7 +373,7 @@ def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path: P
     source = saved(tmp_path / "a.safetensors", tensors())
     about = {**QKV, "settings": {"zero_centered": True}}
     for config in ({"zero_centered": False}, {"text_config": {"zero_centered": False}}):
-        with pytest.raises(UnsupportedError, match=r"zero_centered.*expected True, found False"):
+        with refusing(UnsupportedError, r"zero_centered.*expected True, found False"):
             zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2, **config})
     for config in ({}, {"zero_centered": True}, {"zero_centered": None}):
         zckpt.consolidate(
@@ -383,7 +384,7 @@ def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path: P
 def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path: Path) -> None:
     source = saved(tmp_path / "a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
     about = {**QKV, "refused": {"apart": {"router.bias": "it chooses"}}}
-    with pytest.raises(UnsupportedError, match=r"router\.bias: it chooses; a map of your own"):
+    with refusing(UnsupportedError, r"router\.bias: it chooses; a map of your own"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})
     about = {**about, "ignored": {"apart": ["router.bias"]}}
     zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})

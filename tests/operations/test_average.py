@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, run
+from tests.refusals import refusing
 from tests.truth import Truth, bits
 
 SAME = [FIXTURES / name for name in ("s2_bf16_dp2", "s2_bf16_dp3", "s3_bf16_dp4")]
@@ -176,7 +177,7 @@ def test_task_arithmetic_subtracts(tmp_path: Path) -> None:
 def test_what_is_no_number_must_be_the_same_or_be_named(tensor: torch.Tensor, tmp_path: Path) -> None:
     other = tensor.roll(1) if tensor.dtype != torch.float8_e4m3fn else -tensor.float()
     paths = pair(tmp_path, tensor, other.to(tensor.dtype))
-    with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: x: not the same as in .*a\.safetensors"):
+    with refusing(zckpt.UsageError, r"b\.safetensors: x: not the same as in .*a\.safetensors"):
         zckpt.average(paths, tmp_path / "m.safetensors")
     done = zckpt.average(paths, tmp_path / "m.safetensors", from_last=["x"])
     assert equal(load_file(tmp_path / "m.safetensors")["x"], other.to(tensor.dtype))
@@ -219,19 +220,19 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_options_that_cannot_be_used(options: dict[str, object], message: str, tmp_path: Path) -> None:
     paths = pair(tmp_path, torch.ones(2), torch.ones(2))
-    with pytest.raises(zckpt.UsageError, match=message):
+    with refusing(zckpt.UsageError, message):
         zckpt.average(paths, tmp_path / "m.safetensors", **options)  # type: ignore[arg-type]
     assert {one.name for one in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors"}
 
 
 def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     a, b = pair(tmp_path, torch.ones(2), torch.ones(3))
-    with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: x has another shape than in .*a\.safetensors.*\(2,\)"):
+    with refusing(zckpt.UsageError, r"b\.safetensors: x has another shape than in .*a\.safetensors.*\(2,\)"):
         zckpt.average([a, b], tmp_path / "m.safetensors")
     c = saved(tmp_path / "c.safetensors", w=torch.ones(3), y=torch.ones(2))
-    with pytest.raises(zckpt.UsageError, match=r"c\.safetensors: 1 of the tensors of .*a\.safetensors not in it: x"):
+    with refusing(zckpt.UsageError, r"c\.safetensors: 1 of the tensors of .*a\.safetensors not in it: x"):
         zckpt.average([a, c], tmp_path / "m.safetensors")
-    with pytest.raises(zckpt.UsageError, match="a mean needs several checkpoints"):
+    with refusing(zckpt.UsageError, "a mean needs several checkpoints"):
         zckpt.average([a], tmp_path / "m.safetensors")
 
 
@@ -244,13 +245,13 @@ def test_adapters_that_are_scaled_otherwise_are_refused(tmp_path: Path) -> None:
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
     zckpt.average([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
     assert {one.name for one in (tmp_path / "m").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
-    with pytest.raises(zckpt.UsageError, match="an adapter that is scaled otherwise"):
+    with refusing(zckpt.UsageError, "an adapter that is scaled otherwise"):
         zckpt.average([tmp_path / "a", tmp_path / "c"], tmp_path / "n")
 
 
 def test_a_slot_that_one_lacks_is_refused_by_name(tmp_path: Path) -> None:
     zckpt.consolidate(SAME[1], tmp_path / "b.safetensors")
-    with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: exp_avg of .* is not there"):
+    with refusing(zckpt.UsageError, r"b\.safetensors: exp_avg of .* is not there"):
         zckpt.average([SAME[0], tmp_path / "b.safetensors"], tmp_path / "m.safetensors", slots=["exp_avg"])
 
 
@@ -258,7 +259,7 @@ def test_a_source_is_never_the_target(tmp_path: Path) -> None:
     paths = pair(tmp_path, torch.ones(2), torch.zeros(2))
     before = [path.read_bytes() for path in paths]
     for path in paths:
-        with pytest.raises(zckpt.UsageError, match="the target is, or contains, the source"):
+        with refusing(zckpt.UsageError, "the target is, or contains, the source"):
             zckpt.average(paths, path, overwrite=True)
     assert [path.read_bytes() for path in paths] == before
 
@@ -269,7 +270,7 @@ def test_damage_in_any_source_is_found(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "b.pt").read_bytes())
     data[20_000] ^= 1
     (tmp_path / "b.pt").write_bytes(data)
-    with pytest.raises(zckpt.DamagedFileError, match=r"b\.pt"):
+    with refusing(zckpt.DamagedFileError, r"b\.pt"):
         zckpt.average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
     zckpt.average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "m.safetensors", checksums=False)

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, environment, refused, succeeded
+from tests.refusals import refusing
 from zckpt.engine.plan import Copy, FilePlan, Fill, Strided
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.operations.foresight import Reads, directories, reads_of
@@ -89,7 +90,7 @@ def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path: Path, monkeypa
     zckpt.consolidate(SOURCE, target)
     before = target.read_bytes()
     monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
-    with pytest.raises(zckpt.TargetError, match="so that both need room"):
+    with refusing(zckpt.TargetError, "so that both need room"):
         zckpt.consolidate(SOURCE, target, overwrite=True)
     assert target.read_bytes() == before
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, in_time, run
+from tests.refusals import refusing
 from tests.truth import Truth, bits
 
 ADAPTERS = Path(__file__).parent / "adapters"
@@ -115,7 +116,7 @@ def test_a_tied_weight_stays_one(tmp_path: Path) -> None:
     assert found[alias].data_ptr() == found[owner].data_ptr()
     assert_close(found[owner], truth.masters[owner] + product(added, alias.removesuffix(".weight")), owner)
     both = {**added, **factors(owner.removesuffix(".weight"), *truth.masters[owner].shape)}
-    with pytest.raises(zckpt.UnsupportedError, match="are one tied weight, and both have an adapter"):
+    with refusing(zckpt.UnsupportedError, "are one tied weight, and both have an adapter"):
         zckpt.merge_adapter(source, adapter(tmp_path / "b", both), tmp_path / "n.pt")
 
 
@@ -142,7 +143,7 @@ def test_a_head_that_the_base_lacks_is_added(tmp_path: Path) -> None:
     assert (done.num_merged, done.num_replaced, done.num_added) == (1, 1, 1)
     assert zckpt.open(tmp_path / "m").read("score.weight").tolist() == [[1.0] * 3] * 2
     path = adapter(tmp_path / "b", tensors)
-    with pytest.raises(zckpt.UsageError, match=r"score\.weight: not in .*base\.safetensors"):
+    with refusing(zckpt.UsageError, r"score\.weight: not in .*base\.safetensors"):
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n")
 
 
@@ -173,7 +174,7 @@ def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out:
         one = product(added, module)
         assert_close(found[f"{module}.weight"], 1 + (one.T if fan_in_fan_out else one), module)
     path = adapter(tmp_path / "b", added, fan_in_fan_out=not fan_in_fan_out)
-    with pytest.raises(zckpt.UnsupportedError, match=r"c\.weight is square"):
+    with refusing(zckpt.UnsupportedError, r"c\.weight is square"):
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n.safetensors")
     zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n.safetensors", fan_in_fan_out=fan_in_fan_out)
     assert (tmp_path / "n.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
@@ -191,7 +192,7 @@ def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out:
     ],
 )
 def test_other_adapters_of_peft_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(zckpt.UnsupportedError, match=message):
+    with refusing(zckpt.UnsupportedError, message):
         zckpt.merge_adapter(ADAPTERS / name / "base.safetensors", ADAPTERS / name, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -226,7 +227,7 @@ def test_configurations_that_mean_something_else_are_refused(
 ) -> None:
     save_file({"w.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
     path = adapter(tmp_path / "a", factors("w", 3, 4), **settings)
-    with pytest.raises(zckpt.SourceError, match=message):
+    with refusing(zckpt.SourceError, message):
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
 
 
@@ -254,7 +255,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     base = {"w.weight": torch.ones(3, 4), "w.bias": torch.ones(3), "v.weight": torch.ones(5, 4)}
     save_file({**base, "n.weight": torch.ones(2, 2).to(torch.int8)}, tmp_path / "base.safetensors")
     path = adapter(tmp_path / "a", {**factors("w", 3, 4), **changed})
-    with pytest.raises((zckpt.SourceError, zckpt.UsageError), match=message):
+    with refusing((zckpt.SourceError, zckpt.UsageError), message):
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
 
@@ -272,20 +273,20 @@ def test_patterns_that_would_take_for_ever_do_not(key: str, tmp_path: Path) -> N
 def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
     base = ADAPTERS / "plain" / "base.safetensors"
     shutil.copy(ADAPTERS / "plain" / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors")
-    with pytest.raises(zckpt.UsageError, match=r"holds no adapter_config\.json.*--adapter-config"):
+    with refusing(zckpt.UsageError, r"holds no adapter_config\.json.*--adapter-config"):
         zckpt.merge_adapter(base, tmp_path, tmp_path / "m.safetensors")
     config = ADAPTERS / "plain" / "adapter_config.json"
     zckpt.merge_adapter(base, tmp_path, tmp_path / "m.safetensors", adapter_config=config)
-    with pytest.raises(zckpt.UsageError, match="holds adapters: "):
+    with refusing(zckpt.UsageError, "holds adapters: "):
         zckpt.merge_adapter(base, ADAPTERS, tmp_path / "n.safetensors")
     (tmp_path / "adapter_config.json").write_text("[")
-    with pytest.raises(zckpt.DamagedFileError, match="unreadable configuration"):
+    with refusing(zckpt.DamagedFileError, "unreadable configuration"):
         zckpt.merge_adapter(base, tmp_path, tmp_path / "n.safetensors")
 
 
 def test_an_adapter_is_never_the_target(tmp_path: Path) -> None:
     shutil.copytree(ADAPTERS / "plain", tmp_path / "a")
-    with pytest.raises(zckpt.UsageError, match="the target is, or contains, the source"):
+    with refusing(zckpt.UsageError, "the target is, or contains, the source"):
         zckpt.merge_adapter(ADAPTERS / "plain" / "base.safetensors", tmp_path / "a", tmp_path / "a", overwrite=True)
 
 

@@ -17,6 +17,7 @@ import zckpt
 import zckpt.dcp
 from tests.cli.console import FIXTURES, run
 from tests.operations.test_merge_adapter import adapter, factors
+from tests.refusals import refusing
 
 MODEL = {
     "wide": torch.tensor([[1.0, 7e4], [-1e30, 65504.0]]),
@@ -34,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 def test_what_overflows_is_counted_named_and_refused(model: Path, tmp_path: Path) -> None:
     expected = ("1 values of own overflow float16, 2 values of turned overflow float16, "
                 "2 values of wide overflow float16: finite in the source")  # fmt: skip
-    with pytest.raises(zckpt.UsageError, match=expected):
+    with refusing(zckpt.UsageError, expected):
         zckpt.consolidate(model, tmp_path / "m.safetensors", dtype="float16")
     assert [one.name for one in tmp_path.iterdir()] == ["a.pt"]
     done = zckpt.consolidate(model, tmp_path / "m.safetensors", dtype="float16", overflow="allow")
@@ -42,7 +43,7 @@ def test_what_overflows_is_counted_named_and_refused(model: Path, tmp_path: Path
     found = load_file(tmp_path / "m.safetensors")
     assert all(torch.equal(found[name].isinf(), one.half().isinf()) for name, one in MODEL.items())
     assert zckpt.consolidate(model, tmp_path / "n.safetensors", dtype="bfloat16").notes == ()
-    with pytest.raises(zckpt.UsageError, match="unusable overflow: expected refuse or allow, found 'yes'"):
+    with refusing(zckpt.UsageError, "unusable overflow: expected refuse or allow, found 'yes'"):
         zckpt.consolidate(model, tmp_path / "o.safetensors", overflow="yes")
 
 
@@ -83,7 +84,7 @@ def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(
 ) -> None:
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 0)
     for resume in (False, True):
-        with pytest.raises(zckpt.UsageError, match="2 values of wide overflow"):
+        with refusing(zckpt.UsageError, "2 values of wide overflow"):
             zckpt.consolidate(model, tmp_path / "m.pt", dtype="float16", resume=resume)
     done = zckpt.consolidate(model, tmp_path / "m.pt", dtype="float16", resume=True, overflow="allow")
     assert "2 values of wide overflow float16" in done.notes[0]
@@ -94,11 +95,11 @@ def test_a_mean_and_a_merged_adapter_that_overflow_are_refused(tmp_path: Path) -
     for name, value in (("a", 3e4), ("b", 2e5)):
         save_file({"w": torch.full((3, 4), value)}, tmp_path / f"{name}.safetensors")
     pair = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    with pytest.raises(zckpt.UsageError, match="12 values of w overflow float16"):
+    with refusing(zckpt.UsageError, "12 values of w overflow float16"):
         zckpt.average(pair, tmp_path / "m.safetensors", dtype="float16")
     lora = adapter(tmp_path / "lora", factors("m", 3, 4), lora_alpha=1e38)
     save_file({"m.weight": torch.full((3, 4), 3e38)}, tmp_path / "c.safetensors")
-    with pytest.raises(zckpt.UsageError, match=r"values of m\.weight overflow float32"):
+    with refusing(zckpt.UsageError, r"values of m\.weight overflow float32"):
         zckpt.merge_adapter(tmp_path / "c.safetensors", lora, tmp_path / "m.safetensors")
     assert not (tmp_path / "m.safetensors").exists()
 
@@ -134,7 +135,7 @@ def test_a_load_refuses_too_and_takes_it_unverified(tmp_path: Path) -> None:
     tensors = {"weight": torch.full((2, 3), 70_000.0), "bias": torch.ones(2)}
     torch.save(tensors, tmp_path / "a.pt")
     model = torch.nn.Linear(3, 2, dtype=torch.float16)
-    with pytest.raises(zckpt.UsageError, match=r"6 values of weight overflow float16: .* must not be used"):
+    with refusing(zckpt.UsageError, r"6 values of weight overflow float16: .* must not be used"):
         zckpt.load(tmp_path / "a.pt", model=model)
     state = model.state_dict()
     with pytest.raises(CheckpointException, match="6 values of weight overflow float16"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
+from tests.refusals import refusing
 from zckpt.errors import TargetError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.operations.shared_target import shared_target
@@ -14,7 +13,7 @@ from zckpt.operations.shared_target import shared_target
 
 def test_others_join_what_the_first_has_begun_and_what_a_kill_has_left_gives_way(tmp_path: Path) -> None:
     place = tmp_path / "new" / "step1"
-    with pytest.raises(TargetError, match="no save to it is going on"):
+    with refusing(TargetError, "no save to it is going on"):
         shared_target(place).noted()
     child = os.fork()
     if not child:

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.cli.console import refused, run, succeeded
+from tests.refusals import refusing
 from tests.report.documents import layout_map
 from tests.report.synthetic import HOSTILE, flat, large, per_parameter
 from zckpt.errors import UsageError
@@ -122,7 +123,7 @@ def test_png_is_the_same_picture_at_twice_the_size() -> None:
 def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install 'zckpt\[png\]'"):
+    with refusing(UsageError, r"pip install 'zckpt\[png\]'"):
         png(layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2")))
 
 

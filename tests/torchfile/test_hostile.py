@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.refusals import refusing
 from tests.torchfile.in_memory import read_torchbytes
 from zckpt.errors import DamagedFileError, PickleError, UnsupportedError, ZckptError
 from zckpt.torchfile import Object, plain, read_torchfile, walk_tensors
@@ -196,7 +197,7 @@ def test_hostile_pickle_is_refused(data):
 
 @pytest.mark.parametrize("data", UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_what_cannot_be_represented_is_refused(data):
-    with pytest.raises(UnsupportedError, match=r"x\.pt: data\.pkl"):
+    with refusing(UnsupportedError, r"x\.pt: data\.pkl"):
         read(data, [("0", bytes(16))])
 
 
@@ -306,7 +307,7 @@ def test_legacy_storage_sizes_are_checked(tmp_path):
         with pytest.raises(DamagedFileError):
             read_torchfile(path)
     path.write_bytes(data + b"x")
-    with pytest.raises(DamagedFileError, match="last storage"):
+    with refusing(DamagedFileError, "last storage"):
         read_torchfile(path)
 
 

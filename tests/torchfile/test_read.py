@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.refusals import refusing
 from tests.torchfile.in_memory import read_torchbytes
 from zckpt.errors import DamagedFileError, PickleError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.torchfile import (
@@ -479,14 +480,14 @@ def test_missing_file_directory_and_pipe(tmp_path):
 
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none", tmp_path, tmp_path / "pipe"):
-        with pytest.raises(SourceError, match=str(path)):
+        with refusing(SourceError, str(path)):
             read_torchfile(path)
 
 
 def test_torchscript_is_named(tmp_path):
     path = tmp_path / "x.pt"
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), path)
-    with pytest.raises(UnsupportedError, match="TorchScript"):
+    with refusing(UnsupportedError, "TorchScript"):
         read_torchfile(path)
 
 
@@ -498,7 +499,7 @@ def test_zip_without_pickle_and_compressed_zip(tmp_path):
         read_torchfile(path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("a/data.pkl", b"\x80\x02N.")
-    with pytest.raises(UnsupportedError, match="compressed"):
+    with refusing(UnsupportedError, "compressed"):
         read_torchfile(path)
 
 
@@ -533,7 +534,7 @@ def test_overlapping_records_are_refused(tmp_path):
     first, second = (data.rindex(f"x/data/{key}".encode()) - 46 for key in (0, 1))
     data[second + 42 : second + 46] = data[first + 42 : first + 46]
     path.write_bytes(data)
-    with pytest.raises(DamagedFileError, match="overlaps"):
+    with refusing(DamagedFileError, "overlaps"):
         read_torchfile(path)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import zckpt
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
 from tests.formats.deepspeed.shards import edit, model_file
+from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
 from zckpt.torchfile import Object, plain
 
@@ -173,7 +174,7 @@ def states_of(source: Path) -> list[dict[str, Any]]:
 
 
 def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(zckpt.UnsupportedError, match=r"mu_product, step of scale is not the same for all"):
+    with refusing(zckpt.UnsupportedError, r"mu_product, step of scale is not the same for all"):
         zckpt.convert(nadam(tmp_path, "torch", late=True), tmp_path / "out", to="deepspeed", world_size=1, stage=1)
 
 

@@ -12,6 +12,7 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.contents import run_of
+from tests.refusals import refusing
 from tests.truth import Truth
 
 ELASTIC, RIGID = "s2_bf16_dp2_elastic", "s2_bf16_dp2"
@@ -42,12 +43,12 @@ def test_files_that_are_none(content: str, given: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [(RIGID, {}), (RIGID, {"stage": 3}), (ELASTIC, {}), ("s0_bf16_dp2", {})])
 def test_what_has_no_need_of_them_refuses_them(name: str, options: dict[str, Any], given: Path, tmp_path: Path) -> None:
-    with pytest.raises(zckpt.ZckptError, match="hyperparameters"):
+    with refusing(zckpt.ZckptError, "hyperparameters"):
         zckpt.reshard(run_of(name), tmp_path / "cut", world_size=3, hyperparameters=str(given), **options)
 
 
 def test_without_them_the_message_says_how(tmp_path: Path) -> None:
-    with pytest.raises(zckpt.UnsupportedError, match="--hyperparameters FILE"):
+    with refusing(zckpt.UnsupportedError, "--hyperparameters FILE"):
         zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, elastic=False)
 
 
@@ -58,7 +59,7 @@ def test_those_of_the_configuration_are_told_and_not_taken(tmp_path: Path) -> No
     content = torch.load(path, weights_only=False)
     content["ds_config"]["optimizer"] = {"type": "AdamW", "params": {"lr": 0.125, "betas": [0.9, 0.5]}}
     torch.save(content, path)
-    with pytest.raises(zckpt.UnsupportedError, match=r"only ds_config's.*0\.125.*--hyperparameters FILE"):
+    with refusing(zckpt.UnsupportedError, r"only ds_config's.*0\.125.*--hyperparameters FILE"):
         zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, elastic=False)
 
 
@@ -72,7 +73,7 @@ def test_a_pipeline_that_becomes_one_model_takes_them_too(tmp_path: Path) -> Non
     zckpt.reshard(elastic, tmp_path / "one", elastic=False, hyperparameters=str(file), **how)
     expected = [group.hyperparameters for group in named.param_groups]
     assert [group.hyperparameters for group in zckpt.open(tmp_path / "one").param_groups] == expected
-    with pytest.raises(zckpt.UsageError, match="expected --rigid"):
+    with refusing(zckpt.UsageError, "expected --rigid"):
         zckpt.reshard(elastic, tmp_path / "x", hyperparameters=str(file), **how)
-    with pytest.raises(zckpt.UnsupportedError, match="--hyperparameters FILE and --rigid"):
+    with refusing(zckpt.UnsupportedError, "--hyperparameters FILE and --rigid"):
         zckpt.reshard(elastic, tmp_path / "x", **how)

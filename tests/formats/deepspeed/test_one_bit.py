@@ -11,6 +11,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.contents import run_of
 from tests.formats.deepspeed.shards import copy, edit, model_file
+from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
 
 ZERO_ONE, LAMB = "versions/ds0189_zero_one_adam_s0_fp16_dp2", "versions/ds0189_one_bit_lamb_s0_fp16_dp2"
@@ -56,5 +57,5 @@ def test_an_error_without_its_sizes_is_not_taken_for_one(tmp_path: Path) -> None
             del state["server_chunk_size"]
 
     edit(model_file(tag), strange)
-    with pytest.raises(zckpt.LeftOutError, match="error"):
+    with refusing(zckpt.LeftOutError, "error"):
         zckpt.convert(tag, tmp_path / "out", to="zckpt")

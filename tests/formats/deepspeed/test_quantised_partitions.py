@@ -15,6 +15,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.contents import cut, tag_of
 from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file
+from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
 
 NESTED = "__bnb_optimizer_quant_state__"
@@ -96,7 +97,7 @@ def test_state_of_torchao(cls: str, torchao: dict[str, type[Held]], tmp_path: Pa
         edit(optimizer_file(codes, rank), lambda content: replace(content, 0))
         edit(optimizer_file(floats, rank), lambda content: replace(content, 1))
     assert_alike(codes, floats, tmp_path, world_size=3, stage=3)
-    with pytest.raises(UnsupportedError, match="--dequantize"):
+    with refusing(UnsupportedError, "--dequantize"):
         zckpt.reshard(codes, tmp_path / "none", world_size=3, stage=3)
     for world_size in (1, 3):  # whose partitions begin with blocks
         again, back, plain = (tmp_path / f"{kind}{world_size}" for kind in ("codes", "back", "plain"))
@@ -208,9 +209,9 @@ def test_slices_and_stages_have_blocks_of_their_own(
         assert zckpt.diff(tmp_path / "z", floats, ignore_metadata=True).equal
         return
     for options in ({}, {"dequantize": True}):
-        with pytest.raises(UnsupportedError, match="reshard --dequantize` at that size"):
+        with refusing(UnsupportedError, "reshard --dequantize` at that size"):
             zckpt.reshard(codes, tmp_path / "whole", world_size=1, tensor_parallel_size=1, **options)
-    with pytest.raises(UnsupportedError, match="in blocks of each tensor-parallel rank's slices"):
+    with refusing(UnsupportedError, "in blocks of each tensor-parallel rank's slices"):
         zckpt.convert(codes, tmp_path / "z", to="zckpt", dequantize=True)
     for one, whole in ((tmp_path / "three", "from_codes"), (floats, "from_floats")):
         zckpt.reshard(one, tmp_path / whole, world_size=1, stage=2, tensor_parallel_size=1)
@@ -264,5 +265,5 @@ def test_blocks_of_slices_are_made_anew(tmp_path: Path) -> None:
     for name, parameter in plain.parameters.items():
         for slot in SLOTS if "exp_avg" in parameter.slots else ():
             assert torch.allclose(back.read(name, slot), plain.read(name, slot), rtol=0, atol=1.1 / 255), name
-    with pytest.raises(UnsupportedError, match="blocks of each tensor-parallel rank's slices"):
+    with refusing(UnsupportedError, "blocks of each tensor-parallel rank's slices"):
         zckpt.reshard(codes, tmp_path / "whole", world_size=2, tensor_parallel_size=1, requantize=True)

@@ -13,6 +13,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
+from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same, assert_state
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
@@ -159,7 +160,7 @@ def test_the_training_can_deal_layers_in_any_way(
 ) -> None:
     if stages is None:  # a heavy embedding at both ends
         stages = [[0], [1, 3, 4], [0]]
-        with pytest.raises(UnsupportedError, match="waits for ever"):
+        with refusing(UnsupportedError, "waits for ever"):
             cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
         return
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
@@ -181,10 +182,10 @@ def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path: Path) -> None:
 
 
 def test_where_files_leave_it_open_the_user_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
+    with refusing(UnsupportedError, r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
         cut(run_of(PLAIN), tmp_path / "cut", 1, pipeline_parallel_size=3)
     one = cut(run_of(PLAIN), tmp_path / "one", 1, **ONE).parent
-    with pytest.raises(UnsupportedError, match="embed, of which one use is known"):
+    with refusing(UnsupportedError, "embed, of which one use is known"):
         cut(one, tmp_path / "cut", 1, pipeline_parallel_size=2, partition_method="uniform")
     tag = cut(one, tmp_path / "two", 2, pipeline_parallel_size=2, partition_method="uniform", pipeline_layers=LAYERS)
     for path in tag_of(run_of(PLAIN)).glob("zero_*"):
@@ -214,20 +215,20 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path: Path) -> None:
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=words):
+    with refusing(UsageError, words):
         cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_pipeline_has_no_stages(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no pipeline's"):
+    with refusing(UsageError, "no pipeline's"):
         cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=2)
     cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_of_zero_that_have_no_pipelines_are_refused(stage: int, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="no pipelines under ZeRO-2 and 3"):
+    with refusing(UnsupportedError, "no pipelines under ZeRO-2 and 3"):
         cut(run_of(PLAIN), tmp_path / "cut", 2, stage=stage)
 
 
@@ -243,7 +244,7 @@ def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order
     edit(path, swap)
     for rank in (0, 1):
         edit(optimizer_file(tag, rank, 1), _without_mappings)
-    with pytest.raises(UnsupportedError, match="order of the stage's modules"):
+    with refusing(UnsupportedError, "order of the stage's modules"):
         cut(tag.parent, tmp_path / "one", 1, **ONE)
     dealt = cut(tag.parent, tmp_path / "two", 1, stage_bounds="0,2,6", weight_check=False)
     assert names_of(dealt, 1)[1] == ["4.weight", "4.bias", "3.up.bias"]
@@ -255,7 +256,7 @@ def _without_mappings(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
 def test_without_zero_stages_stay_until_names_are_known(options: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="optimizer of each rank numbers is not certain"):
+    with refusing(UnsupportedError, "optimizer of each rank numbers is not certain"):
         cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
 
 
@@ -324,7 +325,7 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
     }  # fmt: skip
     zckpt.convert(between, tmp_path / "back", pipeline_parallel_size=2, **how)
     assert names_of(tag_of(tmp_path / "back"), 1) == names_of(tag, 1)
-    with pytest.raises(UnsupportedError, match="no stages but those that it was saved in"):
+    with refusing(UnsupportedError, "no stages but those that it was saved in"):
         zckpt.convert(between, tmp_path / "x", pipeline_parallel_size=3, **how)
     between.param_groups[1].parameters.reverse()
     assert known_orders(between) == [None, None]
@@ -376,10 +377,10 @@ def test_rules_of_ones_own_slice_another_format(tmp_path: Path) -> None:
     found, wanted = (tag_of(tmp_path / name) for name in ("told", "known"))
     for path in wanted.iterdir():
         assert tensor_bytes(found / path.name) == tensor_bytes(path)
-    with pytest.raises(UsageError, match="--tp-rules FILE"):
+    with refusing(UsageError, "--tp-rules FILE"):
         cut(run_of(SLICED), tmp_path / "cut", 1, slice_rules=str(tmp_path / "rules.json"))
     (tmp_path / "rules.json").write_text('{"rows": []}')
-    with pytest.raises(UsageError, match="unknown tensor-parallel rules"):
+    with refusing(UsageError, "unknown tensor-parallel rules"):
         zckpt.convert(tmp_path / "between", tmp_path / "x", slice_rules=str(tmp_path / "rules.json"), **options)
 
 
@@ -387,7 +388,7 @@ def test_slices_of_another_format_need_rules(tmp_path: Path) -> None:
     zckpt.convert(run_of(PLAIN), tmp_path / "between", to="zckpt")
     options = {"world_size": 1, "stage": 1, "tensor_parallel_size": 2}
     layers = {"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "partition_method": "uniform"}
-    with pytest.raises(UnsupportedError, match=r"no rules how to cut them.*--slice-rules FILE"):
+    with refusing(UnsupportedError, r"no rules how to cut them.*--slice-rules FILE"):
         zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", **options, **layers)
 
 
@@ -403,7 +404,7 @@ def test_slices_of_another_format_need_rules(tmp_path: Path) -> None:
 )
 def test_stages_of_another_format_have_to_be_said(options: dict[str, Any], match: str, tmp_path: Path) -> None:
     zckpt.convert(run_of(PLAIN), tmp_path / "native", to="zckpt")
-    with pytest.raises((UnsupportedError, UsageError), match=match):
+    with refusing((UnsupportedError, UsageError), match):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
 
 
@@ -424,7 +425,7 @@ def test_parameters_that_come_module_by_module(names: list[str], expected: bool)
 def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path: Path) -> None:
     zckpt.convert(run_of("s1_fp32_dp1"), tmp_path / "native", to="zckpt")
     bounds = {"stage_bounds": "0,1,2", "world_size": 2}
-    with pytest.raises(LayoutError, match="in no layer of the pipeline"):
+    with refusing(LayoutError, "in no layer of the pipeline"):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", **bounds)
 
 
@@ -463,14 +464,14 @@ def test_stages_of_older_versions_are_told_by_names(tmp_path: Path) -> None:
 
 def test_a_stage_without_experts_is_refused(tmp_path: Path) -> None:
     layers = {"stage_bounds": "0,4,6", "pipeline_layers": EXPERT_LAYERS}
-    with pytest.raises(UnsupportedError, match="stage 1 would"):
+    with refusing(UnsupportedError, "stage 1 would"):
         zckpt.reshard(run_of(EXPERTS), tmp_path / "cut", world_size=1, **layers)
 
 
 def test_experts_lost_from_a_stage_are_named(tmp_path: Path) -> None:
     folder = copy(EXPERTS, tmp_path)
     next(folder.rglob("layer_0_expert_3_mp_rank_01_model_states.pt")).unlink()
-    with pytest.raises(ShardError, match="no file holds the weights of expert 3"):
+    with refusing(ShardError, "no file holds the weights of expert 3"):
         zckpt.open(folder)
 
 
@@ -505,7 +506,7 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path: P
 def test_other_names_that_make_no_model_are_refused(
     name: str, options: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises((UnsupportedError, UsageError, zckpt.LeftOutError), match=words):
+    with refusing((UnsupportedError, UsageError, zckpt.LeftOutError), words):
         cut(run_of(name), tmp_path / "cut", 1, **options)
     assert list(tmp_path.iterdir()) == []
 

@@ -14,6 +14,7 @@ from tests.formats.deepspeed import sliced
 from tests.formats.deepspeed.contents import alike, content_of, cut, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, edit
 from tests.pairwise import each
+from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same, assert_same_groups, assert_state
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError
 
@@ -251,7 +252,7 @@ def test_stage_3_pads_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [36, 39, 0, -4])
 def test_padded_size_that_cannot_be(rows: int, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="padded size"):
+    with refusing(UsageError, "padded size"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tensor_parallel_size=2, padded_vocab_size=rows)
     assert not (tmp_path / "cut").exists()
 
@@ -281,7 +282,7 @@ def test_rules_from_a_file(other: int, tmp_path: Path) -> None:
 def test_file_is_used_instead_of_the_checkpoints_own(tmp_path: Path) -> None:
     wrong = sliced.RULES["parameter_with_row_parallelism_patterns"] + [r"layer\.column"]
     run = made(tmp_path, rules=sliced.RULES | {"parameter_with_row_parallelism_patterns": wrong})
-    with pytest.raises(LayoutError, match=r"layer\.column\.bias"):
+    with refusing(LayoutError, r"layer\.column\.bias"):
         zckpt.open(run)
     tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=1, tp_rules=rules_file(tmp_path))
     assert torch.equal(loaded(tag, 0)["layer.column.weight"], sliced.whole("layer.column.weight", "master"))
@@ -290,21 +291,21 @@ def test_file_is_used_instead_of_the_checkpoints_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("degree", [None, 1, 2, 4])
 def test_without_rules_slices_are_refused(degree: int | None, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"17 parameters \(embedding.weight, layer.qkv.weight, .*no rules"):
+    with refusing(UnsupportedError, r"17 parameters \(embedding.weight, layer.qkv.weight, .*no rules"):
         zckpt.reshard(made(tmp_path, rules=None), tmp_path / "cut", world_size=3, tensor_parallel_size=degree)
     assert not (tmp_path / "cut").exists()
 
 
 def test_without_rules_nothing_is_sliced(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"emb\.weight.*no rules how to cut"):
+    with refusing(UnsupportedError, r"emb\.weight.*no rules how to cut"):
         zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
-    with pytest.raises(UnsupportedError, match="which parameters every rank has whole"):
+    with refusing(UnsupportedError, "which parameters every rank has whole"):
         zckpt.reshard(run_of("s2_bf16_dp2_ucinfo"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_parameter_that_does_not_divide_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"layer\.qkv\.weight cannot be cut for 3"):
+    with refusing(LayoutError, r"layer\.qkv\.weight cannot be cut for 3"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tensor_parallel_size=3)
     assert not (tmp_path / "cut").exists()
 
@@ -314,7 +315,7 @@ def test_copies_that_no_rule_names_are_noticed(missing: str, tmp_path: Path) -> 
     """In shapes alone, two copies of a norm are slices of one twice as long."""
     patterns = [pattern for pattern in sliced.RULES["tp_replicated_parameter_patterns"] if pattern != missing]
     run = made(tmp_path, rules=sliced.RULES | {"tp_replicated_parameter_patterns": patterns})
-    with pytest.raises((WeightMismatchError, LayoutError), match=r"layer\.norm\.weight is the same|scale"):
+    with refusing((WeightMismatchError, LayoutError), r"layer\.norm\.weight is the same|scale"):
         zckpt.reshard(run, tmp_path / "cut", world_size=2, tensor_parallel_size=2)
     assert not (tmp_path / "cut").exists()
 
@@ -322,7 +323,7 @@ def test_copies_that_no_rule_names_are_noticed(missing: str, tmp_path: Path) -> 
 def test_copies_that_differ_are_noticed(tmp_path: Path) -> None:
     patterns = [*sliced.RULES["tp_replicated_parameter_patterns"], ".*drifting"]
     run = made(tmp_path, rules=sliced.RULES | {"tp_replicated_parameter_patterns": patterns})
-    with pytest.raises(WeightMismatchError, match=r"layer\.drifting\.weight differs"):
+    with refusing(WeightMismatchError, r"layer\.drifting\.weight differs"):
         zckpt.reshard(run, tmp_path / "cut", world_size=2, tensor_parallel_size=2)
     assert not (tmp_path / "cut").exists()
     zckpt.reshard(run, tmp_path / "same", world_size=3)
@@ -348,15 +349,15 @@ def test_copies_that_differ_are_noticed(tmp_path: Path) -> None:
 def test_rules_that_cannot_be_used(text: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match=words):
+    with refusing(UsageError, words):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tp_rules=path)
-    with pytest.raises(UsageError, match="cannot be opened"):
+    with refusing(UsageError, "cannot be opened"):
         zckpt.reshard(tmp_path / "source", tmp_path / "cut", world_size=2, tp_rules=tmp_path / "no")
 
 
 def test_padded_size_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     rules = rules_file(tmp_path, vocabulary_parameter_patterns=[])
-    with pytest.raises(UsageError, match="a padded size does not apply"):
+    with refusing(UsageError, "a padded size does not apply"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, padded_vocab_size=40, tp_rules=rules)
     assert not (tmp_path / "cut").exists()
 

@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 from tests.formats.deepspeed.shards import FIXTURES, edit
+from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import ShardError, UnsupportedError
 
@@ -37,7 +38,7 @@ def _summed_in_floats(content: dict[str, Any]) -> None:
 def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
     edit(next(folder.rglob("mp_rank*")), _summed_in_floats)
-    with pytest.raises(UnsupportedError, match=r"holds no optimizer.*0\.17\.6.*consolidate"):
+    with refusing(UnsupportedError, r"holds no optimizer.*0\.17\.6.*consolidate"):
         zckpt.reshard(folder, tmp_path / "cut", world_size=4)
 
 
@@ -53,7 +54,7 @@ def _under_zero(content: dict[str, Any]) -> None:
 def test_files_that_were_written_and_are_lost_are_missing(change: Any, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
     edit(next(folder.rglob("mp_rank*")), change)
-    with pytest.raises(ShardError, match="optimizer files are missing"):
+    with refusing(ShardError, "optimizer files are missing"):
         zckpt.open(folder)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.formats.deepspeed.contents import cut, run_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import copy, edit, model_file, optimizer_file
+from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
 
 FLAT, BY_PARAMETER = "versions/ds0189_zenflow_s2_bf16_dp2", "versions/ds0189_zenflow_s3_bf16_dp2"
@@ -77,7 +78,7 @@ def test_weights_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         content["module"]["head.weight"] = content["module"]["head.weight"].contiguous()
 
     edit(model_file(tag), change)
-    with pytest.raises(zckpt.LayoutError, match=r"embed.weight by columns|head.weight by rows"):
+    with refusing(zckpt.LayoutError, r"embed.weight by columns|head.weight by rows"):
         zckpt.open(tag)
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import zckpt
 from tests.cli.console import inspected, refused
 from tests.pairwise import each
+from tests.refusals import refusing
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.account import take_inventory
 
@@ -135,7 +136,7 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | Non
 def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path: Path) -> None:
     adapter("lora", tmp_path / "two" / "one", config=False)
     adapter("lora", tmp_path / "two" / "other", config=False)
-    with pytest.raises(UnknownFormatError, match=r"several adapters of PEFT: one, other.*two/one"):
+    with refusing(UnknownFormatError, r"several adapters of PEFT: one, other.*two/one"):
         zckpt.open(tmp_path / "two")
     pipeline = tmp_path / "pipeline"
     for name in ("unet", "vae"):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.operations.diff.checkpoints import copied, rewrite
+from tests.refusals import refusing
 from zckpt.compare.digests import bytes_of, changes, read_digests
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 
@@ -116,7 +117,7 @@ def test_stored_digests_are_checked(tmp_path: Path) -> None:
         with pytest.raises(error, match=words):
             read_digests(file)
     file.write_text("{")
-    with pytest.raises(DamagedFileError, match="unreadable"):
+    with refusing(DamagedFileError, "unreadable"):
         read_digests(file)
-    with pytest.raises(SourceError, match="cannot be opened"):
+    with refusing(SourceError, "cannot be opened"):
         read_digests(tmp_path / "none")
